@@ -51,15 +51,15 @@ const fn generated(name: &'static str, options: &'static [&'static str]) -> Part
     Part { name, is_recorded: false, options }
 }
 
-/// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each. Where more is offered
-/// than a fleet gets through, traffic goes on for some minutes: in the time of a few answers nothing fills up.
+/// In the order of the document. A trace is served in one copy for every four instances, so larger fleets get fewer requests of each where that would take hours. Where more is
+/// offered than a fleet gets through, traffic goes on for some minutes: in the time of a few answers nothing fills up.
 const PARTS: [Part; 12] = [
     recorded("conversation-4", &["--instances", "4", "--loads", BELOW, "--draws", "3"]),
     recorded("conversation-16", &["--instances", "16", "--limit", "4000", "--loads", BELOW, "--draws", "3"]),
     recorded("conversation-64", &["--instances", "64", "--limit", "1000", "--loads", BELOW]),
     generated("generated-4", &["--instances", "4", "--requests", "4000", "--loads", BELOW, "--draws", "3"]),
-    generated("generated-16", &["--instances", "16", "--requests", "2000", "--loads", BELOW]),
-    generated("generated-64", &["--instances", "64", "--requests", "500", "--loads", BELOW]),
+    generated("generated-16", &["--instances", "16", "--requests", "4000", "--loads", BELOW]),
+    generated("generated-64", &["--instances", "64", "--requests", "1000", "--loads", BELOW]),
     recorded(
         "beyond-4",
         &[
@@ -154,6 +154,11 @@ pub(crate) fn routers(args: &RoutersArgs) -> anyhow::Result<()> {
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let is_wanted = |part: &&Part| args.parts.is_empty() || args.parts.iter().any(|name| name == part.name);
     let is_there = |part: &&Part| trace.is_some() || !part.is_recorded;
+    if let Some(part) =
+        PARTS.iter().find(|part| args.parts.contains(&part.name.to_owned()) && !is_there(part))
+    {
+        bail!("{} serves the recorded trace, which is absent", part.name);
+    }
     let parts: Vec<&Part> = PARTS.iter().filter(is_wanted).filter(is_there).collect();
     let left = Mutex::new(parts.iter());
     let next = || left.lock().ok()?.next();

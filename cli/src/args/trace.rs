@@ -49,7 +49,7 @@ pub struct StatsArgs {
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
     /// Show the published numbers of this kind (consumer, business) beside those of the trace.
-    #[arg(long, value_name = "KIND", value_parser = kind)]
+    #[arg(long, value_name = "KIND", value_parser = published_kind)]
     pub compare: Option<Kind>,
     /// Seed of policies that leave something to chance.
     #[arg(long, default_value_t = 1)]
@@ -164,7 +164,7 @@ pub struct RoutersArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub requests: u64,
     /// Kinds of generated traffic: consumer, business, agent.
-    #[arg(long, value_name = "KIND,…", value_delimiter = ',', default_value = "consumer,business,agent", value_parser = kind)]
+    #[arg(long, value_name = "KIND,…", value_delimiter = ',', default_value = "consumer,business,agent", value_parser = kind, requires = "requests")]
     pub kinds: Vec<Kind>,
     /// Tokens per block of generated traffic.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=512))]
@@ -270,6 +270,16 @@ fn times(text: &str) -> Result<(f64, f64), String> {
 pub(super) fn kind(text: &str) -> Result<Kind, String> {
     let known = || Kind::ALL.map(Kind::name).join(", ");
     Kind::by_name(text).ok_or_else(|| format!("`{text}` is no kind of traffic: choose one of {}", known()))
+}
+
+/// One of which numbers were published.
+fn published_kind(text: &str) -> Result<Kind, String> {
+    match kind(text)? {
+        Kind::Agent => {
+            Err("of agents no numbers were published: choose one of consumer, business".to_owned())
+        }
+        published => Ok(published),
+    }
 }
 
 fn capacity(text: &str) -> Result<f64, String> {

@@ -29,6 +29,8 @@ fn of_kinds_of_traffic_that_are_none_those_that_are_some_are_named() {
     for words in asks {
         place.run(&[words, &["alien"]].concat()).refused(&["consumer", "business", "agent"]);
     }
+    place.run(&["trace", "stats", "trace.jsonl", "--compare", "agent"]).refused(&["consumer, business"]);
+    place.run(&["trace", "routers", "trace.jsonl", "--kinds", "agent"]).refused(&["--requests"]);
     let ran = place.run(&["trace", "gen", "--kind", "alien"]);
     says("traffic of a kind that is none", &ran.refused(&[]), &[]);
 }

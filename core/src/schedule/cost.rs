@@ -23,6 +23,7 @@ use super::lanes::{LinkPath, Price, Reader};
 use super::legs::{Hold, Legs, Near, Run, Way};
 use super::load::{Ahead, Load, Moment, Newcomer};
 use super::profile::{HardwareProfile, Lane};
+use super::speed::slowed;
 use crate::id::NodeId;
 use crate::index::{Holder, HolderRun, PrefixMatch};
 
@@ -76,8 +77,13 @@ pub(super) struct Wait {
 
 /// Time until the work ahead of a new request is done: its prefill, one step per request, and what the
 /// running requests add to each of these steps and to the new one's own. Prefill is that of the requests sent there whose turn comes before; of
-/// an instance to which nothing was sent, as of tokens without context.
-pub(super) fn wait(profile: &HardwareProfile, load: &Load, newcomer: &Newcomer, at: Moment) -> Wait {
+/// an instance to which nothing was sent, as of tokens without context. It takes so many times as long as the profile says.
+pub(super) fn wait(
+    (profile, times): (&HardwareProfile, f64),
+    load: &Load,
+    newcomer: &Newcomer,
+    at: Moment,
+) -> Wait {
     let tokens = load.tokens_ahead();
     let ahead = load.ahead(newcomer, at);
     let behind = ahead.map_or(0, |ahead| ahead.behind);
@@ -88,14 +94,15 @@ pub(super) fn wait(profile: &HardwareProfile, load: &Load, newcomer: &Newcomer, 
     let wait = Wait { delays_us, requests, behind_us, known, kv_tokens, ..Wait::default() };
     match ahead {
         // Their steps are in it.
+        // And so is how fast it is, since they were sent.
         Some(Ahead { wait_us, work_us, .. }) if tokens > 0 => {
-            let with = |us: u64| us.saturating_add(running / NS_PER_US);
+            let with = |us: u64| us.saturating_add(slowed(running / NS_PER_US, times));
             Wait { us: with(wait_us), work_us: with(work_us), ..wait }
         }
         _ => {
             let steps = requests.saturating_mul(profile.step_ns);
             let prefill = tokens.saturating_mul(profile.prefill_ns_per_token);
-            let us = prefill.saturating_add(steps).saturating_add(running) / NS_PER_US;
+            let us = slowed(prefill.saturating_add(steps).saturating_add(running) / NS_PER_US, times);
             Wait { us, work_us: us, ..wait }
         }
     }

@@ -78,6 +78,8 @@ pub struct Candidate {
     pub breaks: Option<Breaks>,
     /// What is added to its cost since it joined of late and is given less than others, in microseconds.
     pub ramp_us: u64,
+    /// What is added since it has said nothing for a while and may be gone, in microseconds.
+    pub doubt_us: u64,
     /// When its turn there would be.
     pub turn: Timestamp,
     /// Leading blocks that it has in GPU memory, as far as it said; 0 when it was filtered.
@@ -99,10 +101,10 @@ impl Candidate {
         self.predicted.ttft_by_us(self.handover)
     }
 
-    /// What the request costs there, its own waiting and that of others, and more where the instance joined of late: what is least is best for all together.
+    /// What the request costs there, its own waiting and that of others, and more where the instance joined of late or is silent: what is least is best for all together.
     #[must_use]
     pub fn cost_us(&self) -> u64 {
-        self.ttft_us().saturating_add(self.delays_us).saturating_add(self.ramp_us)
+        [self.delays_us, self.ramp_us, self.doubt_us].into_iter().fold(self.ttft_us(), u64::saturating_add)
     }
 }
 
@@ -199,6 +201,18 @@ pub enum Reason {
         instance: InstanceId,
         /// How much counts against it, in microseconds.
         ramp_us: u64,
+    },
+    /// The chosen instance has said nothing for a while, and that counts against it.
+    Silent {
+        /// By how much, in microseconds.
+        doubt_us: u64,
+    },
+    /// Another one would have been chosen, and has said nothing for a while.
+    SilentSpared {
+        /// Which; of several, the one that would have cost least.
+        instance: InstanceId,
+        /// How much counts against it, in microseconds.
+        doubt_us: u64,
     },
     /// No other instance could take it.
     OnlyCandidate,
@@ -299,7 +313,7 @@ pub enum Reason {
 }
 
 /// What counts in a choice.
-const COSTS: &str = "TTFT, what others wait longer, slow starts";
+const COSTS: &str = "TTFT, what others wait longer, slow starts, silence";
 
 impl fmt::Display for Reason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -314,6 +328,13 @@ impl fmt::Display for Reason {
             Reason::CostTie { among } => {
                 write!(f, "equal cost on {among} instances ({COSTS}), spread by request")
             }
+            Reason::Silent { doubt_us } => {
+                write!(f, "it has said nothing for a while: {doubt_us} us count against it")
+            }
+            Reason::SilentSpared { instance, doubt_us } => write!(
+                f,
+                "{instance} would cost less and has said nothing for a while: {doubt_us} us count against it"
+            ),
             Reason::Joined { ramp_us } => write!(f, "it joined of late: {ramp_us} us count against it"),
             Reason::JoinerSpared { instance, ramp_us } => {
                 write!(f, "{instance} would cost less and joined of late: {ramp_us} us count against it")

@@ -16,6 +16,7 @@ use super::margin::Margin;
 use super::pairs::{Part, Role};
 use super::passing::Passing;
 use super::profile::HardwareProfile;
+use super::speed::{Speed, octaves};
 use super::steps::{Lengths, Steps, Told};
 use crate::id::{Category, Epoch, InstanceId, NodeId, Tier, Timestamp};
 use crate::place::Ring;
@@ -121,6 +122,8 @@ pub struct Fleet {
     ring: Ring,
     passing: Passing,
     margin: Margin,
+    /// Of all instances together.
+    speed: Speed,
     steps: Steps,
     lengths: Lengths,
 }
@@ -284,6 +287,25 @@ impl Fleet {
         let counted = Decision { recompute_tokens: tokens, parts, pacing, candidates, ..decision.clone() };
         let alone_us = self.profile.prefill_ns(0, tokens.into()) / 1_000;
         self.count(&counted, prefill_us.min(alone_us), now);
+    }
+
+    /// A first token came from an instance after so long; `parts` is what was predicted of it before what was learnt of all instances.
+    pub fn first_token(&mut self, instance: InstanceId, parts: &Prediction, ttft_us: u64, now: Timestamp) {
+        let octaves = octaves(&self.learnt.apply(parts, now), ttft_us);
+        self.learnt.observe(parts, ttft_us);
+        let known = self.instances.binary_search_by_key(&instance, |known| known.id);
+        let known = known.ok().map(|rank| &mut self.instances[rank].load.speed);
+        if let Some((speed, octaves)) = known.zip(octaves) {
+            // How fast it is believed to be is in what was predicted.
+            let octaves = octaves + speed.times(self.speed, now).log2();
+            speed.observe(octaves, now);
+            self.speed.observe(octaves, now);
+        }
+    }
+
+    /// How many times as long an instance takes as all of them do.
+    pub(super) fn times(&self, instance: &Instance, now: Timestamp) -> f64 {
+        instance.load.speed.times(self.speed, now)
     }
 
     /// A request of this category ended with so many tokens said, so far apart; without a time nothing is learnt of that.

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::decision::{Decision, Prediction};
 use super::decoding::{Decoding, Strictest};
+use super::speed::Speed;
 use super::steps::Pace;
 use crate::id::Timestamp;
 
@@ -31,6 +32,8 @@ pub struct Load {
     pub decoding: Decoding,
     /// How fast its steps are beside those of others.
     pub(super) pace: Pace,
+    /// How fast it computes beside them.
+    pub(super) speed: Speed,
     /// The least limit between two tokens of requests that were sent there.
     pub(super) strictest: Strictest,
     /// Those routed there that are not computed yet, whether or not a report came since.
@@ -319,7 +322,7 @@ impl Load {
         let mut sent = before.sent;
         sent.advance(now);
         sent.shrink_to(self.tokens_ahead());
-        Self { sent, pace: before.pace, strictest: before.strictest, ..self }
+        Self { sent, pace: before.pace, speed: before.speed, strictest: before.strictest, ..self }
     }
 
     /// For how long prompts were computed between a load and the report that follows it, as far as is known: that of what was sent by what is left of it, else

@@ -10,6 +10,7 @@ mod coming;
 mod cost;
 mod decision;
 mod decoding;
+mod doubt;
 mod fleet;
 mod guessed;
 mod joining;
@@ -26,6 +27,7 @@ mod passing;
 mod planners;
 mod profile;
 mod reasons;
+mod speed;
 mod steps;
 mod turn;
 
@@ -268,6 +270,10 @@ fn price(
             candidate = decoded_by_partner(candidate, fleet, climate);
         }
         candidate.ramp_us = joining::added_us(candidate.ttft_us(), share);
+        if candidate.filtered.is_none() {
+            let silent = now.since(known.0.reported_at);
+            candidate.doubt_us = doubt::added_us(silent, fleet.limits.report_stale_after);
+        }
         candidate.is_late =
             ttft_max_us > 0 && candidate.filtered.is_none() && candidate.ttft_us() > ttft_max_us;
         candidate
@@ -327,6 +333,7 @@ fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
         is_late: false,
         breaks: None,
         ramp_us: 0,
+        doubt_us: 0,
         turn: Timestamp::default(),
         resident_blocks: 0,
         is_coming: false,
@@ -345,19 +352,20 @@ fn costed(
 ) -> Candidate {
     let turn = turn_of(instance, plan.prefill_us, now);
     let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
+    let times = fleet.times(instance, now);
+    let (transfer_us, prefill_us) = (plan.transfer_us, speed::slowed(plan.prefill_us, times));
     let wait = cost::wait(
-        &fleet.profile,
+        (&fleet.profile, times),
         &instance.load,
-        &Newcomer { turn, transfer_us: plan.transfer_us, prefill_us: plan.prefill_us },
+        &Newcomer { turn, transfer_us, prefill_us },
         Moment { now, reported_at: instance.reported_at },
     );
     let passed_us =
-        if instance.orders { fleet.passing().lengthening_us(wait.work_us, plan.prefill_us) } else { 0 };
+        if instance.orders { fleet.passing().lengthening_us(wait.work_us, prefill_us) } else { 0 };
     // Both go on at once: of the wait counts what is left when the blocks are there. For those that come later, an instance with less to do is the
     // better one all the same.
-    let queue_us = wait.us.saturating_sub(plan.transfer_us);
-    let delays_us = wait.delays_us.saturating_add(wait.work_us.min(plan.transfer_us));
-    let Plan { transfer_us, prefill_us, .. } = *plan;
+    let queue_us = wait.us.saturating_sub(transfer_us);
+    let delays_us = wait.delays_us.saturating_add(wait.work_us.min(transfer_us));
     let forecast = climate.at(fleet, instance, &wait, prefill_us);
     // Room comes free while the work ahead is done and blocks come.
     let room_us = forecast.room_us.saturating_sub(wait.us.max(transfer_us));
@@ -375,6 +383,7 @@ fn costed(
         is_late: false,
         breaks: climate.breaks(instance, predicted.tbt_us, others_tbt_us),
         ramp_us: 0,
+        doubt_us: 0,
         turn,
         resident_blocks,
         is_coming: behind.is_some(),

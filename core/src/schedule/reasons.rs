@@ -24,6 +24,7 @@ pub(super) fn of(
     let mut reasons = SmallVec::<[Reason; 8]>::new();
     reasons.push(why_instance(choice, candidates));
     reasons.extend(why_joiner(&candidates[..choice.alike]).into_iter().flatten());
+    reasons.extend(why_silent(&candidates[..choice.alike]).into_iter().flatten());
     reasons.extend(why_pace(&candidates[..choice.open]));
     reasons.extend(why_in_time(&candidates[..choice.open]));
     let room_us = candidates[0].predicted.room_us;
@@ -113,6 +114,19 @@ fn why_joiner(open: &[Candidate]) -> [Option<Reason>; 2] {
     let spared =
         spared.map(|&Candidate { instance, ramp_us, .. }| Reason::JoinerSpared { instance, ramp_us });
     [joined, spared]
+}
+
+/// The same of instances that have said nothing for a while.
+fn why_silent(open: &[Candidate]) -> [Option<Reason>; 2] {
+    let chosen = &open[0];
+    let silent = (chosen.doubt_us > 0).then_some(Reason::Silent { doubt_us: chosen.doubt_us });
+    let believed_us = |candidate: &Candidate| Candidate { doubt_us: 0, ..*candidate }.cost_us();
+    let others = open[1..].iter().filter(|candidate| candidate.doubt_us > 0);
+    let first = others.min_by_key(|candidate| (believed_us(candidate), candidate.instance));
+    let spared = first.filter(|candidate| believed_us(candidate) < chosen.cost_us());
+    let spared =
+        spared.map(|&Candidate { instance, doubt_us, .. }| Reason::SilentSpared { instance, doubt_us });
+    [silent, spared]
 }
 
 fn why_sources(choice: &Choice<'_>, plan: &Plan) -> SmallVec<[Reason; 4]> {

@@ -124,7 +124,7 @@ pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcom
             shared.metrics.missing(&added);
             if let Some((predicted, parts)) = predicted.filter(|_| ttft_us > 0) {
                 shared.metrics.observed(predicted.ttft_us(), ttft_us);
-                shared.fleet.first_token(&parts, ttft_us);
+                shared.fleet.first_token(instance, &parts, ttft_us, shared.clock.now());
             }
         }
     }
@@ -168,7 +168,7 @@ pub(crate) fn first_token(shared: &Shared, request: u64, instance: InstanceId, a
         over(shared, request);
         let ttft_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX).max(1);
         shared.metrics.observed(predicted.ttft_us(), ttft_us);
-        shared.fleet.first_token(&parts, ttft_us);
+        shared.fleet.first_token(instance, &parts, ttft_us, shared.clock.now());
     }
 }
 

@@ -254,9 +254,9 @@ impl FleetView {
         Ok((decision, addresses))
     }
 
-    /// A first token came after so long; `parts` is what was predicted of it before what was learnt.
-    pub(crate) fn first_token(&self, parts: &Prediction, ttft_us: u64) {
-        self.soft.write().fleet.learnt.observe(parts, ttft_us);
+    /// A first token came from an instance after so long; `parts` is what was predicted of it before what was learnt.
+    pub(crate) fn first_token(&self, instance: InstanceId, parts: &Prediction, ttft_us: u64, now: Timestamp) {
+        self.soft.write().fleet.first_token(instance, parts, ttft_us, now);
     }
 
     /// A request of this category ended that said so many tokens, so far apart; `parts` as above.

@@ -65,6 +65,8 @@ pub struct Setup {
     pub profile: HardwareProfile,
     /// The same as they are.
     pub actual: HardwareProfile,
+    /// Instances that take so many times as long for all that they compute.
+    pub slower: Vec<(u32, f64)>,
     /// Of each instance.
     pub batch: Batch,
     /// KV blocks in GPU memory of each.
@@ -109,6 +111,7 @@ impl Setup {
             instances,
             profile,
             actual: profile,
+            slower: Vec::new(),
             batch: Batch { requests_max: 256, chunk_tokens: 4_096 },
             gpu_blocks: blocks(48) as usize,
             node_blocks: (blocks(256), blocks(1_024)),
@@ -148,6 +151,12 @@ impl Setup {
     /// The numbers of all instances.
     fn numbers(&self) -> std::ops::Range<u32> {
         self.first..self.first + self.instances
+    }
+
+    /// The speeds of an instance as they are.
+    fn actual_of(&self, instance: u32) -> HardwareProfile {
+        let slower = self.slower.iter().find(|(slow, _)| *slow == instance);
+        slower.map_or(self.actual, |(_, times)| self.actual.scaled(*times))
     }
 
     /// Whether instances are engines of a model.
@@ -307,7 +316,7 @@ impl<'a> Fleet<'a> {
             let memory = Memory::new(workload.block_tokens, setup.gpu_blocks, workload.prompts());
             if setup.is_batching() { memory } else { memory.keeping_nothing() }
         };
-        let engine = |_| Engine::new(setup.actual, setup.batch, memory());
+        let engine = |instance| Engine::new(setup.actual_of(instance), setup.batch, memory());
         // None has a number below the first.
         let places = setup.numbers().end;
         let mut fleet = Fleet {
@@ -486,7 +495,7 @@ impl<'a> Fleet<'a> {
         let Sent { instance, save_to, fetched, plan, sources, predicted_ns, parts, keeps_fetched } = sent;
         let ttft_ns = now_ns - request.arrival_ns - self.setup.delivery_ns;
         match self.setup.engines {
-            Engines::Batching => self.view.first_token(&parts, ttft_ns),
+            Engines::Batching => self.view.first_token(instance, &parts, ttft_ns, now_ns),
             Engines::StandIns { takes_time: true } => self.to_tell[instance as usize].push((parts, ttft_ns)),
             Engines::StandIns { takes_time: false } => {}
         }
@@ -547,7 +556,7 @@ impl<'a> Fleet<'a> {
         let in_use = engine.memory.in_use();
         self.view.reported(InstanceId(instance), load, in_use, Timestamp(now_ns / 1_000));
         for (parts, ttft_ns) in std::mem::take(&mut self.to_tell[instance as usize]) {
-            self.view.first_token(&parts, ttft_ns);
+            self.view.first_token(instance, &parts, ttft_ns, now_ns);
         }
         if instance == self.setup.first {
             let Fleet { view, store, .. } = self;

@@ -361,6 +361,34 @@ fn better_knowledge_is_told_apart_and_is_the_same_each_time() {
 }
 
 #[test]
+fn an_instance_of_a_slower_kind_is_predicted_as_it_is_and_given_less() {
+    // Two of four compute as slowly as another generation of GPUs does, and nobody says so.
+    let workload = generated(3_000);
+    let setup = Setup { plane: Plane::Pool, ..Setup::new(4, H100, 512) };
+    let alike = Setup { slower: (0..4).map(|instance| (instance, 2.9)).collect(), ..setup.clone() };
+    let per_s = capacity(&workload, &alike, 1);
+    let setup = Setup { slower: vec![(2, 2.9), (3, 2.9)], ..setup };
+    let report = run(&workload.at_rate(1.5 * per_s), &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+    // Behind what a router has to learn first.
+    let of = |slow: bool| {
+        let served = report.served.iter().skip(1_000).filter(|served| (served.instance >= 2) == slow);
+        served.fold((0.0, 0.0, 0_u32), |(predicted, observed, count), served| {
+            (predicted + served.predicted_ns as f64, observed + served.ttft_ns as f64, count + 1)
+        })
+    };
+    let [fast, slow] = [of(false), of(true)];
+    let [fast_off, slow_off] = [fast, slow].map(|(predicted, observed, _)| predicted / observed);
+    println!(
+        "predicted over observed: {fast_off:.2} of the fast ones, {slow_off:.2} of the slow ones; {} and {} requests, mean {} ms",
+        fast.2,
+        slow.2,
+        report.ttft().mean_ms
+    );
+    assert!((0.75..1.25).contains(&fast_off) && (0.75..1.25).contains(&slow_off), "{fast_off} {slow_off}");
+    assert!(fast.2 > slow.2, "{} {}", fast.2, slow.2);
+}
+
+#[test]
 fn who_joins_in_mid_run_is_given_a_growing_share_and_all_of_it_in_the_end() {
     // A prompt of 0.22 s each 80 ms: three instances are busy with that, and then a fourth joins.
     let trace: Vec<Request> = (0..480).map(|nth| request(nth * 80_000, &[], 5_000, 1)).collect();

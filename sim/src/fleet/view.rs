@@ -186,8 +186,9 @@ impl View {
     }
 
     /// Word of a first token. The fleets of one instance each keep to the profile: by them the routers that others describe are judged.
-    pub(super) fn first_token(&mut self, parts: &Prediction, ttft_ns: u64) {
-        self.fleet.learnt.observe(parts, ttft_ns / 1_000);
+    pub(super) fn first_token(&mut self, instance: u32, parts: &Prediction, ttft_ns: u64, now_ns: u64) {
+        let now = Timestamp(now_ns / 1_000);
+        self.fleet.first_token(InstanceId(instance), parts, ttft_ns / 1_000, now);
     }
 
     /// Word of how much a request said, and how fast, when it has ended.

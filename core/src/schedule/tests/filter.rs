@@ -47,6 +47,29 @@ fn a_report_from_the_future_is_fresh() {
 }
 
 #[test]
+fn an_instance_that_says_nothing_for_a_while_is_taken_where_it_is_worth_it() {
+    let chosen = |silent_ms, tokens| {
+        let silent = aged(1, Duration::from_millis(silent_ms));
+        let decision = route(&of(&[silent, queued(2, tokens)])).unwrap();
+        let said = decision.reasons.iter().map(Reason::to_string).find(|said| said.contains("said nothing"));
+        (decision.instance.0, said)
+    };
+    // A report that is late is none to think about, and one second of silence is worth three quarters of one.
+    assert_eq!(chosen(400, 100), (1, None));
+    let spared = "instance-1 would cost less and has said nothing for a while: 750000 us count against it";
+    assert_eq!(chosen(1_000, 100), (2, Some(spared.to_owned())));
+    let (instance, said) = chosen(1_000, 100_000);
+    assert_eq!(
+        (instance, said.as_deref()),
+        (1, Some("it has said nothing for a while: 750000 us count against it"))
+    );
+    // Where it is the router that hears nothing, all are alike.
+    let all = of(&[1, 2].map(|n| aged(n, Duration::from_secs(1))));
+    let costs: Vec<_> = route(&all).unwrap().candidates.iter().map(Candidate::cost_us).collect();
+    assert_eq!(costs[0], costs[1]);
+}
+
+#[test]
 fn a_stale_instance_is_left_out_and_named() {
     let fleet = of(&[aged(1, Duration::from_secs(3)), queued(2, 1_000_000), queued(3, u64::MAX)]);
     let decision = route(&fleet).unwrap();

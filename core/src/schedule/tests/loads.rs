@@ -6,7 +6,7 @@ use crate::schedule::load::Newcomer;
 
 /// Until work that is ahead of a request that comes now is done.
 fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
-    wait(profile, load, &Newcomer { turn: NOW, transfer_us: 0, prefill_us: 0 }, TOLD).us
+    wait((profile, 1.0), load, &Newcomer { turn: NOW, transfer_us: 0, prefill_us: 0 }, TOLD).us
 }
 
 #[test]
@@ -208,7 +208,7 @@ fn what_counts_against_a_joiner_is_told_where_it_mattered() {
     };
     let least = |margin_us: u64| {
         format!(
-            "least cost of 3 instances (TTFT, what others wait longer, slow starts), next best {margin_us} us more"
+            "least cost of 3 instances (TTFT, what others wait longer, slow starts, silence), next best {margin_us} us more"
         )
     };
     // It would take 5 ms there, and counts as ten times as much.
@@ -216,7 +216,8 @@ fn what_counts_against_a_joiner_is_told_where_it_mattered() {
     assert_eq!(reasons([10, 20]), (2, vec![least(1_000), spared.to_owned()]));
     let joined = "it joined of late: 45000 us count against it";
     assert_eq!(reasons([1_000, 2_000]), (1, vec![least(55_000), joined.to_owned()]));
-    let equal = "equal cost on 2 instances (TTFT, what others wait longer, slow starts), spread by request";
+    let equal =
+        "equal cost on 2 instances (TTFT, what others wait longer, slow starts, silence), spread by request";
     let (chosen, said) = reasons([10, 10]);
     assert_ne!(chosen, 1);
     assert_eq!(said, [equal, spared]);

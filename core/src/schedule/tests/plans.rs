@@ -375,7 +375,7 @@ fn the_decision_tells_why_in_words() {
     assert_eq!(said(&PrefixMatch::default()), [by_ttft, "no live node holds the first block"]);
     // At the others a part of the wait is hidden by the transfer, and counts for those that come later.
     let expected = [
-        "least cost of 3 instances (TTFT, what others wait longer, slow starts), next best 3000 us more",
+        "least cost of 3 instances (TTFT, what others wait longer, slow starts, silence), next best 3000 us more",
         "own node holds the first 2 blocks to fetch",
         "2 blocks come from other nodes",
     ];

@@ -18,7 +18,7 @@ fn sent(turn_ms: u64, tokens: u32) -> Decision {
 fn waits(load: &Load, turn_ms: u64) -> (u64, u64) {
     // It adds its own prefill, a microsecond, to the waiting of each.
     let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
-    let wait = wait(&ROUND, load, &newcomer, TOLD);
+    let wait = wait((&ROUND, 1.0), load, &newcomer, TOLD);
     (wait.us / 1_000, wait.delays_us)
 }
 
@@ -196,7 +196,7 @@ fn between_two_reports_an_instance_goes_on() {
     let later = |ms: u64| NOW.after(Duration::from_millis(ms));
     let waits = |load: &Load, turn_ms: u64, ms: u64| {
         let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
-        let wait = wait(&ROUND, load, &newcomer, Moment { now: later(ms), reported_at: later(ms) });
+        let wait = wait((&ROUND, 1.0), load, &newcomer, Moment { now: later(ms), reported_at: later(ms) });
         (wait.us / 1_000, wait.delays_us)
     };
     let mut load = Load::default();
@@ -226,7 +226,7 @@ fn who_waits_for_blocks_lets_others_go_first() {
     let ahead = |transfer_ms: u64, prefill_ms: u64, turn_ms: u64| {
         let (transfer_us, prefill_us) = (transfer_ms * 1_000, prefill_ms * 1_000);
         let turn = Timestamp(turn_ms * 1_000);
-        let wait = wait(&ROUND, &load, &Newcomer { turn, transfer_us, prefill_us }, TOLD);
+        let wait = wait((&ROUND, 1.0), &load, &Newcomer { turn, transfer_us, prefill_us }, TOLD);
         (wait.us / 1_000, wait.delays_us / 1_000)
     };
     // Whatever its turn is, who needs nothing begins at once, and the first waits for what is left of it.
@@ -278,7 +278,7 @@ fn what_was_begun_as_blocks_came_waits_by_turn_after_a_report_that_nothing_is_do
     let told = Load::reported(220, 0, 0).after(&load, later);
     let waits = |turn_ms: u64| {
         let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
-        let wait = wait(&ROUND, &told, &newcomer, Moment { now: later, reported_at: later });
+        let wait = wait((&ROUND, 1.0), &told, &newcomer, Moment { now: later, reported_at: later });
         (wait.us / 1_000, wait.delays_us)
     };
     assert_eq!([10, 30, 60].map(waits), [(100, 2), (110, 1), (120, 0)]);
@@ -302,7 +302,7 @@ fn a_choice_that_ttft_would_not_have_made_says_so() {
     assert_eq!(
         decision.reasons[0].to_string(),
         format!(
-            "least cost of 2 instances (TTFT, what others wait longer, slow starts), next best {margin_us} us more"
+            "least cost of 2 instances (TTFT, what others wait longer, slow starts, silence), next best {margin_us} us more"
         )
     );
 }
