@@ -164,6 +164,12 @@ fn render(story: &Story) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use kv_core::id::NodeId;
+    use kv_core::index::command::DropCause;
+    use kv_core::schedule::{Told, Why};
+
     use super::*;
 
     fn reply() -> pb::WhyReply {
@@ -213,6 +219,38 @@ mod tests {
         assert!(text.contains("other tokens predicted 9.0 ms apart, and came 9.5 ms apart\n"), "{text}");
         let text = render(&story(9, "r:1".into(), came));
         assert!(text.contains("predicted after 3.5 ms, and came after 4.0 ms\n  3 of the blocks"), "{text}");
+    }
+
+    /// Every reason there is, with what differs from case to case as the document has it.
+    fn all_reasons() -> Vec<Why> {
+        let (node, age) = (NodeId(2), Duration::from_secs(4));
+        let causes = [DropCause::Room, DropCause::Quota, DropCause::Ttl, DropCause::Failed];
+        let evicted = causes.map(|cause| Why::Evicted { node, cause, age });
+        let not_fetched = Told::ALL.map(|told| Why::NotFetched { node, told });
+        let lost = [Some(node), None].map(|node| Why::NodeLost { node });
+        let held = [Why::SlowerThanRecompute, Why::FetchesNothing];
+        [&[Why::NeverSeen][..], &evicted, &lost, &held, &not_fetched].concat()
+    }
+
+    #[test]
+    fn each_reason_is_told_as_the_document_has_it() {
+        let document = include_str!("../../docs/WHY.md");
+        for why in all_reasons() {
+            let missing = pb::MissingBlocks {
+                start_blocks: 6,
+                len_blocks: 4,
+                reason: why.name().to_owned(),
+                text: why.to_string(),
+            };
+            let text = render(&story(9, "r:1".into(), pb::WhyReply { missing: vec![missing], ..reply() }));
+            let told = format!("  missing  blocks 6..=9: {why} ({})\n", why.name());
+            assert!(text.ends_with(&told), "{text}");
+            let row = format!("| `{}` | {why} | ", why.name());
+            let is_there = matches!(why, Why::NodeLost { node: None }) && document.contains(&why.to_string());
+            assert!(is_there || document.contains(&row), "{row} is not in docs/WHY.md");
+        }
+        let rows = document.lines().filter_map(|line| line.strip_prefix("| `")?.split('`').next());
+        assert_eq!(rows.collect::<Vec<_>>(), Why::NAMES, "and no others, in their order");
     }
 
     #[test]

@@ -230,8 +230,7 @@ fn price(
     };
     let ttft_max_us = planners.request().ttft_max_us;
     // Beside instances that are there for longer and could be chosen, those that joined of late are given less.
-    let slow_start = fleet.limits.slow_start;
-    let share = |instance: &Instance| joining::share(instance.joined_at, now, slow_start);
+    let share = |instance: &Instance| joining::share(instance.joined_at, now, fleet.limits.slow_start);
     let is_settled =
         fleet.instances().iter().any(|instance| share(instance) >= 1.0 && filtered(instance).is_none());
     let mut cost = |known: (&Instance, &InstancePaths)| {
@@ -269,16 +268,20 @@ fn price(
             candidate = paired(candidate, known.0, pairs, fleet.part(known.0.id));
             candidate = decoded_by_partner(candidate, fleet, climate);
         }
-        candidate.ramp_us = joining::added_us(candidate.ttft_us(), share);
-        if candidate.filtered.is_none() {
-            let silent = now.since(known.0.reported_at);
-            candidate.doubt_us = doubt::added_us(silent, fleet.limits.report_stale_after);
-        }
-        candidate.is_late =
-            ttft_max_us > 0 && candidate.filtered.is_none() && candidate.ttft_us() > ttft_max_us;
-        candidate
+        let silent = now.since(known.0.reported_at);
+        believed(candidate, share, doubt::added_us(silent, fleet.limits.report_stale_after), ttft_max_us)
     };
     fleet.instances_with_paths().map(ramped).collect()
+}
+
+/// With what counts against its instance, which is given a share of what others are and is doubted so much.
+fn believed(candidate: Candidate, share: f64, doubt_us: u64, ttft_max_us: u64) -> Candidate {
+    if candidate.filtered.is_some() {
+        return candidate;
+    }
+    let ttft_us = candidate.ttft_us();
+    let is_late = ttft_max_us > 0 && ttft_us > ttft_max_us;
+    Candidate { ramp_us: joining::added_us(ttft_us, share), doubt_us, is_late, ..candidate }
 }
 
 /// Until a prompt is computed where it is computed.
