@@ -191,8 +191,8 @@ async fn one_computes_and_another_answers_with_what_it_fetched() {
 /// Who asks at once.
 const CALLERS: u32 = 12;
 
-/// Longest until an instance that died is left out. Doors ask every second whether it is well, and nobody listens there any more; more than that is what
-/// this machine takes for other work.
+/// Longest until an instance that died is left out. Doors ask how it is when a request fails there, and every second besides, and nobody listens there any more; more than
+/// that is what this machine takes for other work.
 const UNROUTED_MAX: Duration = Duration::from_secs(8);
 
 /// Callers of one door, each of whom asks again as soon as it has an answer.
