@@ -203,8 +203,19 @@ async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
     prefills(program(place.path(), "tests/prefill.c"), &words).await;
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
+    // The other instance leaves, so that there is one to choose.
     reports.abort();
-    until("the other instance is silent", || async {
+    assert!(reports.await.is_err_and(|ended| ended.is_cancelled()));
+    client
+        .report(&pb::ReportRequest {
+            instance: 1,
+            started_us: 1,
+            sequence: 1 << 40,
+            leaving: true,
+            ..Default::default()
+        })
+        .await;
+    until("the other instance to leave", || async {
         client.status().await.ok()?.instances.is_empty().then_some(())
     })
     .await;

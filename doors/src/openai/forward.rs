@@ -440,7 +440,7 @@ impl Forward {
                 parts.version = Version::HTTP_11;
                 let seen = seen(&parts, sending, (under_way, by.instance));
                 let still = Still::new(self.config.idle());
-                let relay = Relay { first, rest, still, seen, claim, running };
+                let relay = Relay { first, rest, still, seen, claim, running, broken: None };
                 Response::from_parts(parts, Body::new(relay.begun()))
             }
             Err(Failure::Paced { reason, retry_after }) => {

@@ -68,6 +68,8 @@ pub(super) struct Relay {
     pub(super) seen: Seen,
     pub(super) claim: Option<Claim>,
     pub(super) running: Running,
+    /// Why it breaks off with the next poll.
+    pub(super) broken: Option<Cut>,
 }
 
 /// What of an answer is looked at as it goes by.
@@ -180,6 +182,9 @@ impl Body for Relay {
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, Cut>>> {
+        if let Some(cut) = self.broken.take() {
+            return Poll::Ready(Some(Err(cut)));
+        }
         if let Some(first) = self.first.take() {
             self.see(&first);
             if self.rest.is_end_stream() {
@@ -201,7 +206,16 @@ impl Body for Relay {
                 }
                 Some(Ok(frame))
             }
-            Some(Err(error)) => Some(Err(self.cut(Cut::Broken(causes(&error))))),
+            Some(Err(error)) => {
+                let cut = self.cut(Cut::Broken(causes(&error)));
+                // What came just before it is not sent yet, and would be thrown away: it is sent where there is nothing more for a moment.
+                if !self.seen.is_awaited {
+                    self.broken = Some(cut);
+                    context.waker().wake_by_ref();
+                    return Poll::Pending;
+                }
+                Some(Err(cut))
+            }
             None => {
                 self.end();
                 None
@@ -210,7 +224,7 @@ impl Body for Relay {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.first.is_none() && self.rest.is_end_stream()
+        self.first.is_none() && self.broken.is_none() && self.rest.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
