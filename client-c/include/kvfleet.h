@@ -57,7 +57,7 @@ enum {
     KVF_PANICKED = 9,     /* a mistake inside the library; the handle may be freed, and should be */
     /* Of operations that ended, besides KVF_OK and KVF_FAILED. */
     KVF_MISSED = 16,      /* fetch: not all blocks came. Those before end_block did */
-    KVF_REJECTED = 17,    /* route: no instance can take it now */
+    KVF_REJECTED = 17,    /* route: no instance can take it now; may_decode: its tokens would come too far apart */
     KVF_NODE_BUSY = 18,   /* save: the node has no time for it now */
     KVF_REFUSED = 19,     /* save: the node takes nothing of it */
     KVF_CANCELLED = 20,   /* it was cancelled, or its queue closed */

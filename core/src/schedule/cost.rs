@@ -93,8 +93,7 @@ pub(super) fn wait(
     let Ahead { delays_us, behind_us, known, kv_tokens, .. } = ahead.unwrap_or_default();
     let wait = Wait { delays_us, requests, behind_us, known, kv_tokens, ..Wait::default() };
     match ahead {
-        // Their steps are in it.
-        // And so is how fast it is, since they were sent.
+        // Their steps are in it, and so is how fast it is, as of when they were sent.
         Some(Ahead { wait_us, work_us, .. }) if tokens > 0 => {
             let with = |us: u64| us.saturating_add(slowed(running / NS_PER_US, times));
             Wait { us: with(wait_us), work_us: with(work_us), ..wait }

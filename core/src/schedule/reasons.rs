@@ -9,6 +9,7 @@ use super::cost::Plan;
 use super::decision::{Candidate, Fate, Filtered, Reason, Source};
 use super::decoding::Breaks;
 use super::lanes::Measure;
+use crate::id::InstanceId;
 use crate::index::Holder;
 
 /// Prices that are told of one decision: of its first sources, and of what was not taken.
@@ -23,8 +24,9 @@ pub(super) fn of(
     let own = choice.asking.own;
     let mut reasons = SmallVec::<[Reason; 8]>::new();
     reasons.push(why_instance(choice, candidates));
-    reasons.extend(why_joiner(&candidates[..choice.alike]).into_iter().flatten());
-    reasons.extend(why_silent(&candidates[..choice.alike]).into_iter().flatten());
+    for against in [&JOINED, &SILENT] {
+        reasons.extend(why_against(&candidates[..choice.alike], against).into_iter().flatten());
+    }
     reasons.extend(why_pace(&candidates[..choice.open]));
     reasons.extend(why_in_time(&candidates[..choice.open]));
     let room_us = candidates[0].predicted.room_us;
@@ -103,30 +105,42 @@ fn why_in_time(open: &[Candidate]) -> Option<Reason> {
     (late > 0).then_some(Reason::InTime { late })
 }
 
-/// What came of it that instances joined of late: for the chosen one, and for one that would be chosen else.
-fn why_joiner(open: &[Candidate]) -> [Option<Reason>; 2] {
-    let chosen = &open[0];
-    let joined = (chosen.ramp_us > 0).then_some(Reason::Joined { ramp_us: chosen.ramp_us });
-    let settled_us = |candidate: &Candidate| Candidate { ramp_us: 0, ..*candidate }.cost_us();
-    let joiners = open[1..].iter().filter(|candidate| candidate.ramp_us > 0);
-    let first = joiners.min_by_key(|candidate| (settled_us(candidate), candidate.instance));
-    let spared = first.filter(|candidate| settled_us(candidate) < chosen.cost_us());
-    let spared =
-        spared.map(|&Candidate { instance, ramp_us, .. }| Reason::JoinerSpared { instance, ramp_us });
-    [joined, spared]
+/// What counts against an instance besides what a request takes there, and how that is told: of the chosen one, and of one that would be chosen else.
+struct Against {
+    us: fn(&Candidate) -> u64,
+    without: fn(Candidate) -> Candidate,
+    taken: fn(u64) -> Reason,
+    spared: fn(InstanceId, u64) -> Reason,
 }
 
-/// The same of instances that have said nothing for a while.
-fn why_silent(open: &[Candidate]) -> [Option<Reason>; 2] {
+/// That it joined of late.
+const JOINED: Against = Against {
+    us: |candidate| candidate.ramp_us,
+    without: |candidate| Candidate { ramp_us: 0, ..candidate },
+    taken: |ramp_us| Reason::Joined { ramp_us },
+    spared: |instance, ramp_us| Reason::JoinerSpared { instance, ramp_us },
+};
+
+/// That it has said nothing for a while.
+const SILENT: Against = Against {
+    us: |candidate| candidate.doubt_us,
+    without: |candidate| Candidate { doubt_us: 0, ..candidate },
+    taken: |doubt_us| Reason::Silent { doubt_us },
+    spared: |instance, doubt_us| Reason::SilentSpared { instance, doubt_us },
+};
+
+/// What came of that.
+fn why_against(open: &[Candidate], against: &Against) -> [Option<Reason>; 2] {
+    let Against { us, without, taken, spared } = *against;
     let chosen = &open[0];
-    let silent = (chosen.doubt_us > 0).then_some(Reason::Silent { doubt_us: chosen.doubt_us });
-    let believed_us = |candidate: &Candidate| Candidate { doubt_us: 0, ..*candidate }.cost_us();
-    let others = open[1..].iter().filter(|candidate| candidate.doubt_us > 0);
-    let first = others.min_by_key(|candidate| (believed_us(candidate), candidate.instance));
-    let spared = first.filter(|candidate| believed_us(candidate) < chosen.cost_us());
-    let spared =
-        spared.map(|&Candidate { instance, doubt_us, .. }| Reason::SilentSpared { instance, doubt_us });
-    [silent, spared]
+    let without_us = |candidate: &Candidate| without(*candidate).cost_us();
+    let others = open[1..].iter().filter(|candidate| us(candidate) > 0);
+    let first = others.min_by_key(|candidate| (without_us(candidate), candidate.instance));
+    let first = first.filter(|candidate| without_us(candidate) < chosen.cost_us());
+    [
+        (us(chosen) > 0).then(|| taken(us(chosen))),
+        first.map(|candidate| spared(candidate.instance, us(candidate))),
+    ]
 }
 
 fn why_sources(choice: &Choice<'_>, plan: &Plan) -> SmallVec<[Reason; 4]> {

@@ -24,8 +24,8 @@ use crate::endpoints::{Endpoint, Endpoints};
 /// Longest between two questions to an engine that does not answer.
 const AGAIN_MAX: Duration = Duration::from_secs(2);
 
-/// Shortest between two rounds of questions, however many requests fail there.
-const DOUBT_MIN: Duration = Duration::from_millis(20);
+/// Shortest between two rounds of questions, however many requests fail there: an engine that fails all of them has more to do than to answer these.
+const DOUBT_MIN: Duration = Duration::from_millis(100);
 
 /// What every engine is looked after with.
 #[derive(Clone)]
