@@ -56,7 +56,7 @@ const fn generated(name: &'static str, options: &'static [&'static str]) -> Part
 const PARTS: [Part; 12] = [
     recorded("conversation-4", &["--instances", "4", "--loads", BELOW, "--draws", "3"]),
     recorded("conversation-16", &["--instances", "16", "--limit", "4000", "--loads", BELOW]),
-    recorded("conversation-64", &["--instances", "64", "--limit", "1000", "--loads", BELOW]),
+    recorded("conversation-64", &["--instances", "64", "--limit", "4000", "--loads", BELOW]),
     generated("generated-4", &["--instances", "4", "--requests", "4000", "--loads", BELOW, "--draws", "3"]),
     generated("generated-16", &["--instances", "16", "--requests", "4000", "--loads", BELOW]),
     generated("generated-64", &["--instances", "64", "--requests", "1000", "--loads", BELOW]),

@@ -67,8 +67,8 @@ pub struct Candidate {
     pub parts: Prediction,
     /// What the request would cost there; zero when it was filtered.
     pub predicted: Prediction,
-    /// What it would add to the waiting of others, in microseconds: of all requests that it would pass, and of those to come by as much of its own wait as
-    /// its transfer hides.
+    /// What it would add to the waiting of others, in microseconds: of all requests that it would pass, and of those to come: by its prefill, the longer
+    /// the busier the fleet is, and by as much of its own wait as its transfer hides.
     pub delays_us: u64,
     /// Time between two tokens of those that decode there, in microseconds; 0 where nobody does.
     pub others_tbt_us: u64,

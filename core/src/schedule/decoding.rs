@@ -228,6 +228,13 @@ impl Climate {
         }
     }
 
+    /// How long those wait for so much computing, all together, that are still to come. Where a share ρ of its time is taken, there are ρ / (1 − ρ)
+    /// requests before an instance at any time (M/M/1), and each waits for all that is computed there.
+    pub(super) fn later_us(&self, prefill_us: u64) -> u64 {
+        // A cast saturates.
+        (prefill_us as f64 * self.prompts / (1.0 - self.prompts)) as u64
+    }
+
     /// What comes of it at an instance where it waits so, and takes so long to compute.
     pub(super) fn at(&self, fleet: &Fleet, instance: &Instance, wait: &Wait, prefill_us: u64) -> Forecast {
         let load = &instance.load;

@@ -368,7 +368,8 @@ fn costed(
     // Both go on at once: of the wait counts what is left when the blocks are there. For those that come later, an instance with less to do is the
     // better one all the same.
     let queue_us = wait.us.saturating_sub(transfer_us);
-    let delays_us = wait.delays_us.saturating_add(wait.work_us.min(transfer_us));
+    let later_us = wait.work_us.min(transfer_us).saturating_add(climate.later_us(prefill_us));
+    let delays_us = wait.delays_us.saturating_add(later_us);
     let forecast = climate.at(fleet, instance, &wait, prefill_us);
     // Room comes free while the work ahead is done and blocks come.
     let room_us = forecast.room_us.saturating_sub(wait.us.max(transfer_us));

@@ -288,6 +288,20 @@ fn a_point_is_the_same_for_all_but_who_routes() {
 }
 
 #[test]
+fn one_long_prompt_at_the_end_does_not_make_a_fleet_slower() {
+    // Requests a tenth of a second apart without anything in common, the last of so many tokens.
+    let of = |last_tokens: u32| {
+        let tokens = |nth: u64| if nth == 399 { last_tokens } else { 2_000 };
+        let one =
+            |nth: u64| request(nth * 100_000, &[3 * nth + 1, 3 * nth + 2, 3 * nth + 3], tokens(nth), 10);
+        let trace: Vec<Request> = (0..400).map(one).collect();
+        capacity(&Workload::new(&trace, 1), &Setup::new(2, H100, 512), 1)
+    };
+    let (without, with) = (of(2_000), of(100_000));
+    assert!(without > 10.0 && (0.95..1.05).contains(&(with / without)), "{with} of {without} a second");
+}
+
+#[test]
 fn where_more_is_offered_than_is_served_requests_are_turned_away_and_the_others_are_in_time() {
     let workload = generated(300);
     let setup = Setup { plane: Plane::Pool, ..Setup::new(2, H100, 512) };

@@ -5,6 +5,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::goodput::alone_ns;
 use super::{BASELINES, PRODUCTION, Plane, by_name};
 use crate::fleet::{Report, Served, Setup, Spread, Workload, run};
 
@@ -114,17 +115,21 @@ const HALVINGS: u32 = 6;
 /// Times that the end of that span is doubled, at most, while the fleet keeps up with it.
 const DOUBLINGS: u32 = 8;
 
-/// Requests a second that the fleet keeps up with, with a pool of KV: the most at which all have their first token soon behind the last arrival. How long
-/// the last answers take says nothing of that, and where many decode beside one another it is long. That all of them are there at once would tell less, for
-/// nothing of an earlier request can be known yet when the next one is sent.
+/// Requests a second that the fleet keeps up with, with a pool of KV: the most at which none waits for its first token far beyond the last arrival. What each
+/// takes by itself is no waiting: a prompt of ten seconds among the last ones would end later on a fleet of any size. How long the last answers take says nothing
+/// either, and where many decode beside one another it is long. That all of them are there at once would tell less, for nothing of an earlier request can be known
+/// yet when the next one is sent.
 #[must_use]
 pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
     let setup = Setup { plane: Plane::Pool, ..setup.clone() };
     let keeps_up = |per_s: f64| {
         let paced = workload.at_rate(per_s);
         let report = by_name("least-loaded", seed).map(|mut router| run(&paced, &setup, router.as_mut()));
-        let first_ns = |served: &Served| paced.requests[served.nth].arrival_ns + served.ttft_ns;
-        let last_ns = report.map(|report| report.served.iter().map(first_ns).max().unwrap_or_default());
+        let waited_ns = |served: &Served| {
+            let request = &paced.requests[served.nth];
+            request.arrival_ns + served.ttft_ns.saturating_sub(alone_ns(request.input_tokens, &setup).0)
+        };
+        let last_ns = report.map(|report| report.served.iter().map(waited_ns).max().unwrap_or_default());
         last_ns.is_some_and(|last_ns| last_ns as f64 <= paced.last_ns() as f64 * (1.0 + BEHIND))
     };
     let report =
@@ -139,7 +144,7 @@ pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
         (low, high) = (high, high * 2.0);
     }
     if !keeps_up(low) {
-        // A trace so short that its last prompts alone take longer.
+        // A trace so short that whatever comes at once in it makes some wait longer.
         return at_once;
     }
     for _ in 0..HALVINGS {

@@ -35,19 +35,24 @@ pub enum Limits {
 impl Limits {
     /// Those of a request with a prompt of this many tokens: until its first token, and between two of the others, in microseconds.
     pub(crate) fn of(self, input_tokens: u32, setup: &Setup) -> (u64, u64) {
-        let (profile, chunk_tokens) = (&setup.profile, setup.batch.chunk_tokens.max(1));
         match self {
             Limits::Equal { ttft_ms, tbt_ms } => (ttft_ms * 1_000, tbt_ms * 1_000),
             Limits::Alone { ttft, tbt } => {
-                let steps = u64::from(input_tokens.div_ceil(chunk_tokens));
-                let first_ns = profile.prefill_ns(0, input_tokens.into()) + steps * profile.step_ns;
-                let between_ns = profile.step_ns + profile.step_ns_per_running;
+                let (first_ns, between_ns) = alone_ns(input_tokens, setup);
                 // Casts saturate.
                 let us = |ns: u64, times: f64| (ns as f64 * times / 1_000.0) as u64;
                 (us(first_ns, ttft), us(between_ns, tbt))
             }
         }
     }
+}
+
+/// What a request takes that is alone on an instance which has nothing of its prompt: until its first token, and between two of the others.
+pub(super) fn alone_ns(input_tokens: u32, setup: &Setup) -> (u64, u64) {
+    let (profile, chunk_tokens) = (&setup.profile, setup.batch.chunk_tokens.max(1));
+    let steps = u64::from(input_tokens.div_ceil(chunk_tokens));
+    let first_ns = profile.prefill_ns(0, input_tokens.into()) + steps * profile.step_ns;
+    (first_ns, profile.step_ns + profile.step_ns_per_running)
 }
 
 /// Thresholds that the others are tried with, as shares of a request's limit until the first token; the last one lets everything in.

@@ -60,7 +60,7 @@ The others fetch from their *own* node, as engines with a tier in their host's m
 from a *pool* of all nodes, as the production scheduler does, so that routers differ by where they send and nothing else. In either case how much an
 instance fetches is planned by the production planner. Instances begin what waits in the order of the production scheduler's turns, the shorter prompts
 sooner (`core/src/schedule/turn.rs`); under the others, which have no such order, and in the lines *in order of coming*, in that. Load is a share of what the
-fleet with a pool keeps up with, by first tokens, when the least loaded instance takes each request. A recorded trace of an hour is served in one copy for every four instances;
+fleet with a pool keeps up with when the least loaded instance takes each request: nobody waits for a first token far beyond the last arrival. A recorded trace of an hour is served in one copy for every four instances;
 where fewer requests are named than it has (12,031), each copy is of its first ones. At 5 % load nobody waits, and what is left is computing and moving what nobody can avoid: the mean there is what choosing can come near to and not go much below.
 ";
 

@@ -97,13 +97,44 @@ fn whom_a_request_would_pass_counts_against_an_instance() {
     let candidate = |id: u32| *decision.candidates.iter().find(|one| one.instance == InstanceId(id)).unwrap();
     let (one, two) = (candidate(1), candidate(2));
     let prefill_us = one.parts.prefill_us;
-    assert_eq!((one.delays_us, two.delays_us), (2 * prefill_us, 0));
+    let later_us = Climate::of(&request(3), &fleet, NOW).later_us(prefill_us);
+    assert!(later_us < prefill_us / 100, "hardly anything was sent: {later_us}");
+    assert_eq!((one.delays_us, two.delays_us), (2 * prefill_us + later_us, later_us));
     assert!(one.predicted.ttft_us() < two.predicted.ttft_us());
     assert_eq!(decision.instance == InstanceId(1), one.cost_us() <= two.cost_us());
     // With less before it, the second is better for all together.
     let instance = *fleet.instance(InstanceId(2)).unwrap();
     fleet.put_instance(Instance { load: Load::reported(5, 0, 0), ..instance });
     assert_eq!(chosen(&request(3), &PrefixMatch::default(), &fleet).instance, InstanceId(2));
+}
+
+#[test]
+fn who_comes_later_pays_for_what_is_computed_now() {
+    let mut fleet = with_order(fleet(2));
+    let idle = fleet.instances().to_vec();
+    // The first has six of ten blocks in GPU memory, and eight milliseconds of work before the rest; the second is free, and computes them all.
+    let choice = |fleet: &mut Fleet| {
+        idle.iter().for_each(|instance| fleet.put_instance(*instance));
+        fleet.record(&Decision { instance: InstanceId(1), ..sent(1, 8) }, NOW);
+        let resident = [Resident { instance: InstanceId(1), blocks: 6 }];
+        let held = Held { matched: &PrefixMatch::default(), resident: &resident, coming: &[] };
+        choose(&request(10), held, fleet, NOW).unwrap()
+    };
+    let seldom = choice(&mut fleet);
+    assert_eq!(seldom.instance, InstanceId(2), "hardly anybody comes: {:?}", seldom.candidates);
+    // Two thirds of all time are taken by what comes.
+    for nth in 0..6_000u64 {
+        let instance = InstanceId(1 + (nth % 2) as u32);
+        fleet.record(&Decision { instance, ..sent(1, 100) }, Timestamp(NOW.0 + nth * 75_000));
+    }
+    let busy = choice(&mut fleet);
+    assert_eq!(busy.instance, InstanceId(1), "{:?}", busy.candidates);
+    let [near, free] =
+        [1, 2].map(|id| *busy.candidates.iter().find(|one| one.instance == InstanceId(id)).unwrap());
+    assert!(near.ttft_us() > free.ttft_us());
+    // Twice as long as it takes: two are before an instance that is busy for two thirds of the time.
+    let expected = 2 * free.parts.prefill_us;
+    assert!(free.delays_us.abs_diff(expected) < expected / 20, "{} for {expected}", free.delays_us);
 }
 
 #[test]
