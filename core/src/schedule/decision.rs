@@ -172,8 +172,8 @@ pub enum Reason {
         /// How much later the next best would have been, in microseconds.
         margin_us: u64,
     },
-    /// The chosen instance had the least cost, and TTFT alone would say something else: what others wait longer counts too, and that one
-    /// joined of late.
+    /// The chosen instance had the least cost, and TTFT alone would choose another or by another margin: what others wait longer counts too, those that it
+    /// passes and those still to come, and that one joined of late or is silent.
     LeastCost {
         /// Candidates it was compared with.
         others: u32,
