@@ -70,7 +70,8 @@ fn scan(fleet: &Fleet) {
 pub(crate) fn fleet(instances: u32) -> Fleet {
     let mut fleet = Fleet::new(HardwareProfile::by_name("h100-8b").unwrap_or_default());
     let epoch = Epoch(1);
-    let node = |n| LiveNode { node: NodeId(n), epoch, weight: 1, blocks: 0, afar: None, near: None };
+    let node =
+        |n| LiveNode { node: NodeId(n), epoch, weight: 1, blocks: 0, block_bytes: 0, afar: None, near: None };
     fleet.set_nodes((0..instances).map(node).collect());
     for n in 0..instances {
         let load = Load::reported(u64::from(n * 7_919 % 10_007), n % 13, n % 3);

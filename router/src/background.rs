@@ -67,7 +67,10 @@ impl Background {
             let NodeLanes { afar, near } = priced.unwrap_or_default();
             let blocks = holders::blocks_of(&self.groups, state);
             let drains = self.copies.draining.lock().has(node, epoch, now);
-            LiveNode { node, epoch, weight: if drains { 0 } else { NODE_WEIGHT }, blocks, afar, near }
+            let weight = if drains { 0 } else { NODE_WEIGHT };
+            // What is priced by the profile alone is of the profile's model.
+            let block_bytes = if self.price_links { state.record.block_bytes } else { 0 };
+            LiveNode { node, epoch, weight, blocks, block_bytes, afar, near }
         });
         self.fleet.set_nodes(live.collect());
     }

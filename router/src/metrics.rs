@@ -181,7 +181,7 @@ impl SoftMetrics {
         let latencies = IntGaugeVec::new(Opts::new(name, help), labels)?;
         registry.register(Box::new(latencies.clone()))?;
         let name = "kvfleet_ttft_prediction_factor";
-        let help = "By what predicted waiting, transfer, prefill and those who come later and go before are multiplied, as first tokens taught";
+        let help = "By what predicted waiting, transfer, prefill and those who come later and go before are multiplied, and before that the profile's times of a prompt's step, its tokens and their context, as first tokens taught";
         let factors = GaugeVec::new(Opts::new(name, help), &["part"])?;
         registry.register(Box::new(factors.clone()))?;
         Ok(SoftMetrics {
@@ -621,9 +621,10 @@ impl Metrics {
         }
     }
 
-    /// By what factors waiting, transfer and prefill turned out to be off.
-    pub(crate) fn learnt(&self, factors: [f64; 4]) {
-        for (part, factor) in ["queue", "transfer", "prefill", "passed"].iter().zip(factors) {
+    /// By what factors the parts of predictions turned out to be off.
+    pub(crate) fn learnt(&self, factors: [f64; 7]) {
+        let parts = ["queue", "transfer", "prefill", "passed", "step", "tokens", "context"];
+        for (part, factor) in parts.iter().zip(factors) {
             self.soft.factors.with_label_values(&[part]).set(factor);
         }
     }

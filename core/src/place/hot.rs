@@ -75,8 +75,8 @@ pub trait Places {
     fn holders(&self, block: BlockHash) -> SmallVec<[Holder; 4]>;
     /// Size of a block at a node, in bytes.
     fn block_bytes(&self, node: NodeId) -> u64;
-    /// What copying so many tokens takes of the link from a holder, in microseconds.
-    fn copy_us(&self, holder: &Holder, tokens: u64) -> f64;
+    /// What copying so many blocks of so many tokens takes of the link from a holder, in microseconds.
+    fn copy_us(&self, holder: &Holder, blocks: u64, block_tokens: u32) -> f64;
 }
 
 /// A copy that is worth more than it costs.
@@ -246,13 +246,12 @@ impl Hot {
             if due.peek().is_none() {
                 continue;
             }
-            let tokens = segment.hashes.len() as u64 * u64::from(segment.block_tokens);
+            let copy_us =
+                |from: &Holder| places.copy_us(from, segment.hashes.len() as u64, segment.block_tokens);
             let mut holders = places.holders(*key);
-            holders.sort_by(|left, right| {
-                places.copy_us(left, tokens).total_cmp(&places.copy_us(right, tokens)).then(left.cmp(right))
-            });
+            holders.sort_by(|left, right| copy_us(left).total_cmp(&copy_us(right)).then(left.cmp(right)));
             let Some(nearest) = holders.first() else { continue };
-            let copy_us = places.copy_us(nearest, tokens);
+            let copy_us = copy_us(nearest);
             for heat in due {
                 let gain_us = faded(heat, self.rules.decay, now) - copy_us;
                 let is_there = holders.iter().any(|holder| holder.node == heat.node);

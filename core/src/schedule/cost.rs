@@ -36,6 +36,8 @@ pub(super) struct Plan {
     pub sources: SmallVec<[Source; 4]>,
     pub fetch_blocks: u32,
     pub recompute_tokens: u32,
+    /// Tokens before those that are recomputed.
+    pub context_tokens: u32,
     pub transfer_us: u64,
     pub prefill_us: u64,
     /// Blocks that the instance's own node holds, from the first that is not resident on.
@@ -99,7 +101,7 @@ pub(super) fn wait(
             Wait { us: with(wait_us), work_us: with(work_us), ..wait }
         }
         _ => {
-            let steps = requests.saturating_mul(profile.step_ns);
+            let steps = requests.saturating_mul(profile.prompt_step_ns);
             let prefill = tokens.saturating_mul(profile.prefill_ns_per_token);
             let us = slowed(prefill.saturating_add(steps).saturating_add(running) / NS_PER_US, times);
             Wait { us, work_us: us, ..wait }
@@ -114,6 +116,8 @@ const NS_PER_US: u64 = 1_000;
 pub(super) struct Planner<'a> {
     request: &'a RouteRequest,
     fleet: &'a Fleet,
+    /// How fast prompts are computed, as far as that was learnt.
+    speeds: HardwareProfile,
     paths: Paths,
     /// Of the whole request, without gaps; nobody live holds some of them.
     runs: SmallVec<[Run; 8]>,
@@ -144,7 +148,7 @@ impl<'a> Planner<'a> {
         fleet: &'a Fleet,
         paths: Paths,
     ) -> Self {
-        let mut planner = Self { request, fleet, paths, runs: SmallVec::new() };
+        let mut planner = Self { request, fleet, speeds: fleet.speeds(), paths, runs: SmallVec::new() };
         let mut named_blocks = 0;
         for run in &matched.runs {
             let end_blocks = run.start_blocks.saturating_add(run.len_blocks).min(request.blocks);
@@ -210,19 +214,21 @@ impl<'a> Planner<'a> {
     fn hold(&self, holder: &Holder, live: &LiveNode, tokens: u64) -> Hold {
         let reader = Reader { is_own: false, path: self.paths.to(holder.node) };
         let Price { lane, measure } = live.price(holder.tier, reader, &self.fleet.profile);
-        Hold { holder: *holder, far: self.way(lane, tokens), measure, turn: self.turn_of(holder.node) }
+        Hold { holder: *holder, far: self.way(live, lane, tokens), measure, turn: self.turn_of(holder.node) }
     }
 
-    fn way(&self, lane: Lane, tokens: u64) -> Way {
-        Way { latency_ns: lane.latency_ns, stream_ns: self.fleet.profile.stream_ns(lane, tokens) }
+    fn way(&self, live: &LiveNode, lane: Lane, tokens: u64) -> Way {
+        let stream_ns = live.stream_ns(lane, tokens, self.request.block_tokens, &self.fleet.profile);
+        Way { latency_ns: lane.latency_ns, stream_ns }
     }
 
     /// What the asking instance's own node holds of a run.
     fn near<'r>(&self, run: &Run, hold: &'r Hold, asking: Asking<'_>) -> Near<'r> {
         let tokens = self.tokens_between(run.start_blocks, run.end_blocks);
-        let price = self.price(&hold.holder, asking);
-        let (way, measure) = price
-            .map_or((hold.far, hold.measure), |Price { lane, measure }| (self.way(lane, tokens), measure));
+        let priced = self.fleet.live(hold.holder.node).zip(self.price(&hold.holder, asking));
+        let (way, measure) = priced.map_or((hold.far, hold.measure), |(live, Price { lane, measure })| {
+            (self.way(live, lane, tokens), measure)
+        });
         Near { hold, way, measure }
     }
 
@@ -259,11 +265,10 @@ impl<'a> Planner<'a> {
 
     /// Prefill behind so many leading blocks that are there.
     fn prefill_us(&self, there_blocks: u32) -> u64 {
-        let profile = &self.fleet.profile;
         let context = self.tokens(there_blocks);
         let new = self.request.input_tokens - context;
-        let prefill_ns = profile.prefill_ns(context.into(), new.into());
-        prefill_ns.saturating_add(profile.step_ns).div_ceil(NS_PER_US)
+        let parts_ns = self.speeds.prompt_ns(context.into(), new.into());
+        parts_ns.into_iter().fold(0, u64::saturating_add).div_ceil(NS_PER_US)
     }
 
     fn turn_of(&self, node: NodeId) -> u64 {
@@ -329,6 +334,7 @@ impl Behind<'_> {
             sources,
             fetch_blocks: fetched_to - resident_blocks,
             recompute_tokens: planner.request.input_tokens - planner.tokens(fetched_to),
+            context_tokens: planner.tokens(fetched_to),
             overlap_blocks: overlap_to - resident_blocks,
             held_blocks,
             ..best

@@ -26,6 +26,17 @@ pub struct Prediction {
     pub room_us: u64,
     /// Time between two of its tokens after the first; no part of the time to that one.
     pub tbt_us: u64,
+    /// What is computed of it until the first.
+    pub prompt: Prompt,
+}
+
+/// What an instance computes of a prompt, of which its time is predicted and learnt.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Prompt {
+    /// Tokens whose KV is there by then, fetched or in GPU memory.
+    pub context_tokens: u32,
+    /// Tokens that are computed behind them.
+    pub new_tokens: u32,
 }
 
 impl Prediction {

@@ -180,6 +180,8 @@ pub(super) struct Climate {
     prompt_us_per_token: f64,
     /// Factors of step times, as old as they are.
     steps: [f64; 2],
+    /// How fast prompts are computed, as far as that was learnt.
+    pub(super) speeds: HardwareProfile,
     pub(super) now: Timestamp,
 }
 
@@ -194,7 +196,7 @@ pub(super) struct Forecast {
 
 impl Climate {
     pub(super) fn of(request: &super::RouteRequest, fleet: &Fleet, now: Timestamp) -> Climate {
-        let lengths = fleet.lengths();
+        let (lengths, speeds) = (fleet.lengths(), fleet.speeds());
         let output_tokens = lengths.expected(request.category, request.output_tokens);
         let kv_tokens = request.input_tokens.saturating_add(output_tokens);
         Climate {
@@ -205,8 +207,9 @@ impl Climate {
             kv_tokens,
             limit_us: request.tbt_max_us,
             prompts: fleet.passing().share(now),
-            prompt_us_per_token: lengths.prompt_us_per_token(&fleet.profile),
+            prompt_us_per_token: lengths.prompt_us_per_token(&speeds),
             steps: fleet.steps().at(now),
+            speeds,
             now,
         }
     }
@@ -214,6 +217,7 @@ impl Climate {
     /// The same for one that takes its room already and says as much as others do.
     fn decoding(fleet: &Fleet, limit_us: u64, now: Timestamp) -> Climate {
         let (lengths, mean_output) = (fleet.lengths(), fleet.lengths().mean().max(1.0));
+        let speeds = fleet.speeds();
         Climate {
             output_tokens: mean_output.round() as u32,
             mean_output,
@@ -222,8 +226,9 @@ impl Climate {
             kv_tokens: 0,
             limit_us,
             prompts: fleet.passing().share(now),
-            prompt_us_per_token: lengths.prompt_us_per_token(&fleet.profile),
+            prompt_us_per_token: lengths.prompt_us_per_token(&speeds),
             steps: fleet.steps().at(now),
+            speeds,
             now,
         }
     }

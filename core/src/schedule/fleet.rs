@@ -6,7 +6,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::decision::{Decision, Prediction};
+use super::computing::Computing;
+use super::decision::{Decision, Prediction, Prompt};
 use super::decoding::{Paced, Pacing};
 use super::joining::SLOW_START;
 use super::lanes::{LinkLanes, LinkPath, Price, Reader};
@@ -15,8 +16,8 @@ use super::load::{Load, Moment};
 use super::margin::Margin;
 use super::pairs::{Part, Role};
 use super::passing::Passing;
-use super::profile::HardwareProfile;
-use super::speed::{Speed, octaves};
+use super::profile::{HardwareProfile, Lane};
+use super::speed::{Speed, octaves, slowed};
 use super::steps::{Lengths, Steps, Told};
 use crate::id::{Category, Epoch, InstanceId, NodeId, Tier, Timestamp};
 use crate::place::Ring;
@@ -86,6 +87,8 @@ pub struct LiveNode {
     pub weight: u32,
     /// Blocks it holds, for bounded load.
     pub blocks: u64,
+    /// Bytes of one of its blocks; 0 where that is not known, and the profile's model counts.
+    pub block_bytes: u64,
     /// What instances elsewhere measured of it, if they did; else the profile counts.
     pub afar: Option<Arc<LinkLanes>>,
     /// What instances measured whose own node it is.
@@ -102,6 +105,18 @@ impl LiveNode {
             None => LinkLanes::default().price(tier, reader, profile),
         }
     }
+
+    /// Time for the KV of `tokens` through a lane without its latency, in nanoseconds, where a block has so many.
+    #[must_use]
+    pub fn stream_ns(&self, lane: Lane, tokens: u64, block_tokens: u32, profile: &HardwareProfile) -> u64 {
+        match u64::from(block_tokens) {
+            block_tokens if block_tokens > 0 && self.block_bytes > 0 => {
+                let bytes = u128::from(self.block_bytes) * u128::from(tokens);
+                lane.stream_ns(bytes.div_ceil(block_tokens.into()))
+            }
+            _ => profile.stream_ns(lane, tokens),
+        }
+    }
 }
 
 /// Everything a decision looks at besides the request and the index.
@@ -111,8 +126,10 @@ pub struct Fleet {
     pub profile: HardwareProfile,
     /// What filters an instance out.
     pub limits: Limits,
-    /// What first tokens taught.
+    /// What first tokens taught of predictions.
     pub learnt: Learnt,
+    /// What they taught of how fast prompts are computed.
+    pub computing: Computing,
     instances: Vec<Instance>,
     /// Of the instances, in their order.
     paths: Vec<InstancePaths>,
@@ -166,6 +183,7 @@ impl Fleet {
 
     /// Adds an instance, or replaces what was known of it but for what was sent there.
     pub fn put_instance(&mut self, instance: Instance) {
+        let speeds = self.speeds();
         match self.instances.binary_search_by_key(&instance.id, |known| known.id) {
             Ok(rank) => {
                 let known = &mut self.instances[rank];
@@ -179,7 +197,7 @@ impl Fleet {
                 let since = (known.load, known.reported_at);
                 *known = Instance { load, ..instance };
                 if !is_other {
-                    heard(&mut self.steps, &self.profile, known, &since);
+                    heard(&mut self.steps, &speeds, known, &since);
                 }
             }
             Err(rank) => {
@@ -285,19 +303,41 @@ impl Fleet {
         let pacing = Pacing { kv_tokens, limit_us: 0, ..decision.pacing };
         let candidates = Vec::new();
         let counted = Decision { recompute_tokens: tokens, parts, pacing, candidates, ..decision.clone() };
-        let alone_us = self.profile.prefill_ns(0, tokens.into()) / 1_000;
+        let alone_us = self.speeds().prefill_ns(0, tokens.into()) / 1_000;
         self.count(&counted, prefill_us.min(alone_us), now);
+    }
+
+    /// The profile, with what first tokens taught of how fast prompts are computed.
+    #[must_use]
+    pub fn speeds(&self) -> HardwareProfile {
+        self.profile.with_prompts(self.computing.factors())
     }
 
     /// A first token came from an instance after so long; `parts` is what was predicted of it before what was learnt of all instances.
     pub fn first_token(&mut self, instance: InstanceId, parts: &Prediction, ttft_us: u64, now: Timestamp) {
-        let octaves = octaves(&self.learnt.apply(parts, now), ttft_us);
-        self.learnt.observe(parts, ttft_us);
-        let known = self.instances.binary_search_by_key(&instance, |known| known.id);
-        let known = known.ok().map(|rank| &mut self.instances[rank].load.speed);
-        if let Some((speed, octaves)) = known.zip(octaves) {
+        let known = self.instances.binary_search_by_key(&instance, |known| known.id).ok();
+        let times = known.map_or(1.0, |rank| self.times(&self.instances[rank], now));
+        let Prompt { context_tokens, new_tokens } = parts.prompt;
+        let computing_us = |profile: &HardwareProfile| {
+            profile.prompt_ns(context_tokens.into(), new_tokens.into()).map(|ns| slowed(ns / 1_000, times))
+        };
+        // As it would be predicted now: what was learnt of computing since then is learnt.
+        let prefill_us = computing_us(&self.speeds()).into_iter().fold(0, u64::saturating_add);
+        let parts = Prediction { prefill_us, ..*parts };
+        let predicted = self.learnt.apply(&parts, now);
+        let octaves = octaves(&predicted, ttft_us);
+        let others_us = Prediction { prefill_us: 0, ..predicted }.ttft_us();
+        match self.computing.observe(computing_us(&self.profile), others_us, ttft_us) {
+            Some(times) => {
+                self.learnt.observe(&parts, ttft_us);
+                self.learnt.restate(times);
+            }
+            None => self.learnt.forget(),
+        }
+        let speed = known.map(|rank| &mut self.instances[rank].load.speed);
+        if let Some((speed, octaves)) = speed.zip(octaves) {
             // How fast it is believed to be is in what was predicted.
-            let octaves = octaves + speed.times(self.speed, now).log2();
+            let octaves = octaves + times.log2();
             speed.observe(octaves, now);
             self.speed.observe(octaves, now);
         }

@@ -1,10 +1,10 @@
 //! What observed times to first token teach about predicted ones.
 //!
 //! A prediction is a sum: waiting, transfer, prefill, and what those take who come later and go before. Each of the first three is as right as what it is made
-//! of (a hardware profile, reports that are a moment old, lanes that others use too), and is off by a factor that changes slowly. These factors are found by
+//! of (how fast prompts are computed, reports that are a moment old, lanes that others use too), and is off by a factor that changes slowly. These factors are found by
 //! least squares over the requests whose first token was seen, the older counting less, drawn towards 1 as long as few were seen, and no request
 //! counting as further off than most are: half of all requests are passed by nobody, and a few wait many times as long as was predicted. What those few
-//! add is in the fourth factor, by which predictions are right in sum. Not here: the prediction (`cost.rs`, `passing.rs`), and who sees first tokens (whoever
+//! add is in the fourth factor, by which predictions are right in sum. Not here: the prediction (`cost.rs`, `passing.rs`), how fast prompts are computed (`computing.rs`), and who sees first tokens (whoever
 //! serves them).
 
 use super::decision::Prediction;
@@ -96,6 +96,20 @@ impl Learnt {
         self.passed[1] = self.passed[1] * kept + observed - expected;
     }
 
+    /// Prefill is predicted to take so many times as long by now: of the requests before, it would have been so, too.
+    pub(super) fn restate(&mut self, times: f64) {
+        let [.., prefill] = &mut self.products;
+        prefill.iter_mut().for_each(|sum| *sum *= times);
+        self.products.iter_mut().for_each(|row| row[2] *= times);
+        self.observed[2] *= times;
+    }
+
+    /// What was learnt of the parts of a time to first token was learnt beside wrong ones.
+    pub(super) fn forget(&mut self) {
+        let Learnt { tbt, tbt_at, .. } = *self;
+        *self = Learnt { tbt, tbt_at, ..Learnt::default() };
+    }
+
     /// The tokens of a request came so far apart. `parts` is what was predicted before factors.
     pub fn observe_tbt(&mut self, parts: &Prediction, tbt_us: u64, now: Timestamp) {
         if parts.tbt_us == 0 || tbt_us == 0 {
@@ -162,6 +176,7 @@ impl Learnt {
             // It is a wait as the other one is.
             room_us: scaled(parts.room_us, queue),
             tbt_us: self.tbt_us(parts.tbt_us, now),
+            ..*parts
         }
     }
 

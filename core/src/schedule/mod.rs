@@ -7,6 +7,7 @@
 
 mod admit;
 mod coming;
+mod computing;
 mod cost;
 mod decision;
 mod decoding;
@@ -42,9 +43,10 @@ use crate::place::LOAD_BOUND;
 
 pub use admit::{Admission, Offer};
 pub use coming::{Coming, SentPrefixes};
+pub use computing::Computing;
 use cost::{Asking, Plan, Planner};
 pub use decision::{
-    Candidate, Decision, Fate, Filtered, Prediction, Reason, RejectReason, Rejection, Source,
+    Candidate, Decision, Fate, Filtered, Prediction, Prompt, Reason, RejectReason, Rejection, Source,
 };
 use decoding::Climate;
 pub use decoding::{Beside, Breaks, Decoding, Paced, Pacing};
@@ -358,7 +360,7 @@ fn costed(
     let times = fleet.times(instance, now);
     let (transfer_us, prefill_us) = (plan.transfer_us, speed::slowed(plan.prefill_us, times));
     let wait = cost::wait(
-        (&fleet.profile, times),
+        (&climate.speeds, times),
         &instance.load,
         &Newcomer { turn, transfer_us, prefill_us },
         Moment { now, reported_at: instance.reported_at },
@@ -374,7 +376,8 @@ fn costed(
     // Room comes free while the work ahead is done and blocks come.
     let room_us = forecast.room_us.saturating_sub(wait.us.max(transfer_us));
     let tbt_us = forecast.tbt_us;
-    let parts = Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us };
+    let prompt = Prompt { context_tokens: plan.context_tokens, new_tokens: plan.recompute_tokens };
+    let parts = Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us, prompt };
     let predicted = fleet.learnt.apply(&parts, now);
     let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us, now);
     let Plan { resident_blocks, overlap_blocks, .. } = *plan;
@@ -520,7 +523,7 @@ fn rejection(fleet: &Fleet, candidates: &[Candidate]) -> Rejection {
 /// Time until a queue of `tokens` is down to the limit.
 fn time_to_drain(fleet: &Fleet, tokens: u64) -> Duration {
     let above = tokens.saturating_sub(fleet.limits.queue_tokens_max);
-    let ns = above.saturating_mul(fleet.profile.prefill_ns_per_token);
+    let ns = above.saturating_mul(fleet.speeds().prefill_ns_per_token);
     Duration::from_nanos(ns).clamp(RETRY_FULL_MIN, RETRY_FULL_MAX)
 }
 

@@ -50,9 +50,9 @@ impl Fleet {
         let (_, paths) = self.with_paths(instance)?;
         let stream_us = |live: &LiveNode, tier, is_own| {
             let price = live.price(tier, Reader { is_own, path: paths.to(live.node) }, &self.profile);
-            us(self.profile.stream_ns(price.lane, block_tokens.into()))
+            us(live.stream_ns(price.lane, block_tokens.into(), block_tokens, &self.profile))
         };
-        let near_us = stream_us(own, Tier::Dram, true);
+        let (near_us, speeds) = (stream_us(own, Tier::Dram, true), self.speeds());
         // Once for each source: this is asked beside decisions. What the own node has behind a gap is as near as it gets, and of a node that has gone
         // meanwhile nothing is known.
         let far_us = |source: &Source| match self.live(source.node).filter(|live| live.node != own.node) {
@@ -69,7 +69,7 @@ impl Fleet {
                 Some((_, us)) => *us,
                 None => {
                     let context = u64::from(block) * u64::from(block_tokens);
-                    us(self.profile.prefill_ns(context, block_tokens.into()))
+                    us(speeds.prefill_ns(context, block_tokens.into()))
                 }
             }
         };
@@ -97,6 +97,7 @@ mod tests {
             epoch: Epoch(1),
             weight,
             blocks: 0,
+            block_bytes: 0,
             afar: None,
             near: None,
         };

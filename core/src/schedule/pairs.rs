@@ -203,19 +203,21 @@ impl<'a> Partners<'a> {
         let mut last: Option<(Reader, Price)> = None;
         let mut handover = |partner: &Partner<'_>| {
             let profile = &self.fleet.profile;
-            let lane = match node.filter(|_| partner.fetches) {
+            let tokens = partner.lacks_tokens;
+            let (lane, stream_ns) = match node.filter(|_| partner.fetches) {
                 Some(live) => {
                     let reader =
                         Reader { is_own: partner.own == Some(live.node), path: partner.paths.to(live.node) };
                     let known = last.filter(|(known, _)| *known == reader);
                     let (_, price) = *last
                         .insert(known.unwrap_or_else(|| (reader, live.price(Tier::Dram, reader, profile))));
-                    price.lane
+                    let block_tokens = self.request.block_tokens;
+                    (price.lane, live.stream_ns(price.lane, tokens, block_tokens, profile))
                 }
                 // The engines have a way of their own.
-                None => profile.network,
+                None => (profile.network, profile.stream_ns(profile.network, tokens)),
             };
-            let move_ns = lane.latency_ns.saturating_add(profile.stream_ns(lane, partner.lacks_tokens));
+            let move_ns = lane.latency_ns.saturating_add(stream_ns);
             let step_ns =
                 profile.step_ns.saturating_add(profile.step_ns_per_running.saturating_mul(partner.running));
             move_ns.saturating_add(step_ns) / NS_PER_US

@@ -28,6 +28,14 @@ impl Lane {
             bytes_per_s: self.bytes_per_s.min(next.bytes_per_s),
         }
     }
+
+    /// Time for so many bytes without the latency, in nanoseconds.
+    pub(super) fn stream_ns(self, bytes: u128) -> u64 {
+        if self.bytes_per_s == 0 {
+            return if bytes == 0 { 0 } else { u64::MAX };
+        }
+        clamp(bytes.saturating_mul(1_000_000_000).div_ceil(u128::from(self.bytes_per_s)))
+    }
 }
 
 /// Speeds of one kind of instance and the nodes around it, for one model.
@@ -40,7 +48,9 @@ pub struct HardwareProfile {
     /// Added prefill time of one token per token before it, in picoseconds (attention). This is the
     /// quadratic term: over a whole prompt it grows with the square of its length.
     pub prefill_ps_per_token_context: u64,
-    /// One forward step however few tokens it has, in nanoseconds: also what a full hit costs.
+    /// What each prompt takes besides, in nanoseconds: a forward step however few tokens it has, which is also what a full hit costs.
+    pub prompt_step_ns: u64,
+    /// One forward step of requests that decode, by itself, in nanoseconds.
     pub step_ns: u64,
     /// What one running request adds to each step of its neighbours, in nanoseconds.
     pub step_ns_per_running: u64,
@@ -70,6 +80,7 @@ pub const PROFILES: &[HardwareProfile] = &[
         name: "h100-8b",
         prefill_ns_per_token: 40_000,
         prefill_ps_per_token_context: 1_300,
+        prompt_step_ns: 8_000_000,
         step_ns: 8_000_000,
         step_ns_per_running: 60_000,
         kv_bytes_per_token: 131_072,
@@ -84,6 +95,7 @@ pub const PROFILES: &[HardwareProfile] = &[
         name: "a100-8b",
         prefill_ns_per_token: 115_000,
         prefill_ps_per_token_context: 3_700,
+        prompt_step_ns: 12_000_000,
         step_ns: 12_000_000,
         step_ns_per_running: 100_000,
         kv_bytes_per_token: 131_072,
@@ -100,6 +112,7 @@ pub const PROFILES: &[HardwareProfile] = &[
         name: "laptop-emulated",
         prefill_ns_per_token: 1_000_000,
         prefill_ps_per_token_context: 10_000,
+        prompt_step_ns: 20_000_000,
         step_ns: 20_000_000,
         step_ns_per_running: 500_000,
         kv_bytes_per_token: 8_192,
@@ -142,6 +155,7 @@ impl HardwareProfile {
         HardwareProfile {
             prefill_ns_per_token: time(self.prefill_ns_per_token),
             prefill_ps_per_token_context: time(self.prefill_ps_per_token_context),
+            prompt_step_ns: time(self.prompt_step_ns),
             step_ns: time(self.step_ns),
             step_ns_per_running: time(self.step_ns_per_running),
             gpu: lane(self.gpu),
@@ -159,6 +173,7 @@ impl HardwareProfile {
         HardwareProfile {
             prefill_ns_per_token: 0,
             prefill_ps_per_token_context: 0,
+            prompt_step_ns: 0,
             step_ns: 0,
             step_ns_per_running: 0,
             kv_bytes_per_token: 0,
@@ -170,26 +185,43 @@ impl HardwareProfile {
         }
     }
 
-    /// Prefill of `new_tokens` behind `context_tokens` that are there already, in nanoseconds, with the
-    /// step itself left out: a·n + b·(c·n + n²/2).
+    /// The same machines, of which prompts take these times as long in each of their parts ([`HardwareProfile::prompt_ns`]): what was learnt of them.
     #[must_use]
-    pub fn prefill_ns(&self, context_tokens: u64, new_tokens: u64) -> u64 {
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
+    pub fn with_prompts(&self, [step, token, context]: [f64; 3]) -> HardwareProfile {
+        // Casts to integers saturate.
+        let time = |value: u64, times: f64| (value as f64 * times).round() as u64;
+        HardwareProfile {
+            prompt_step_ns: time(self.prompt_step_ns, step),
+            prefill_ns_per_token: time(self.prefill_ns_per_token, token),
+            prefill_ps_per_token_context: time(self.prefill_ps_per_token_context, context),
+            ..*self
+        }
+    }
+
+    /// Time of a prompt's `new_tokens` behind `context_tokens` that are there already, in nanoseconds, in its parts: its step, the linear layers a·n, and
+    /// attention b·(c·n + n²/2).
+    #[must_use]
+    pub fn prompt_ns(&self, context_tokens: u64, new_tokens: u64) -> [u64; 3] {
         let (context, new) = (u128::from(context_tokens), u128::from(new_tokens));
         let linear = u128::from(self.prefill_ns_per_token) * new;
         // Twice the pairs of a new token and one before it, so that an odd n loses nothing.
         let pairs_doubled = (2 * context + new).saturating_mul(new);
         let attention = pairs_doubled.saturating_mul(self.prefill_ps_per_token_context.into()) / 2_000;
-        clamp(linear.saturating_add(attention))
+        [self.prompt_step_ns, clamp(linear), clamp(attention)]
+    }
+
+    /// The same in all, with the step left out: a·n + b·(c·n + n²/2).
+    #[must_use]
+    pub fn prefill_ns(&self, context_tokens: u64, new_tokens: u64) -> u64 {
+        let [_, linear, attention] = self.prompt_ns(context_tokens, new_tokens);
+        linear.saturating_add(attention)
     }
 
     /// Time for the KV of `tokens` through `lane` without its latency, in nanoseconds.
     #[must_use]
     pub fn stream_ns(&self, lane: Lane, tokens: u64) -> u64 {
-        if lane.bytes_per_s == 0 {
-            return if tokens == 0 { 0 } else { u64::MAX };
-        }
-        let bytes = u128::from(self.kv_bytes_per_token) * u128::from(tokens);
-        clamp(bytes.saturating_mul(1_000_000_000).div_ceil(u128::from(lane.bytes_per_s)))
+        lane.stream_ns(u128::from(self.kv_bytes_per_token) * u128::from(tokens))
     }
 }
 

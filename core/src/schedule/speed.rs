@@ -160,6 +160,7 @@ mod tests {
             passed_us: 40_000,
             room_us: 50_000,
             tbt_us: 60,
+            ..Prediction::default()
         };
         let twice = Prediction { queue_us: 20_000, prefill_us: 60_000, passed_us: 80_000, ..parts };
         assert_eq!(octaves(&parts, twice.ttft_us()), Some(1.0));

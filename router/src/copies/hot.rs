@@ -286,10 +286,15 @@ impl Places for Seen<'_> {
         self.nodes.get(&node).map_or(0, |seen| seen.block_bytes)
     }
 
-    fn copy_us(&self, holder: &Holder, tokens: u64) -> f64 {
+    fn copy_us(&self, holder: &Holder, blocks: u64, block_tokens: u32) -> f64 {
         let Some(seen) = self.nodes.get(&holder.node) else { return f64::INFINITY };
         let lane = seen.live.price(holder.tier, Reader { is_own: false, path: None }, &self.profile).lane;
-        let ns = lane.latency_ns.saturating_add(self.profile.stream_ns(lane, tokens));
+        let ns = lane.latency_ns.saturating_add(seen.live.stream_ns(
+            lane,
+            blocks.saturating_mul(block_tokens.into()),
+            block_tokens,
+            &self.profile,
+        ));
         ns as f64 / 1_000.0
     }
 }

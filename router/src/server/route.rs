@@ -313,7 +313,7 @@ fn source_to_pb(index: &Index, source: &Source) -> pb::Source {
 }
 
 pub(super) fn prediction_to_pb(predicted: &Prediction) -> pb::Prediction {
-    let Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us } = *predicted;
+    let Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us, prompt: _ } = *predicted;
     let queue_us = queue_us.saturating_add(passed_us).saturating_add(room_us);
     pb::Prediction { queue_us, transfer_us, prefill_us, room_us, tbt_us }
 }

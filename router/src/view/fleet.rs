@@ -281,9 +281,12 @@ impl FleetView {
         [fleet.learnt.tbt_factor(now), step, each]
     }
 
-    /// By what factors waiting, transfer and prefill turned out to be off.
-    pub(crate) fn learnt(&self) -> [f64; 4] {
-        self.soft.read().fleet.learnt.factors()
+    /// By what factors waiting, transfer, prefill and those who pass turned out to be off, and what the profile says of a prompt's step, its tokens and their context.
+    pub(crate) fn learnt(&self) -> [f64; 7] {
+        let fleet = &self.soft.read().fleet;
+        let ([queue, transfer, prefill, passed], [step, token, context]) =
+            (fleet.learnt.factors(), fleet.computing.factors());
+        [queue, transfer, prefill, passed, step, token, context]
     }
 
     /// Every known instance that has not left, by ascending number.

@@ -247,7 +247,15 @@ fn announce(index: &mut Index, node: NodeId, changes: Vec<Change>) {
 }
 
 fn live(id: u32, blocks: u64) -> LiveNode {
-    LiveNode { node: NodeId(id), epoch: Default::default(), weight: 1, blocks, afar: None, near: None }
+    LiveNode {
+        node: NodeId(id),
+        epoch: Default::default(),
+        weight: 1,
+        blocks,
+        block_bytes: 0,
+        afar: None,
+        near: None,
+    }
 }
 
 fn record(node: NodeId) -> NodeRecord {

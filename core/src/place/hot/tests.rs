@@ -54,8 +54,8 @@ impl Places for World {
     }
 
     /// A segment takes 160 us; from a node with a higher number a little more.
-    fn copy_us(&self, holder: &Holder, tokens: u64) -> f64 {
-        tokens as f64 * 0.625 + f64::from(holder.node.0 - 1)
+    fn copy_us(&self, holder: &Holder, blocks: u64, block_tokens: u32) -> f64 {
+        (blocks * u64::from(block_tokens)) as f64 * 0.625 + f64::from(holder.node.0 - 1)
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod brute;
 mod coming;
+mod computing;
 mod decoding;
 mod filter;
 mod guessed;
@@ -29,6 +30,7 @@ pub(super) const ROUND: HardwareProfile = HardwareProfile {
     name: "round",
     prefill_ns_per_token: 100_000,
     prefill_ps_per_token_context: 0,
+    prompt_step_ns: 1_000_000,
     step_ns: 1_000_000,
     step_ns_per_running: 10_000,
     kv_bytes_per_token: 1_000,
@@ -89,7 +91,15 @@ pub(super) fn instance(n: u32) -> Instance {
 }
 
 pub(super) fn live(node: u32) -> LiveNode {
-    LiveNode { node: NodeId(node), epoch: Epoch(1), weight: 1, blocks: 0, afar: None, near: None }
+    LiveNode {
+        node: NodeId(node),
+        epoch: Epoch(1),
+        weight: 1,
+        blocks: 0,
+        block_bytes: 0,
+        afar: None,
+        near: None,
+    }
 }
 
 /// What was measured of everything together and of each tier, over paths that nobody told.

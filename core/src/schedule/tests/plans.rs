@@ -381,3 +381,20 @@ fn the_decision_tells_why_in_words() {
     ];
     assert_eq!(said(&matched), expected);
 }
+
+#[test]
+fn what_moves_is_priced_by_the_bytes_that_a_node_says_its_blocks_have() {
+    // A block of ten tokens has 10,000 bytes by the profile: 10 µs and 100 µs a block out of the own node's DRAM, against 1,000 µs to compute it.
+    let planned = |block_bytes: u64| {
+        let mut fleet = fleet(1);
+        fleet.set_nodes(vec![LiveNode { block_bytes, ..live(1) }]);
+        let decision = choose(&request(4), &prefix(&[(4, &[(1, Tier::Dram)])]), &fleet, NOW).unwrap();
+        (decision.fetch_blocks, decision.parts.transfer_us)
+    };
+    assert_eq!(planned(0), (4, 410));
+    assert_eq!(planned(10_000), (4, 410));
+    assert_eq!(planned(20_000), (4, 810));
+    // Ten times as many take as long as computing does, and are fetched; any more are not.
+    assert_eq!(planned(99_000), (4, 3_970));
+    assert_eq!(planned(110_000), (0, 0));
+}

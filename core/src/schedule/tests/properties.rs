@@ -73,6 +73,7 @@ fn nodes() -> impl Strategy<Value = Vec<LiveNode>> {
                 epoch: Epoch(epoch),
                 weight,
                 blocks,
+                block_bytes: blocks * 1_000,
                 afar: lanes(link.map(lane), tiers.map(|tier| tier.map(lane))),
                 near: None,
             };

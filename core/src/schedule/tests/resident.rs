@@ -29,6 +29,7 @@ fn the_instance_that_has_the_prefix_is_taken_and_moves_nothing() {
             prefill_us: 1_000,
             passed_us: 0,
             tbt_us: 1_010,
+            prompt: Prompt { context_tokens: 40, new_tokens: 0 },
             ..Prediction::default()
         }
     );
@@ -55,6 +56,7 @@ fn the_rest_is_fetched_from_the_first_block_that_is_not_resident() {
             prefill_us: 3_000,
             passed_us: 0,
             tbt_us: 1_010,
+            prompt: Prompt { context_tokens: 60, new_tokens: 20 },
             ..Prediction::default()
         }
     );
