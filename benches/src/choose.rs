@@ -56,6 +56,7 @@ fn decide(id: u64, matched: &PrefixMatch, fleet: &Fleet) {
         output_tokens: 0,
         ttft_max_us: 0,
         tbt_max_us: 0,
+        standing: Default::default(),
     };
     let _ = black_box(choose(black_box(&request), black_box(matched), black_box(fleet), NOW));
 }

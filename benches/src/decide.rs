@@ -162,6 +162,7 @@ impl Router {
             output_tokens: 0,
             ttft_max_us: 0,
             tbt_max_us: 0,
+            standing: Default::default(),
         };
         let _ = black_box(choose(&request, &matched, &self.fleet, NOW));
     }

@@ -19,6 +19,9 @@ use std::time::Duration;
 
 use super::decision::{Decision, RejectReason, Rejection};
 use super::decoding::{Beside, Pacing};
+use super::fair::Backlogs;
+use super::fleet::Fleet;
+use super::turn::Standing;
 use crate::id::{TenantId, Timestamp};
 
 /// Of the time that a request's own transfer and prefill leave of its limit, the part that others may take where its tenant has just its share.
@@ -74,12 +77,19 @@ pub struct Offer {
     pub tbt_us: u64,
     /// What was predicted of its decoding there.
     pub pacing: Pacing,
+    /// Prefill that waits at all instances, in microseconds; 0 where that is not known.
+    pub waiting_us: u64,
 }
 
 impl Offer {
-    /// What was decided, for this tenant.
+    /// What was decided for this tenant in this fleet, to which it was not sent yet.
     #[must_use]
-    pub fn of(decision: &Decision, (tenant, priority): (TenantId, i32), ttft_max_us: Option<u64>) -> Offer {
+    pub fn of(
+        decision: &Decision,
+        (tenant, priority): (TenantId, i32),
+        ttft_max_us: Option<u64>,
+        fleet: &Fleet,
+    ) -> Offer {
         Offer {
             tenant,
             priority,
@@ -89,6 +99,7 @@ impl Offer {
             ttft_max_us,
             tbt_us: decision.predicted.tbt_us,
             pacing: decision.pacing,
+            waiting_us: fleet.waiting_us(),
         }
     }
 
@@ -118,6 +129,7 @@ pub struct Admission {
     tenants: BTreeMap<TenantId, Tenant>,
     weights: BTreeMap<TenantId, f64>,
     decayed_at: Option<Timestamp>,
+    backlogs: Backlogs,
     /// Of all tenants.
     cost_us: f64,
     weight: f64,
@@ -141,7 +153,7 @@ impl Admission {
         let cost_us = offer.cost_us.max(1) as f64;
         let ttft_max_us = offer.ttft_max_us.filter(|limit| *limit > 0);
         if ttft_max_us.is_none() && offer.pacing.limit_us == 0 {
-            self.charge(offer.tenant, cost_us);
+            self.charge(offer, now);
             return Ok(());
         }
         possible(offer, ttft_max_us)?;
@@ -158,24 +170,43 @@ impl Admission {
             }
             tenant.spared_us -= cost_us;
         }
-        self.charge(offer.tenant, cost_us);
+        self.charge(offer, now);
         Ok(())
     }
 
+    /// Where a request of this tenant and priority stands among those of others that wait.
+    #[must_use]
+    pub fn standing(&self, tenant: TenantId, priority: i32, fleet: &Fleet, now: Timestamp) -> Standing {
+        let tenant = self.place(tenant);
+        if !self.backlogs.has_others(tenant) {
+            return Standing { lead: Duration::ZERO, priority };
+        }
+        let lead = self.backlogs.lead(tenant, fleet.waiting_us() as f64, now);
+        Standing { lead, priority }
+    }
+
     /// Counts what a tenant was let in with.
-    fn charge(&mut self, tenant: TenantId, cost_us: f64) {
+    fn charge(&mut self, offer: &Offer, now: Timestamp) {
+        let cost_us = offer.cost_us.max(1) as f64;
         self.cost_us += cost_us;
-        let tenant = self.tenant(tenant);
+        let tenant = self.tenant(offer.tenant);
+        let weight = tenant.weight;
         tenant.cost_us += cost_us;
         tenant.requests += 1.0;
         // As much as was let in of late, and no more.
         tenant.spared_us = (tenant.spared_us + cost_us * SPARED).min(tenant.cost_us);
+        let place = self.place(offer.tenant);
+        self.backlogs.send((place, weight), cost_us, offer.waiting_us as f64, now);
+    }
+
+    /// Itself, or who stands for all those that find no place.
+    fn place(&self, id: TenantId) -> TenantId {
+        let has_place = self.tenants.contains_key(&id) || self.tenants.len() < TENANTS_MAX;
+        if has_place || self.weights.contains_key(&id) { id } else { TenantId(u32::MAX) }
     }
 
     fn tenant(&mut self, id: TenantId) -> &mut Tenant {
-        let has_place = self.tenants.contains_key(&id) || self.tenants.len() < TENANTS_MAX;
-        let is_known = has_place || self.weights.contains_key(&id);
-        let id = if is_known { id } else { TenantId(u32::MAX) };
+        let id = self.place(id);
         let weight = self.weights.get(&id).copied().unwrap_or(1.0);
         self.tenants.entry(id).or_insert_with(|| {
             self.weight += weight;
@@ -302,6 +333,7 @@ mod tests {
             ttft_max_us: Some(LIMIT_US),
             tbt_us: 0,
             pacing: Pacing::default(),
+            waiting_us: 0,
         }
     }
 

@@ -21,6 +21,7 @@ use super::load::Moment;
 use super::pairs::Role;
 use super::profile::HardwareProfile;
 use super::steps::{FACTOR_MAX, step_us};
+use super::turn::Standing;
 use crate::id::{InstanceId, Timestamp};
 
 /// Tokens of prompts in a step of an engine that does not say: what engines are set to where memory is plenty.
@@ -180,6 +181,8 @@ pub(super) struct Climate {
     prompt_us_per_token: f64,
     /// Factors of step times, as old as they are.
     steps: [f64; 2],
+    /// Before and behind whom it goes.
+    pub(super) standing: Standing,
     /// How fast prompts are computed, as far as that was learnt.
     pub(super) speeds: HardwareProfile,
     pub(super) now: Timestamp,
@@ -206,6 +209,7 @@ impl Climate {
             mean_kv: lengths.held().unwrap_or(kv_tokens.into()).max(1.0),
             kv_tokens,
             limit_us: request.tbt_max_us,
+            standing: request.standing,
             prompts: fleet.passing().share(now),
             prompt_us_per_token: lengths.prompt_us_per_token(&speeds),
             steps: fleet.steps().at(now),
@@ -225,6 +229,7 @@ impl Climate {
             mean_kv: lengths.held().unwrap_or(1.0).max(1.0),
             kv_tokens: 0,
             limit_us,
+            standing: Standing::default(),
             prompts: fleet.passing().share(now),
             prompt_us_per_token: lengths.prompt_us_per_token(&speeds),
             steps: fleet.steps().at(now),

@@ -12,6 +12,7 @@ mod cost;
 mod decision;
 mod decoding;
 mod doubt;
+mod fair;
 mod fleet;
 mod guessed;
 mod joining;
@@ -64,7 +65,7 @@ use pairs::Partners;
 pub use pairs::{DOMAIN_LEVELS, Domain, DomainError, Handover, Part, Role};
 use planners::{Planners, asking};
 pub use profile::{HardwareProfile, Lane, PROFILES};
-pub use turn::turn_of;
+pub use turn::{Standing, turn_of};
 
 /// When no instance has a fresh report: one report interval (five a second) from now there may be one.
 pub const RETRY_UNREPORTED: Duration = Duration::from_millis(200);
@@ -98,6 +99,8 @@ pub struct RouteRequest {
     pub ttft_max_us: u64,
     /// How far apart its tokens may come, the mean of those behind the first, in microseconds; 0 where that does not matter.
     pub tbt_max_us: u64,
+    /// Before and behind whom it goes.
+    pub standing: Standing,
 }
 
 /// Leading blocks of the request that an instance has in GPU memory.
@@ -355,7 +358,7 @@ fn costed(
     behind: Option<Timestamp>,
     (fleet, climate, now): (&Fleet, &Climate, Timestamp),
 ) -> Candidate {
-    let turn = turn_of(instance, plan.prefill_us, now);
+    let turn = turn_of(instance, climate.standing, plan.prefill_us, now);
     let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
     let times = fleet.times(instance, now);
     let (transfer_us, prefill_us) = (plan.transfer_us, speed::slowed(plan.prefill_us, times));

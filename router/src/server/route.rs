@@ -64,7 +64,8 @@ async fn decide(
     let held = Held { matched: &matched, resident: &resident, coming: &coming };
     let (among, without) = eligible(&request);
     let eligible = Eligible { among: among.as_deref(), without: &without, runs_there: request.runs_there };
-    let choose = |fleet: &Fleet| {
+    let choose = |fleet: &Fleet, standing| {
+        let asked = RouteRequest { standing, ..asked };
         let chosen = schedule::choose_among(&asked, held, eligible, fleet, now);
         if request.text { chosen.map(Decision::of_text) } else { chosen }
     };
@@ -254,6 +255,7 @@ fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteReques
         output_tokens: request.output_tokens,
         ttft_max_us: 0,
         tbt_max_us: request.tbt_max_us,
+        standing: schedule::Standing::default(),
     })
 }
 

@@ -11,7 +11,7 @@ use kv_core::id::{Category, Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::place::LOAD_BOUND;
 use kv_core::schedule::{
     Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Paced, Part,
-    Prediction, Rejection,
+    Prediction, Rejection, Standing,
 };
 use parking_lot::RwLock;
 
@@ -232,11 +232,14 @@ impl FleetView {
         &self,
         claim: Claim,
         now: Timestamp,
-        choose: impl FnOnce(&Fleet) -> Result<Decision, Rejection>,
+        choose: impl FnOnce(&Fleet, Standing) -> Result<Decision, Rejection>,
     ) -> Result<(Decision, Addresses), Rejection> {
-        let decision = choose(&self.soft.read().fleet)?;
+        let soft = self.soft.read();
+        let standing = soft.admission.standing(claim.tenant, claim.priority, &soft.fleet, now);
+        let decision = choose(&soft.fleet, standing)?;
+        drop(soft);
         let mut soft = self.soft.write();
-        let offer = Offer::of(&decision, (claim.tenant, claim.priority), claim.ttft_max_us);
+        let offer = Offer::of(&decision, (claim.tenant, claim.priority), claim.ttft_max_us, &soft.fleet);
         soft.admission.admit(&offer, now)?;
         note(&mut soft, claim.share, &decision, now);
         let addresses = soft.addresses(&decision);
@@ -246,10 +249,10 @@ impl FleetView {
     /// Runs a choice for a request that runs already: it is let in, and counted where it was sent.
     pub(crate) fn plan(
         &self,
-        choose: impl FnOnce(&Fleet) -> Result<Decision, Rejection>,
+        choose: impl FnOnce(&Fleet, Standing) -> Result<Decision, Rejection>,
     ) -> Result<(Decision, Addresses), Rejection> {
         let soft = self.soft.read();
-        let decision = choose(&soft.fleet)?;
+        let decision = choose(&soft.fleet, Standing::default())?;
         let addresses = soft.addresses(&decision);
         Ok((decision, addresses))
     }
@@ -444,9 +447,10 @@ mod tests {
             output_tokens: 0,
             ttft_max_us: 0,
             tbt_max_us: 0,
+            standing: Default::default(),
         };
         let matched = PrefixMatch::default();
-        let choose = |fleet: &Fleet| schedule::choose(&request, &matched, fleet, Timestamp(2));
+        let choose = |fleet: &Fleet, _: Standing| schedule::choose(&request, &matched, fleet, Timestamp(2));
         let claim = Claim { share: share.map(TenantId), tenant: TenantId(3), priority: 0, ttft_max_us: None };
         view.decide(claim, Timestamp(2), choose).map(drop)
     }
@@ -467,6 +471,7 @@ mod tests {
                 output_tokens: 0,
                 ttft_max_us: 0,
                 tbt_max_us: 0,
+                standing: Default::default(),
             };
             let matched = PrefixMatch::default();
             let eligible = Eligible { among, ..Eligible::default() };

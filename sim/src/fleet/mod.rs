@@ -372,6 +372,7 @@ impl<'a> Fleet<'a> {
             output_tokens: 0,
             ttft_max_us: 0,
             tbt_max_us: 0,
+            standing: Default::default(),
         };
         let now = Timestamp(now_ns / 1_000);
         let coming = self.view.coming(&asked, prompt, now);

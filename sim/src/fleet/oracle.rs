@@ -8,7 +8,7 @@
 use std::collections::HashSet;
 
 use kv_core::id::{BlockHash, InstanceId, NodeId, Timestamp};
-use kv_core::schedule::{Decision, Eligible, Held, choose, choose_among, turn_of};
+use kv_core::schedule::{Decision, Eligible, Held, Standing, choose, choose_among, turn_of};
 
 use super::engine::Job;
 use super::store::Fetched;
@@ -149,7 +149,11 @@ impl Oracle {
             fetched_tokens,
             resident_tokens: 0,
             ready_ns: request.arrival_ns + if fetched_tokens > 0 { lane.latency_ns + moved_ns } else { 0 },
-            turn: view.fleet.instances().first().map_or(at, |instance| turn_of(instance, prefill_us, at)),
+            turn: view
+                .fleet
+                .instances()
+                .first()
+                .map_or(at, |instance| turn_of(instance, Standing::default(), prefill_us, at)),
         };
         (request.arrival_ns, job)
     }

@@ -36,11 +36,12 @@ impl Router for Admitting {
 
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
         let (ttft_max_us, tbt_max_us) = limits_of(&self.limits, ask);
-        let request = RouteRequest { ttft_max_us, tbt_max_us, ..ask.request };
+        let standing = self.admission.standing(ask.request.tenant, 0, &view.fleet, ask.now);
+        let request = RouteRequest { ttft_max_us, tbt_max_us, standing, ..ask.request };
         let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else {
             return Route::Reject;
         };
-        let offer = Offer::of(&decision, (request.tenant, 0), Some(ttft_max_us));
+        let offer = Offer::of(&decision, (request.tenant, 0), Some(ttft_max_us), &view.fleet);
         match self.admission.admit(&offer, ask.now) {
             Ok(()) => Route::To(decision),
             Err(_) => Route::Reject,

@@ -77,7 +77,7 @@ pub const BASELINES: [&str; 10] = [
 #[must_use]
 pub fn by_name(name: &str, seed: u64) -> Option<Box<dyn Router>> {
     Some(match name {
-        PRODUCTION => Box::new(production::Production),
+        PRODUCTION => Box::<production::Production>::default(),
         "random" => Box::new(random::Random::new(seed)),
         "round-robin" => Box::new(round_robin::RoundRobin::default()),
         "least-loaded" => Box::new(least_loaded::LeastLoaded),

@@ -2,13 +2,16 @@
 //!
 //! Not here: the scheduler (`kv_core::schedule`).
 
-use kv_core::schedule::choose;
+use kv_core::schedule::{Admission, Offer, RouteRequest, choose};
 
 use super::{PRODUCTION, Route, Router};
 use crate::fleet::{Ask, View};
 
-/// See the file.
-pub(super) struct Production;
+/// See the file. Requests have no limits, and all are let in.
+#[derive(Default)]
+pub(super) struct Production {
+    admission: Admission,
+}
 
 impl Router for Production {
     fn name(&self) -> &'static str {
@@ -16,6 +19,14 @@ impl Router for Production {
     }
 
     fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        choose(&ask.request, ask.held(), &view.fleet, ask.now).map_or(Route::Reject, Route::To)
+        let tenant = ask.request.tenant;
+        let standing = self.admission.standing(tenant, 0, &view.fleet, ask.now);
+        let request = RouteRequest { standing, ..ask.request };
+        let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else { return Route::Reject };
+        let offer = Offer::of(&decision, (tenant, 0), None, &view.fleet);
+        match self.admission.admit(&offer, ask.now) {
+            Ok(()) => Route::To(decision),
+            Err(_) => Route::Reject,
+        }
     }
 }

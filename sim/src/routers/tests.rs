@@ -99,6 +99,7 @@ impl Scene {
             output_tokens: 0,
             ttft_max_us: 0,
             tbt_max_us: 0,
+            standing: Default::default(),
         };
         let (matched, resident) = (&self.matched(), self.resident.as_slice());
         let ask = Ask { request, matched, resident, coming: &[], now: Timestamp(0) };

@@ -58,6 +58,7 @@ pub(super) fn request(blocks: u32) -> RouteRequest {
         output_tokens: 0,
         ttft_max_us: 0,
         tbt_max_us: 0,
+        standing: Default::default(),
     }
 }
 

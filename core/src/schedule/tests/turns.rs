@@ -337,3 +337,17 @@ fn a_choice_that_ttft_would_not_have_made_says_so() {
         )
     );
 }
+
+#[test]
+fn who_leads_and_who_asks_to_goes_before_others() {
+    let ordered = Instance { orders: true, ..instance(1) };
+    let (s, late) = (Duration::from_secs, Timestamp(1_000_000_000_000));
+    let turn = |lead, priority| turn_of(&ordered, Standing { lead, priority }, 1_000_000, late);
+    // Four times its prefill of a second.
+    assert_eq!(turn(s(0), 0), late.after(s(4)));
+    assert_eq!(turn(s(3), 0), late.after(s(1)));
+    assert_eq!(turn(s(0), -3), late.after(s(34)));
+    assert_eq!(turn(s(7), 5).after(s(37)), late.after(s(4)));
+    assert_eq!(turn_of(&ordered, Standing { lead: s(9), priority: 1 }, 0, Timestamp(7)), Timestamp(0));
+    assert_eq!(turn_of(&instance(1), Standing { lead: s(7), priority: 1 }, 9, NOW), NOW, "it keeps no order");
+}

@@ -1,0 +1,185 @@
+//! In which order tenants go where requests wait, whether or not anybody is turned away.
+//!
+//! Start-time fair queueing (Goyal et al., SIGCOMM '96) with prefill for bytes: each tenant has a finish, what was sent for it over its weight, from the virtual time on at which it had nothing
+//! waiting. Virtual time is where the finishes leave just as much beyond it as waits at all instances by their reports: nobody has to know whose requests were computed. Requests go by the finish that their tenant
+//! had before them. Turns are times and not finishes, so the tenant for which most was sent keeps those of its coming, and those of the others *lead* by as long as it is since its finish
+//! was where theirs is.
+//! So tenants that want more than their share get equal shares by weight, and one that wants less gets all it wants without waiting behind whatever others send at once.
+//! Nobody saves up by wanting less, since a finish never falls behind virtual time, and nobody is starved: who leads is served no more than its share until others have theirs.
+//! One alone leads never. Where engines keep no order, nothing of this has an effect.
+//!
+//! Not here: whom to turn away (`admit.rs`), and what a turn is (`turn.rs`).
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Duration;
+
+use crate::id::{TenantId, Timestamp};
+
+/// Longest that a request goes before those of others.
+const LEAD_MAX: Duration = Duration::from_secs(600);
+
+/// The greatest finish is remembered at times so far apart: in between turns tell nobody apart.
+const REMEMBERED_EVERY: Duration = Duration::from_millis(20);
+
+/// Most that one request counts, in microseconds: what is more has no end, or is none.
+const COST_MAX_US: f64 = 1e12;
+
+/// What was sent for a tenant.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct Sent {
+    weight: f64,
+    /// In microseconds of prefill over weight.
+    finish_us: f64,
+}
+
+/// The tenants for which something waits. One a router, of what comes by it.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Backlogs {
+    all: BTreeMap<TenantId, Sent>,
+    virtual_us: f64,
+    /// When the greatest finish came to be how much, of those that are beyond virtual time.
+    greatest: VecDeque<(Timestamp, f64)>,
+}
+
+impl Backlogs {
+    /// Whether there are others than this one, before whom it could go.
+    pub(super) fn has_others(&self, tenant: TenantId) -> bool {
+        self.all.keys().any(|other| *other != tenant)
+    }
+
+    /// For how long requests of this tenant go before those of others that came by then, where `waiting_us` of prefill wait at all instances.
+    pub(super) fn lead(&self, tenant: TenantId, waiting_us: f64, now: Timestamp) -> Duration {
+        let virtual_us = self.virtual_us(waiting_us);
+        let start_us = self.all.get(&tenant).map_or(0.0, |sent| sent.finish_us).max(virtual_us);
+        let behind = self.greatest.partition_point(|(_, greatest_us)| *greatest_us <= start_us);
+        self.greatest.get(behind).map_or(Duration::ZERO, |(at, _)| now.since(*at).min(LEAD_MAX))
+    }
+
+    /// So much more is sent for a tenant, where so much waited.
+    pub(super) fn send(
+        &mut self,
+        (tenant, weight): (TenantId, f64),
+        cost_us: f64,
+        waiting_us: f64,
+        now: Timestamp,
+    ) {
+        self.virtual_us = self.virtual_us(waiting_us);
+        let virtual_us = self.virtual_us;
+        self.all.retain(|_, sent| sent.finish_us > virtual_us);
+        let begin = self.greatest.partition_point(|(_, greatest_us)| *greatest_us <= virtual_us);
+        self.greatest.drain(..begin);
+        let sent = self.all.entry(tenant).or_default();
+        sent.weight = weight.max(f64::MIN_POSITIVE);
+        sent.finish_us = sent.finish_us.max(virtual_us) + cost_us.min(COST_MAX_US) / sent.weight;
+        let finish_us = sent.finish_us;
+        match self.greatest.back_mut() {
+            Some((_, greatest_us)) if *greatest_us >= finish_us => {}
+            Some((at, greatest_us)) if now.since(*at) < REMEMBERED_EVERY => *greatest_us = finish_us,
+            _ => self.greatest.push_back((now, finish_us)),
+        }
+        while self.greatest.front().is_some_and(|(at, _)| now.since(*at) > LEAD_MAX) {
+            self.greatest.pop_front();
+        }
+    }
+
+    /// Virtual time: what was sent beyond it is what waits.
+    fn virtual_us(&self, waiting_us: f64) -> f64 {
+        let mut by_finish: Vec<Sent> = self.all.values().copied().collect();
+        by_finish.sort_unstable_by(|one, other| other.finish_us.total_cmp(&one.finish_us));
+        let (mut weight, mut sent_us) = (0.0, 0.0);
+        for (nth, sent) in by_finish.iter().enumerate() {
+            (weight, sent_us) = (weight + sent.weight, sent_us + sent.weight * sent.finish_us);
+            let level_us = (sent_us - waiting_us) / weight;
+            if level_us >= by_finish.get(nth + 1).map_or(self.virtual_us, |next| next.finish_us) {
+                return level_us;
+            }
+        }
+        self.virtual_us
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: (TenantId, f64) = (TenantId(1), 1.0);
+    const B: (TenantId, f64) = (TenantId(2), 1.0);
+
+    /// One that serves what has the earliest turn, each in a tenth of a second, and tenants that send at these intervals from and to these times. How many of each were served, and how
+    /// long the last of each waited, in milliseconds.
+    fn served(tenants: &[((TenantId, f64), u64, std::ops::Range<u64>)], s: u64) -> Vec<(u64, u64)> {
+        let mut backlogs = Backlogs::default();
+        let (mut waiting, mut served, mut busy_to) = (Vec::new(), vec![(0, 0); tenants.len()], 0);
+        for ms in 0..s * 1_000 {
+            for (nth, (tenant, every_ms, sends)) in tenants.iter().enumerate() {
+                if sends.contains(&(ms / 1_000)) && ms % every_ms == 0 {
+                    let waiting_us = waiting.len() as f64 * 1e5 + (busy_to.max(ms) - ms) as f64 * 1e3;
+                    let lead_ms = backlogs.lead(tenant.0, waiting_us, at(ms)).as_millis() as i64;
+                    waiting.push((ms as i64 - lead_ms, ms, nth));
+                    backlogs.send(*tenant, 1e5, waiting_us, at(ms));
+                }
+            }
+            if ms >= busy_to && !waiting.is_empty() {
+                waiting.sort_unstable();
+                let (_, came_ms, nth) = waiting.remove(0);
+                served[nth] = (served[nth].0 + 1, ms - came_ms);
+                busy_to = ms + 100;
+            }
+        }
+        served
+    }
+
+    fn at(ms: u64) -> Timestamp {
+        Timestamp(1_000_000_000 + ms * 1_000)
+    }
+
+    #[test]
+    fn one_alone_never_leads() {
+        let mut backlogs = Backlogs::default();
+        // A second is sent each tenth of one, and half of all that waits.
+        for nth in 0..1_000 {
+            backlogs.send(A, 1e6, nth as f64 * 5e5, at(nth * 100));
+            assert_eq!(backlogs.lead(A.0, nth as f64 * 5e5, at(nth * 100)), Duration::ZERO);
+            assert!(!backlogs.has_others(A.0) && backlogs.has_others(B.0));
+        }
+        // Another one goes before all of that, of which the first came fifty seconds ago.
+        let lead = |waiting_us| backlogs.lead(B.0, waiting_us, at(100_000));
+        assert!((49..=51).contains(&lead(5e8).as_secs()), "{:?}", lead(5e8));
+        assert_eq!(lead(0.0), Duration::ZERO, "all of it was served");
+        assert!(lead(f64::INFINITY) <= Duration::from_secs(100));
+        backlogs.send(A, f64::INFINITY, 0.0, at(100_000));
+        assert_eq!(backlogs.lead(B.0, 1e12, at(100_500)), Duration::from_millis(500));
+        backlogs.send(A, 1e6, 1e12, at(10_000_000));
+        assert_eq!(backlogs.lead(B.0, 1e12, at(11_000_000)), LEAD_MAX);
+        assert!(backlogs.greatest.len() <= 2, "{}", backlogs.greatest.len());
+    }
+
+    #[test]
+    fn who_wants_more_than_its_share_gets_it_and_who_wants_less_gets_that_at_once() {
+        // Ten a second are served. One wants twenty, and the other eight: five each.
+        let [flood, modest] = served(&[(A, 50, 0..60), (B, 125, 0..60)], 60)[..] else { panic!() };
+        assert!((295..=305).contains(&modest.0) && (295..=305).contains(&flood.0), "{flood:?} {modest:?}");
+        // One wants two, and has them within what is being served and one besides, however much waits.
+        let [flood, modest] = served(&[(A, 50, 0..60), (B, 500, 0..60)], 60)[..] else { panic!() };
+        assert!(modest.0 == 120 && modest.1 <= 200 && flood.0 >= 479, "{flood:?} {modest:?}");
+        // By weight.
+        let [light, heavy] = served(&[(A, 50, 0..60), ((B.0, 3.0), 50, 0..60)], 60)[..] else { panic!() };
+        assert!((145..=155).contains(&light.0) && (445..=455).contains(&heavy.0), "{light:?} {heavy:?}");
+    }
+
+    #[test]
+    fn nobody_saves_up_and_nobody_is_starved() {
+        // One took what was left for a minute, while the other wanted little; then that one floods.
+        let first = served(&[(A, 50, 0..90), (B, 1_000, 0..60), (B, 50, 60..90)], 60);
+        let all = served(&[(A, 50, 0..90), (B, 1_000, 0..60), (B, 50, 60..90)], 90);
+        let (of_a, of_b) = (all[0].0 - first[0].0, all[2].0);
+        assert!((140..=160).contains(&of_a) && (140..=160).contains(&of_b), "{of_a} and {of_b} of 300");
+        // Of ten that flood each gets a tenth.
+        let ten: Vec<_> = (1..=10).map(|tenant| ((TenantId(tenant), 1.0), 100, 0..50)).collect();
+        assert!(
+            served(&ten, 50).iter().all(|(served, _)| (49..=51).contains(served)),
+            "{:?}",
+            served(&ten, 50)
+        );
+    }
+}
