@@ -6,7 +6,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::body::Body;
 use axum::extract::State;
-use axum::http::StatusCode;
+use axum::http::{StatusCode, Uri};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use kvfleet_errors_doc::says;
@@ -26,8 +26,15 @@ struct Says {
     status: StatusCode,
     health: StatusCode,
     is_endless: bool,
+    /// What it says of itself, and at which paths it does.
     info: String,
+    info_at: &'static [&'static str],
+    /// Paths that it was asked for besides its load and its health, in order.
+    asked: Vec<String>,
 }
+
+/// Where an SGLang says where its events are, and where its releases before did; those of between know both.
+const INFO: [&str; 2] = ["/server_info", "/get_server_info"];
 
 impl Default for Says {
     fn default() -> Self {
@@ -37,6 +44,8 @@ impl Default for Says {
             health: StatusCode::OK,
             is_endless: false,
             info: String::new(),
+            info_at: &INFO,
+            asked: Vec::new(),
         }
     }
 }
@@ -65,11 +74,8 @@ impl Engine {
             (listener.local_addr().expect("is bound"), Arc::new(Mutex::new(Says::default())));
         let app = Router::new()
             .route("/metrics", get(metrics))
-            .route(
-                "/get_server_info",
-                get(async |State(says): State<Arc<Mutex<Says>>>| says.lock().info.clone()),
-            )
             .route("/health", get(async |State(says): State<Arc<Mutex<Says>>>| says.lock().health))
+            .fallback(other)
             .with_state(Arc::clone(&says));
         runtime.spawn(async move {
             let listener = tokio::net::TcpListener::from_std(listener).expect("a socket");
@@ -99,6 +105,16 @@ async fn metrics(State(says): State<Arc<Mutex<Says>>>) -> Response {
         return Body::from_stream(lines).into_response();
     }
     (says.status, says.metrics).into_response()
+}
+
+/// Whatever else it is asked, a path that is misspelled too.
+async fn other(State(says): State<Arc<Mutex<Says>>>, uri: Uri) -> Response {
+    let mut says = says.lock();
+    says.asked.push(uri.path().to_owned());
+    match says.info_at.contains(&uri.path()) {
+        true => says.info.clone().into_response(),
+        false => StatusCode::NOT_FOUND.into_response(),
+    }
 }
 
 /// A router, and endpoints whose load it hears.
@@ -332,30 +348,69 @@ async fn one_that_drains_is_not_chosen_and_one_that_reports_itself_is_not_asked(
     scene.end().await;
 }
 
+/// Metrics of an SGLang that has ended so many requests.
+fn sglang(ended: u32) -> String {
+    format!(
+        "sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\nsglang:prompt_tokens_total 9\nsglang:num_requests_total {ended}\n"
+    )
+}
+
+/// What one says that publishes its events at this port.
+fn publishes_at(port: u16) -> String {
+    let kv_events = serde_json::json!({ "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": port, "dp_size": 2 });
+    serde_json::json!({ "kv_events": kv_events }).to_string()
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_sglang_that_says_where_its_events_are_is_followed_while_it_is_known() {
     let scene = Scene::start(&quick()).await;
     let engine = Engine::start("127.0.0.1:0").await;
-    let sglang = |ended: u32| {
-        format!(
-            "sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\nsglang:prompt_tokens_total 9\nsglang:num_requests_total {ended}\n"
-        )
-    };
-    let info = |port: u16| {
-        let kv_events = serde_json::json!({ "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": port, "dp_size": 2 });
-        serde_json::json!({ "kv_events": kv_events }).to_string()
-    };
-    engine.say(|says| (says.metrics, says.info) = (sglang(5), info(5_557)));
+    engine.say(|says| (says.metrics, says.info) = (sglang(5), publishes_at(5_557)));
     scene.put(&engine.address.to_string());
     until("its events", || async { scene.desk.follows(INSTANCE.0).then_some(()) }).await;
     // Another process at the same place publishes nothing.
     engine.say(|says| (says.metrics, says.info) = (sglang(1), "{}".into()));
     until("an end of its events", || async { (!scene.desk.follows(INSTANCE.0)).then_some(()) }).await;
-    engine.say(|says| (says.metrics, says.info) = (sglang(0), info(5_557)));
+    engine.say(|says| (says.metrics, says.info) = (sglang(0), publishes_at(5_557)));
     until("its events again", || async { scene.desk.follows(INSTANCE.0).then_some(()) }).await;
     scene.endpoints.remove(INSTANCE);
     until("nothing to follow", || async { (!scene.desk.follows(INSTANCE.0)).then_some(()) }).await;
     scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_events_are_is_asked_as_now_then_as_before_and_once_for_each_process() {
+    let (new, old) = (INFO[0], INFO[1]);
+    // Where it says so, whether it is followed, and what one of its processes is asked. The last knows neither.
+    let engines: [(&[&str], bool, &[&str]); 4] = [
+        (&INFO, true, &[new]),
+        (&INFO[..1], true, &[new]),
+        (&INFO[1..], true, &[new, old]),
+        (&[], false, &[new, old]),
+    ];
+    for (info_at, is_followed, asked) in engines {
+        let scene = Scene::start(&quick()).await;
+        let engine = Engine::start("127.0.0.1:0").await;
+        engine.say(|says| {
+            (says.metrics, says.info, says.info_at) = (sglang(5), publishes_at(5_557), info_at);
+        });
+        scene.put(&engine.address.to_string());
+        let asked_so_far = || engine.says.lock().asked.clone();
+        until("it to be asked", || async { (asked_so_far().len() >= asked.len()).then_some(()) }).await;
+        // It is asked for its load, and how it is, in all rounds that come; and where its events are in none of them.
+        let before = scene.count("kvfleet_doors_endpoint_asked_total", "ok");
+        until("more rounds", || async {
+            (scene.count("kvfleet_doors_endpoint_asked_total", "ok") >= before + 4.0).then_some(())
+        })
+        .await;
+        assert_eq!(asked_so_far(), asked, "where it says so at {info_at:?}");
+        assert_eq!(scene.desk.follows(INSTANCE.0), is_followed, "where it says so at {info_at:?}");
+        // And its next process once more.
+        engine.say(|says| says.metrics = sglang(1));
+        let both = [asked, asked].concat();
+        until("another process to be asked", || async { (asked_so_far() == both).then_some(()) }).await;
+        scene.end().await;
+    }
 }
 
 #[tokio::test]
