@@ -197,6 +197,21 @@ impl Failing {
     }
 }
 
+/// How following a watch ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Follows {
+    /// Nothing more is to be followed.
+    ToTheEnd,
+    /// All that there is must be listed again.
+    FromTheList,
+}
+
+/// Whether a server forgot where the watch was and said so by the status of its answer. The library lists again where it is an event that says so,
+/// and asks from there for ever where it is the status.
+fn is_forgotten(error: &watcher::Error) -> bool {
+    matches!(error, watcher::Error::WatchStartFailed(kube::Error::Api(status)) if status.code == 410)
+}
+
 struct Watching {
     config: KubernetesConfig,
     namespace: String,
@@ -225,8 +240,21 @@ impl Watching {
             "*" => Api::all(client),
             namespace => Api::namespaced(client, namespace),
         };
-        let events = watcher::watcher(api, labels).backoff(Again::default());
-        self.follow(events, kind, read, stop).await;
+        let mut again = Again::default();
+        loop {
+            let (begun, is_over) = (Instant::now(), stop.clone());
+            let events = watcher::watcher(api.clone(), labels.clone()).backoff(Again::default());
+            if self.follow(events, kind, read, is_over).await == Follows::ToTheEnd {
+                return;
+            }
+            if begun.elapsed() > QUIET {
+                again.reset();
+            }
+            let wait = again.next().unwrap_or(AGAIN_MAX);
+            if stop.run_until_cancelled(tokio::time::sleep(wait)).await.is_none() {
+                return;
+            }
+        }
     }
 
     async fn follow<K: ResourceExt>(
@@ -235,16 +263,21 @@ impl Watching {
         kind: &'static str,
         read: fn(&K, &KubernetesConfig) -> Vec<Found>,
         stop: CancellationToken,
-    ) {
+    ) -> Follows {
         let mut events = std::pin::pin!(events);
         let mut looks = tokio::time::interval(LOOK_EVERY);
         loop {
             tokio::select! {
-                () = stop.cancelled() => return,
+                () = stop.cancelled() => return Follows::ToTheEnd,
                 event = events.next() => match event {
                     Some(Ok(event)) => self.take(event, kind, read),
-                    Some(Err(error)) => self.failed(&error, kind),
-                    None => return,
+                    Some(Err(error)) => {
+                        self.failed(&error, kind);
+                        if is_forgotten(&error) {
+                            return Follows::FromTheList;
+                        }
+                    }
+                    None => return Follows::ToTheEnd,
                 },
                 Ok(()) = self.changes.changed() => self.again(),
                 _ = looks.tick() => {

@@ -28,6 +28,9 @@ struct Server {
     /// Answers in place of lists, first to last.
     instead: VecDeque<(u16, Value)>,
     watches: Vec<mpsc::Sender<Bytes>>,
+    /// It forgot what was before this version: who watches from there is told so, by the status of the answer or in it.
+    forgotten: u64,
+    tells_by_status: bool,
     /// Queries of lists and of watches.
     lists: Vec<String>,
     watched: Vec<String>,
@@ -38,9 +41,20 @@ type Shared = Arc<Mutex<Server>>;
 async fn answer(State(server): State<Shared>, RawQuery(query): RawQuery) -> Response {
     let (query, mut server) = (query.unwrap_or_default(), server.lock());
     if query.contains("watch=true") {
+        let from = query.split('&').find_map(|pair| pair.strip_prefix("resourceVersion="));
+        let from: u64 = from.and_then(|from| from.parse().ok()).expect("a watch begins somewhere");
         server.watched.push(query);
         let (sender, receiver) = mpsc::channel(64);
-        server.watches.push(sender);
+        if from < server.forgotten {
+            let gone = status(410, "too old resource version");
+            if server.tells_by_status {
+                return (StatusCode::GONE, gone.to_string()).into_response();
+            }
+            let line = json!({ "type": "ERROR", "object": gone }).to_string() + "\n";
+            sender.try_send(line.into()).expect("there is room");
+        } else {
+            server.watches.push(sender);
+        }
         let lines = ReceiverStream::new(receiver).map(Ok::<_, std::io::Error>);
         return Body::from_stream(lines).into_response();
     }
@@ -48,8 +62,9 @@ async fn answer(State(server): State<Shared>, RawQuery(query): RawQuery) -> Resp
     if let Some((code, body)) = server.instead.pop_front() {
         return (StatusCode::from_u16(code).expect("a status"), body.to_string()).into_response();
     }
+    let version = server.forgotten.max(100).to_string();
     let list = json!({
-        "kind": "List", "apiVersion": "v1", "metadata": { "resourceVersion": "100" }, "items": server.objects,
+        "kind": "List", "apiVersion": "v1", "metadata": { "resourceVersion": version }, "items": server.objects,
     });
     ([("content-type", "application/json")], list.to_string()).into_response()
 }
@@ -149,6 +164,36 @@ impl Scene {
         watch.send(Bytes::from(format!("{line}\n"))).await.expect("it watches");
     }
 
+    /// Tells nothing but how far the watch is, as a server does where nothing that is watched changes; but only who asked for that.
+    async fn bookmark(&self, version: u64) {
+        let asked = until("a watch", || async { self.server.lock().watched.last().cloned() }).await;
+        if !asked.contains("allowWatchBookmarks=true") {
+            return;
+        }
+        let metadata = json!({ "resourceVersion": version.to_string() });
+        self.event("BOOKMARK", &json!({ "kind": "Pod", "apiVersion": "v1", "metadata": metadata })).await;
+    }
+
+    /// Cuts the connection behind what was sent, and waits until somebody watches again.
+    async fn cut(&self) {
+        let so_far = {
+            let mut server = self.server.lock();
+            server.watches.clear();
+            server.watched.len()
+        };
+        until("another watch", || async { (self.server.lock().watched.len() > so_far).then_some(()) }).await;
+    }
+
+    /// From which versions watches began so far, and how often everything was listed.
+    fn asked(&self) -> (Vec<String>, usize) {
+        let server = self.server.lock();
+        let from = |query: &String| {
+            let from = query.split('&').find_map(|pair| pair.strip_prefix("resourceVersion="));
+            from.unwrap_or_default().to_owned()
+        };
+        (server.watched.iter().map(from).collect(), server.lists.len())
+    }
+
     async fn event(&self, kind: &str, object: &Value) {
         self.send(&json!({ "type": kind, "object": object }).to_string()).await;
     }
@@ -194,33 +239,61 @@ async fn engines_come_and_go_as_kubernetes_says() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_watch_that_ends_goes_on_where_it_was_and_lists_again_when_that_is_forgotten() {
+async fn a_watch_that_ends_goes_on_from_its_last_event_or_from_the_bookmark_behind_it() {
     let (first, second) = (made("vllm-0", "10.0.0.1"), made("vllm-1", "10.0.0.2"));
-    let scene = Scene::start(vec![first.clone()], |_, _, _| {}).await;
+    let scene = Scene::start(vec![first], |_, _, _| {}).await;
     scene.comes_to(&[(0, "10.0.0.1:8000", false)]).await;
-    scene
-        .event(
-            "BOOKMARK",
-            &json!({ "kind": "Pod", "apiVersion": "v1", "metadata": { "resourceVersion": "250" } }),
-        )
-        .await;
-    // What comes behind the bookmark shows that it was read.
-    scene.event("ADDED", &with(second.clone(), "/metadata/resourceVersion", json!("251"))).await;
+    scene.bookmark(250).await;
+    scene.event("ADDED", &with(second, "/metadata/resourceVersion", json!("251"))).await;
     scene.comes_to(&[(0, "10.0.0.1:8000", false), (1, "10.0.0.2:8000", false)]).await;
-    scene.server.lock().watches.clear(); // the connection is cut
-    until("another watch", || async { (scene.server.lock().watched.len() == 2).then_some(()) }).await;
-    let query = scene.server.lock().watched[1].clone();
-    assert!(query.contains("resourceVersion=251"), "{query}");
-    assert_eq!(scene.server.lock().lists.len(), 1, "nothing is listed again");
+    scene.cut().await;
+    assert_eq!(scene.asked(), (vec!["100".into(), "251".into()], 1), "the event is later than the bookmark");
+    // Hours pass without an event: the server forgets the last one, and has told how far the watch is.
+    scene.bookmark(300).await;
+    scene.server.lock().forgotten = 260;
+    scene.cut().await;
+    let expected = ["100", "251", "300"].map(str::to_owned).to_vec();
+    assert_eq!(scene.asked(), (expected, 1), "nothing is listed again");
     assert_eq!(scene.known().len(), 2);
-    // While nobody watched, the first went and the second got another address.
-    scene.server.lock().objects = vec![with(second, "/status/podIP", json!("10.0.0.9"))];
-    scene.event("ERROR", &status(410, "too old resource version")).await;
-    scene.comes_to(&[(1, "10.0.0.9:8000", false)]).await;
-    assert_eq!(scene.server.lock().lists.len(), 2);
-    scene.event("ADDED", &first).await;
-    scene.comes_to(&[(0, "10.0.0.1:8000", false), (1, "10.0.0.9:8000", false)]).await;
+    // It goes on from there, and without a bookmark of its own it has none to begin again from but that.
+    scene.event("ADDED", &made("vllm-2", "10.0.0.3")).await;
+    scene
+        .comes_to(&[(0, "10.0.0.1:8000", false), (1, "10.0.0.2:8000", false), (2, "10.0.0.3:8000", false)])
+        .await;
+    assert_eq!(scene.count("kvfleet_doors_discovery_failures_total"), 0.0);
     scene.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_the_server_has_forgotten_the_watch_everything_is_listed_again() {
+    for tells_by_status in [false, true] {
+        println!("told by the status of the answer: {tells_by_status}");
+        let (first, second) = (made("vllm-0", "10.0.0.1"), made("vllm-1", "10.0.0.2"));
+        let scene = Scene::start(vec![first.clone(), second.clone()], |_, server, _| {
+            server.tells_by_status = tells_by_status;
+        })
+        .await;
+        scene.comes_to(&[(0, "10.0.0.1:8000", false), (1, "10.0.0.2:8000", false)]).await;
+        scene.bookmark(250).await;
+        // While nobody watched, the first went and the second got another address.
+        {
+            let mut server = scene.server.lock();
+            server.objects = vec![with(second, "/status/podIP", json!("10.0.0.9"))];
+            server.forgotten = 400;
+        }
+        scene.cut().await;
+        scene.comes_to(&[(1, "10.0.0.9:8000", false)]).await;
+        scene.event("ADDED", &first).await;
+        scene.comes_to(&[(0, "10.0.0.1:8000", false), (1, "10.0.0.9:8000", false)]).await;
+        let expected = ["100", "250", "400"].map(str::to_owned).to_vec();
+        assert_eq!(scene.asked(), (expected, 2));
+        // A watch that stands may be told so too.
+        scene.server.lock().objects = vec![first];
+        scene.event("ERROR", &status(410, "too old resource version")).await;
+        scene.comes_to(&[(0, "10.0.0.1:8000", false)]).await;
+        assert_eq!(scene.asked().1, 3);
+        scene.end().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
