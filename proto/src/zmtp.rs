@@ -217,8 +217,11 @@ fn notice_when_gone(stream: &TcpStream) -> io::Result<()> {
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> Connection<S> {
-    /// Says who we are, and hears it from the peer.
-    async fn greet(stream: S, role: Role) -> Result<Connection<S>, ZmtpError> {
+    /// Says who we are, and hears it from the peer, over a stream of any kind.
+    ///
+    /// # Errors
+    /// It is not what was expected; within five seconds.
+    pub async fn greet(stream: S, role: Role) -> Result<Connection<S>, ZmtpError> {
         let (incoming, outgoing) = (BytesMut::new(), BytesMut::new());
         let mut connection = Connection { stream, incoming, outgoing, frames: Vec::new() };
         let greeted = tokio::time::timeout(OPEN_MAX, connection.shake_hands(role));

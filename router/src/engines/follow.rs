@@ -8,8 +8,9 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kvfleet_proto::zmtp::{Connection, Endpoint, Role, ZmtpError};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior};
+use tokio::time::{Instant, Interval, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 
 use super::metrics::RankMetrics;
@@ -85,7 +86,9 @@ enum ReplayError {
     Socket(#[from] ZmtpError),
     #[error("the engine did not go on with a replay for {} s", REPLAY_QUIET.as_secs())]
     Quiet,
-    #[error("the engine answers a replay with frames that are none")]
+    #[error(
+        "the engine answers a replay with frames that are none of a replay: is it the port of its replays?"
+    )]
     Frames,
     #[error("a replay has more than {REPLAY_MESSAGES_MAX} messages, or does not come to its end")]
     Endless,
@@ -182,12 +185,22 @@ impl Follower {
     }
 
     async fn ask_from(&mut self, endpoint: &Endpoint, from: u64) -> Result<Goes, ReplayError> {
-        let mut connection = self.beside(Connection::dial(endpoint, Role::Dealer)).await?;
+        let mut signs = signs_of_life();
+        let connection = self.beside(&mut signs, Connection::dial(endpoint, Role::Dealer)).await?;
+        self.ask_over(connection, from).await
+    }
+
+    async fn ask_over(
+        &mut self,
+        mut connection: Connection<impl AsyncRead + AsyncWrite + Unpin>,
+        from: u64,
+    ) -> Result<Goes, ReplayError> {
         connection.send(&[b"", &from.to_be_bytes()]).await?;
         self.rank.replay_begins();
+        let mut signs = signs_of_life();
         for _ in 0..=REPLAY_MESSAGES_MAX {
-            let frames = self.beside(tokio::time::timeout(REPLAY_QUIET, connection.receive())).await;
-            let Ok(frames) = frames else {
+            let frames = tokio::time::timeout(REPLAY_QUIET, connection.receive());
+            let Ok(frames) = self.beside(&mut signs, frames).await else {
                 // Who drops what it replays drops the end of it too.
                 return if self.rank.last() > Some(from) { Ok(Goes::Again) } else { Err(ReplayError::Quiet) };
             };
@@ -203,16 +216,25 @@ impl Follower {
         Err(ReplayError::Endless)
     }
 
-    /// Waits for something, with signs of life meanwhile.
-    async fn beside<T>(&mut self, waited_for: impl Future<Output = T>) -> T {
+    /// Waits for something, with signs of life meanwhile; and between one thing and the next, if they come without a pause.
+    async fn beside<T>(&mut self, signs: &mut Interval, waited_for: impl Future<Output = T>) -> T {
         let mut waited_for = std::pin::pin!(waited_for);
-        let mut tick = tokio::time::interval_at(Instant::now() + LOOK_EVERY, LOOK_EVERY);
         loop {
             tokio::select! {
                 biased;
+                _ = signs.tick() => self.rank.is_there(),
                 done = &mut waited_for => return done,
-                _ = tick.tick() => self.rank.is_there(),
             }
         }
     }
 }
+
+/// When to say that an engine is there, while something else is waited for.
+fn signs_of_life() -> Interval {
+    let mut signs = tokio::time::interval_at(Instant::now() + LOOK_EVERY, LOOK_EVERY);
+    signs.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    signs
+}
+
+#[cfg(test)]
+mod tests;

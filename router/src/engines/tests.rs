@@ -1,5 +1,6 @@
 //! A whole follower against an engine that is not ours: publisher and router of another implementation of ZeroMQ. The engine loses
-//! messages, restarts, keeps too few of them, lies in its replay, and dials.
+//! messages, restarts, keeps too few of them, and dials. Not here: payloads (`tests/payloads.rs`), lies (`tests/lies.rs`), and engines of
+//! the other dialect (`tests/sglang.rs`).
 #![allow(clippy::unwrap_used)]
 
 use std::collections::VecDeque;
@@ -15,80 +16,12 @@ use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage
 
 use super::*;
 use crate::config::{DialectConfig, EngineTenantConfig};
+use payloads::Event;
+pub(super) use payloads::{batch, batch_at, cleared, removed, stored};
 
-/// One event, in msgpack.
-type Event = Vec<u8>;
-
-fn number(out: &mut Vec<u8>, number: u64) {
-    out.push(0xcf);
-    out.extend(number.to_be_bytes());
-}
-
-fn list<T: Copy>(out: &mut Vec<u8>, items: &[T], put: impl Fn(&mut Vec<u8>, T)) {
-    out.push(0xdd);
-    out.extend((items.len() as u32).to_be_bytes());
-    items.iter().for_each(|item| put(out, *item));
-}
-
-fn text(out: &mut Vec<u8>, text: &str) {
-    out.push(0xd9);
-    out.push(text.len() as u8);
-    out.extend(text.as_bytes());
-}
-
-/// Blocks of sixteen tokens.
-pub(super) fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Event {
-    let mut out = vec![0x86];
-    text(&mut out, "type");
-    text(&mut out, "BlockStored");
-    text(&mut out, "block_hashes");
-    list(&mut out, hashes, number);
-    text(&mut out, "parent_block_hash");
-    match parent {
-        Some(parent) => number(&mut out, parent),
-        None => out.push(0xc0),
-    }
-    text(&mut out, "token_ids");
-    list(&mut out, tokens, |out, token| number(out, token.into()));
-    text(&mut out, "block_size");
-    out.push(16);
-    text(&mut out, "medium");
-    text(&mut out, "GPU");
-    out
-}
-
-pub(super) fn removed(hashes: &[u64]) -> Event {
-    let mut out = vec![0x83];
-    text(&mut out, "type");
-    text(&mut out, "BlockRemoved");
-    text(&mut out, "block_hashes");
-    list(&mut out, hashes, number);
-    text(&mut out, "medium");
-    text(&mut out, "GPU");
-    out
-}
-
-pub(super) fn cleared() -> Event {
-    let mut out = vec![0x81];
-    text(&mut out, "type");
-    text(&mut out, "AllBlocksCleared");
-    out
-}
-
-/// A batch of one rank.
-pub(super) fn batch(rank: u8, events: &[Event]) -> Vec<u8> {
-    batch_at(0.0, rank, events)
-}
-
-/// The same, made at this time in seconds since 1970.
-pub(super) fn batch_at(at_s: f64, rank: u8, events: &[Event]) -> Vec<u8> {
-    let mut out = vec![0x93, 0xcb];
-    out.extend(at_s.to_be_bytes());
-    out.push(0x90 | events.len() as u8);
-    out.extend(events.concat());
-    out.push(rank);
-    out
-}
+mod lies;
+mod payloads;
+mod sglang;
 
 fn manifest() -> IdentityManifest {
     IdentityManifest { block_tokens: 16, ..IdentityManifest::default() }
@@ -103,20 +36,28 @@ struct Engine {
     publisher: PubSocket,
     topic: String,
     rank: u8,
-    log: Arc<RwLock<VecDeque<(u64, Bytes)>>>,
+    log: Log,
     next: u64,
     replaying: Option<JoinHandle<()>>,
 }
 
+/// What an engine said, as far as it keeps it.
+type Log = Arc<RwLock<VecDeque<(u64, Bytes)>>>;
+
 impl Engine {
     /// One that listens at these ports, or takes free ones.
     async fn listening(events: u16, replay: u16) -> (Engine, u16, u16) {
+        Engine::listening_of((events, replay), Some(Bytes::from_static(b"kv"))).await
+    }
+
+    /// The same; its replays have this topic, or none.
+    async fn listening_of((events, replay): (u16, u16), topic: Option<Bytes>) -> (Engine, u16, u16) {
         let mut publisher = PubSocket::new();
         let events = port_of(&publisher.bind(&format!("tcp://127.0.0.1:{events}")).await.unwrap());
         let mut router = RouterSocket::new();
         let replay = port_of(&router.bind(&format!("tcp://127.0.0.1:{replay}")).await.unwrap());
-        let log = Arc::<RwLock<VecDeque<_>>>::default();
-        let replaying = Some(tokio::spawn(serve_replays(router, Arc::clone(&log))));
+        let log = Log::default();
+        let replaying = Some(tokio::spawn(serve_replays(router, topic, Arc::clone(&log))));
         (Engine { publisher, topic: "kv".into(), rank: 0, log, next: 0, replaying }, events, replay)
     }
 
@@ -136,13 +77,19 @@ impl Engine {
         }
     }
 
+    /// Sends frames as they are, and counts and keeps nothing.
+    async fn send(&mut self, frames: impl IntoIterator<Item = Bytes>) {
+        let mut frames = frames.into_iter();
+        let mut message = ZmqMessage::from(frames.next().expect("a frame"));
+        frames.for_each(|frame| message.push_back(frame));
+        self.publisher.send(message).await.unwrap();
+    }
+
     /// Sends a message that it keeps, whichever it sent last.
     async fn publish(&mut self, number: u64) {
         let kept = self.log.read().iter().find(|(known, _)| *known == number).cloned();
-        let mut message = ZmqMessage::from(self.topic.clone());
-        message.push_back(Bytes::copy_from_slice(&number.to_be_bytes()));
-        message.push_back(kept.expect("it was said").1);
-        self.publisher.send(message).await.unwrap();
+        let topic = Bytes::from(self.topic.clone());
+        self.send([topic, Bytes::copy_from_slice(&number.to_be_bytes()), kept.expect("it was said").1]).await;
     }
 }
 
@@ -170,7 +117,7 @@ fn port_of(endpoint: &zeromq::Endpoint) -> u16 {
     }
 }
 
-async fn serve_replays(mut router: RouterSocket, log: Arc<RwLock<VecDeque<(u64, Bytes)>>>) {
+async fn serve_replays(mut router: RouterSocket, topic: Option<Bytes>, log: Log) {
     while let Ok(asked) = router.recv().await {
         let frames = asked.into_vec();
         let [who, delimiter, from] = &frames[..] else { panic!("{frames:?}") };
@@ -179,8 +126,10 @@ async fn serve_replays(mut router: RouterSocket, log: Arc<RwLock<VecDeque<(u64, 
         for (number, payload) in kept.into_iter().chain([(u64::MAX, Bytes::new())]) {
             let mut message = ZmqMessage::from(who.clone());
             let number = Bytes::copy_from_slice(&number.to_be_bytes());
-            [delimiter.clone(), Bytes::from_static(b"kv"), number, payload]
+            message.push_back(delimiter.clone());
+            [topic.clone(), Some(number), Some(payload)]
                 .into_iter()
+                .flatten()
                 .for_each(|frame| message.push_back(frame));
             if router.send(message).await.is_err() {
                 return;
@@ -218,16 +167,25 @@ impl Following {
 
     /// Leading blocks of tokens from 0 on that the instance has.
     fn resident(&self, instance: u32) -> u64 {
+        self.resident_of(instance, &[0; 32])
+    }
+
+    /// The same of the tenant with this secret.
+    fn resident_of(&self, instance: u32, secret: &[u8; 32]) -> u64 {
         let all: Vec<u32> = (0..40).flat_map(tokens).collect();
-        let hashes = PrefixHasher::new(&manifest(), &[0; 32]).blocks(&all);
+        let hashes = PrefixHasher::new(&manifest(), secret).blocks(&all);
         let standings = self.residency.read().resident(&hashes, self.clock.now());
         standings.iter().find(|one| one.instance == InstanceId(instance)).map_or(0, |one| one.blocks)
     }
 
     async fn until(&self, instance: u32, blocks: u64) {
+        self.until_of(instance, &[0; 32], blocks).await;
+    }
+
+    async fn until_of(&self, instance: u32, secret: &[u8; 32], blocks: u64) {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
-        while self.resident(instance) != blocks {
-            let got = self.resident(instance);
+        while self.resident_of(instance, secret) != blocks {
+            let got = self.resident_of(instance, secret);
             assert!(
                 tokio::time::Instant::now() < deadline,
                 "{got} blocks of instance {instance}, expected {blocks}"
@@ -258,9 +216,14 @@ impl Following {
 
     /// Waits until a figure of instance 7 is this.
     async fn until_count(&self, name: &str, value: f64) {
+        self.until_count_of(name, "7", value).await;
+    }
+
+    async fn until_count_of(&self, name: &str, label: &str, value: f64) {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
-        while self.count(name, "7") != value {
-            assert!(tokio::time::Instant::now() < deadline, "{name} is not {value}");
+        while self.count(name, label) != value {
+            let got = self.count(name, label);
+            assert!(tokio::time::Instant::now() < deadline, "{name} of {label} is {got} and not {value}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -500,28 +463,6 @@ async fn engines_that_dial_are_known_by_their_topic_and_ranks_by_their_batches()
     // Longer than the silence that ends what an instance says.
     tokio::time::sleep(Duration::from_millis(2_500)).await;
     following.until(7, 2).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_peer_that_is_no_engine_ends_nothing() {
-    use tokio::io::AsyncWriteExt;
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let port = listener.local_addr().unwrap().port();
-    let following = Following::new(config(vec![dialed(7, port, Some(port))])).await;
-    let mut greeting = vec![0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7f, 3, 0];
-    greeting.extend(b"NULL");
-    greeting.resize(64, 0);
-    greeting.extend(b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x03PUB");
-    let lies: [&[u8]; 4] =
-        [b"\x02\x40\0\0\0\0\0\0\0", b"\0\x01a", b"\x01\x02kv\x01\x07\0\0\0\0\0\0\0\0\0", b"garbage"];
-    for lie in lies {
-        let (mut stream, _) = listener.accept().await.unwrap();
-        stream.write_all(&[&greeting[..], lie].concat()).await.unwrap();
-        drop(stream);
-    }
-    // It dials again all the same.
-    drop(listener.accept().await.unwrap());
-    assert_eq!(following.resident(7), 0);
 }
 
 #[tokio::test]
