@@ -135,6 +135,24 @@ fn hashes_of_bytes_an_adapter_and_a_group_with_a_window() {
 }
 
 #[test]
+fn a_hash_that_covers_tokens_behind_its_block_is_told_apart() {
+    let plain = bytes(VLLM_BYTES);
+    // Its one event has a field more, which stands before the rank at the end.
+    let (at, end) = (11, plain.len() - 1);
+    let with = |value: &[u8]| {
+        let field = [&[0xb3], &b"lookahead_token_ids"[..], value].concat();
+        [&plain[..at], &[plain[at] + 1], &plain[at + 1..end], &field, &plain[end..]].concat()
+    };
+    let covered = |payload: &[u8]| {
+        let batch = decode(payload, Dialect::Vllm).unwrap();
+        stored(&batch.events[0]).extra.plain_blocks
+    };
+    assert_eq!([covered(&plain), covered(&with(&[0xc0]))], [None, None]);
+    assert_eq!(covered(&with(&[0x91, 7])), Some(0), "what no request can ask for from the first block on");
+    assert_eq!(covered(&with(&[0x81, 1, 2])), Some(0), "whatever a later release has there");
+}
+
+#[test]
 fn arrays_of_older_releases() {
     let batch = decode(&bytes(VLLM_ARRAYS), Dialect::Vllm).unwrap();
     let [first, removed, cleared] = &batch.events[..] else { panic!("{batch:?}") };
