@@ -15,3 +15,4 @@ mod support;
 mod trace;
 mod transport;
 mod weights;
+mod why;

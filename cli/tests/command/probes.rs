@@ -103,6 +103,76 @@ fn a_node_that_drains_leaves_the_cluster_and_lives_until_it_is_stopped() {
     down(child);
 }
 
+/// The manifests that give commands to whoever runs processes, each with the configuration of its processes.
+const MANIFESTS: [(&str, &str, &str); 2] = [
+    (
+        "router",
+        include_str!("../../../deploy/base/routers.yaml"),
+        include_str!("../../../deploy/base/router.toml"),
+    ),
+    ("node", include_str!("../../../deploy/base/nodes.yaml"), include_str!("../../../deploy/base/node.toml")),
+];
+
+/// Commands of a manifest, each behind what it is for.
+fn commands(manifest: &str) -> Vec<(&str, Vec<&str>)> {
+    let (mut found, mut what) = (Vec::new(), "");
+    for line in manifest.lines().map(str::trim) {
+        let hook = line.strip_suffix(':').filter(|key| key.ends_with("Probe") || *key == "preStop");
+        what = hook.unwrap_or(what);
+        if let Some(words) = line.strip_prefix("command: [").and_then(|rest| rest.strip_suffix(']')) {
+            found.push((what, words.split(',').map(|word| word.trim().trim_matches('"')).collect()));
+        }
+    }
+    found
+}
+
+/// Runs a command as it stands in a manifest against a process of this machine, whose ports are others. Nobody waits for those who would send
+/// there: what comes behind the answer is none of this.
+fn as_given(place: &Place, command: &[&str], config: &str, process: &Value) -> Ran {
+    let config: toml::Table = config.parse().unwrap();
+    let port = |address: &str| address.rsplit_once(':').unwrap().1.parse::<u16>().unwrap();
+    let purpose_of = |given: &str| {
+        let found = config["process"].as_table().unwrap().iter().find_map(|(key, value)| {
+            let purpose = key.strip_suffix("_listen")?;
+            (port(value.as_str().unwrap()) == port(given)).then(|| purpose.to_owned())
+        });
+        found.unwrap_or_else(|| panic!("{given} is nothing that the configuration listens at"))
+    };
+    assert_eq!(command[0], "/usr/local/bin/kvfleet");
+    let mut words: Vec<String> = command[1..].iter().map(|word| (*word).to_owned()).collect();
+    for at in 1..words.len() {
+        match words[at - 1].as_str() {
+            "--address" => words[at] = address(process, &purpose_of(&words[at])).to_owned(),
+            "--linger" => words[at] = "1ms".to_owned(),
+            _ => {}
+        }
+    }
+    place.run(&words.iter().map(String::as_str).collect::<Vec<_>>())
+}
+
+#[test]
+fn the_manifests_own_commands_find_processes_alive_and_ready_and_drain_them() {
+    let place = Place::new();
+    let (child, said) = up(&place);
+    for (role, manifest, config) in MANIFESTS {
+        let commands = commands(manifest);
+        let names: Vec<_> = commands.iter().map(|(what, _)| *what).collect();
+        assert_eq!(names, ["startupProbe", "livenessProbe", "readinessProbe", "preStop"], "of {role}");
+        let process = processes(&said, role)[0];
+        let asks = |at: usize| as_given(&place, &commands[at].1, config, process);
+        let [startup, live, ready, drain] = [0, 1, 2, 3];
+        until("it is ready", || asks(ready).code == Some(0));
+        assert!(asks(startup).ok().contains("ok") && asks(live).ok().contains("ok"));
+        let drained = asks(drain).ok();
+        let what = if role == "router" { "leads nothing" } else { "has left" };
+        assert!(drained.contains(what), "{drained}");
+        // It gets no more work, and is not started again for that.
+        assert_eq!(asks(ready).code, Some(2));
+        asks(live).ok();
+    }
+    down(child);
+}
+
 #[test]
 fn nobody_there_is_no_answer() {
     let place = Place::new();

@@ -3,6 +3,7 @@
 
 mod agreement;
 mod bad_input;
+mod bursts;
 mod copies;
 mod engines;
 mod harness;

@@ -1,0 +1,328 @@
+//! Reasons for missing blocks, each made to happen in a cluster of real processes and told by `kvfleet why`.
+//!
+//! Not here: that routers tell every reason there is (`router/tests/cluster/why.rs`), that each is told as the document has it
+//! (`cli/src/why.rs`), and other weights (`weights.rs`).
+
+use std::cell::Cell;
+use std::io::Write;
+use std::time::Duration;
+
+use kv_core::id::{BlockHash, Category, RequestId, TenantId};
+use kv_core::prefix::{IdentityManifest, PrefixHasher};
+use kvfleet::calls::{RouterCalls, channel, run_on_instance};
+use kvfleet::cluster::{Cluster, NodeCapacity, Shape};
+use kvfleet::process::Role;
+use kvfleet_client::{Client, ClientConfig, RouteAnswer, RouteCall, Transport};
+use kvfleet_proto::pb;
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::support::{Place, Ran, shape};
+
+const BLOCK_TOKENS: u32 = 512;
+
+/// Blocks of a prompt, where nothing else is said.
+const BLOCKS: u32 = 6;
+
+/// Blocks of a prompt that has nothing in common with those of other seeds.
+fn prompt(seed: u64, blocks: u32) -> Vec<BlockHash> {
+    let ids: Vec<u64> = (0..u64::from(blocks)).map(|at| seed << 32 | at).collect();
+    PrefixHasher::new(&IdentityManifest::default(), &[0; 32]).chain_ids(&ids)
+}
+
+/// A cluster, and who asks it.
+struct Scene {
+    place: Place,
+    cluster: Cluster,
+    client: Client,
+    routers: Vec<RouterCalls>,
+    requests: Cell<u64>,
+}
+
+impl Scene {
+    /// One router, one node, one instance.
+    async fn start(capacity: NodeCapacity, change: impl FnOnce(&mut Shape)) -> Scene {
+        let place = Place::new();
+        let mut shape = Shape { routers: 1, nodes: 1, instances: 1, ..shape(&place, capacity) };
+        change(&mut shape);
+        let cluster = Cluster::start(shape).await.unwrap();
+        let (addresses, identity) = (cluster.router_addresses(), cluster.identity().unwrap());
+        let client = Client::new(ClientConfig::new(addresses.clone(), identity.clone())).unwrap();
+        let routers = RouterCalls::all(&addresses, &identity).unwrap();
+        Scene { place, cluster, client, routers, requests: Cell::new(0) }
+    }
+
+    fn run(&self, words: &[&str]) -> Ran {
+        let (routers, tls) = (self.cluster.router_addresses().join(","), self.cluster.certificates());
+        let reach = ["--cluster", &routers, "--tls-dir", tls.to_str().unwrap()];
+        tokio::task::block_in_place(|| self.place.run(&[words, &reach[..]].concat()))
+    }
+
+    /// Decides a request of this prompt, under a number of its own.
+    async fn route(&self, tenant: u32, hashes: &[BlockHash]) -> (u64, pb::Decision) {
+        let request = self.requests.get() + 1;
+        self.requests.set(request);
+        let call = RouteCall {
+            request: RequestId(request),
+            tenant: TenantId(tenant),
+            category: Category::default(),
+            hashes: hashes.to_vec(),
+            block_tokens: BLOCK_TOKENS,
+            input_tokens: u32::try_from(hashes.len()).unwrap() * BLOCK_TOKENS,
+            output_tokens: 1,
+            tbt_max_us: 0,
+            identity: self.cluster.shape().manifest().digest(),
+            after: Vec::new(),
+            fresh: true,
+        };
+        match self.client.route(call).await.unwrap() {
+            RouteAnswer::Decided(decision) => (request, decision),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Has a decided request computed by its instance, and what was computed saved where the decision says.
+    async fn serve(
+        &self,
+        (request, tenant): (u64, u32),
+        hashes: &[BlockHash],
+        decision: pb::Decision,
+    ) -> pb::RunReply {
+        let channel = channel(&decision.instance_address, &self.cluster.identity().unwrap()).unwrap();
+        let run = pb::RunRequest {
+            request,
+            tenant,
+            category: None,
+            hashes: hashes.iter().flat_map(|hash| hash.0).collect(),
+            block_tokens: BLOCK_TOKENS,
+            input_tokens: u32::try_from(hashes.len()).unwrap() * BLOCK_TOKENS,
+            output_tokens: 1,
+            decision: Some(decision),
+            wait_save: true,
+            traceparent: String::new(),
+        };
+        run_on_instance(channel, run).await.unwrap()
+    }
+
+    /// Has a prompt computed and saved, and waits until the index lists all of it.
+    async fn saved(&self, tenant: u32, hashes: &[BlockHash]) {
+        let (request, decision) = self.route(tenant, hashes).await;
+        let ran = self.serve((request, tenant), hashes, decision).await;
+        assert_eq!(ran.saved_blocks as usize, hashes.len(), "{ran:?}");
+        self.until_listed("what was saved", hashes, |listed| listed == hashes.len()).await;
+    }
+
+    /// Under which epoch the node lives.
+    async fn epoch(&self) -> Option<u64> {
+        let status = self.routers[0].status().await.ok()?;
+        status.nodes.iter().find(|node| node.live).map(|node| node.epoch)
+    }
+
+    /// Leading blocks of a prompt that the index lists, as of what is committed now.
+    async fn listed(&self, hashes: &[BlockHash]) -> Option<usize> {
+        let reply = self.client.lookup(hashes, Vec::new(), true).await.ok()?;
+        Some(reply.runs.iter().map(|run| run.len_blocks as usize).sum())
+    }
+
+    async fn until_listed(&self, what: &str, hashes: &[BlockHash], is_so: impl Fn(usize) -> bool) {
+        until(what, async || self.listed(hashes).await.filter(|listed| is_so(*listed)).map(|_| ())).await;
+    }
+
+    /// Ends the time to live of a prompt's blocks.
+    fn end(&self, hashes: &[BlockHash]) {
+        let first: String = hashes[0].0.iter().map(|byte| format!("{byte:02x}")).collect();
+        self.run(&["ttl", "--block", &first, "--seconds", "0"]).ok();
+    }
+
+    /// Has a request served that was decided before something happened to what it was promised, and asserts what is told of that.
+    async fn serves_in_vain(
+        &self,
+        (request, decision): (u64, pb::Decision),
+        hashes: &[BlockHash],
+        (miss, reason, text): (&str, &str, &str),
+    ) {
+        assert_eq!(decision.fetch_blocks as usize, hashes.len(), "all of it was promised");
+        let ran = self.serve((request, 0), hashes, decision).await;
+        assert_eq!((ran.hit_blocks, &ran.misses[..]), (0, &[miss.to_owned()][..]));
+        // The instance tells it with its next report.
+        let told = until(reason, async || self.told(request, reason)).await;
+        assert_eq!(told, format!("{text} ({reason})"));
+    }
+
+    /// The line in which `kvfleet why` tells of this reason, without the numbers of blocks.
+    fn told(&self, request: u64, reason: &str) -> Option<String> {
+        let said = self.run(&["why", &request.to_string()]).ok();
+        let line = said.lines().find(|line| line.ends_with(&format!("({reason})")))?;
+        println!("{}", line.trim());
+        assert!(line.starts_with("  missing  blocks "), "{said}");
+        Some(line.split_once(": ").unwrap().1.to_owned())
+    }
+
+    /// Decides a request of this prompt and asserts how what is told of the blocks that it misses begins.
+    async fn tells(&self, tenant: u32, hashes: &[BlockHash], reason: &str, text: &str) {
+        let (request, _) = self.route(tenant, hashes).await;
+        let told = self.told(request, reason).unwrap_or_else(|| {
+            let all = self.run(&["why", &request.to_string()]).all();
+            panic!("{reason} is not told: {all}")
+        });
+        assert!(told.starts_with(text), "{told}");
+    }
+}
+
+async fn until<T>(what: &str, mut test: impl AsyncFnMut() -> Option<T>) -> T {
+    let tries = async {
+        loop {
+            if let Some(value) = test().await {
+                break value;
+            }
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), tries).await.unwrap_or_else(|_| panic!("never: {what}"))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_blocks_that_left_it_is_told_for_want_of_what_and_of_others_that_computing_is_faster() {
+    let capacity = NodeCapacity { dram_blocks: 48, ssd_blocks: 0 };
+    // Computing takes a thousandth of its time, and moving blocks what it takes here.
+    let scene = Scene::start(capacity, |shape| {
+        shape.time_scale = 0.001;
+        shape.overrides = vec!["router.price_links=true".to_owned()];
+    })
+    .await;
+    scene.tells(0, &prompt(16, BLOCKS), "never_seen", "never seen here").await;
+
+    let held = prompt(17, BLOCKS);
+    scene.saved(0, &held).await;
+    // The instance tells how fast it reads from the node, once it has.
+    let slower = until("links to be known", async || {
+        let (request, decision) = scene.route(0, &held).await;
+        scene.serve((request, 0), &held, decision).await;
+        scene.told(request, "slower_than_recompute")
+    })
+    .await;
+    assert_eq!(slower, "held, and faster to compute than to fetch (slower_than_recompute)");
+
+    // Others come until there is no room for it; the policy lets go what was used longest ago.
+    for seed in 1.. {
+        assert!(seed < 50, "nothing ever leaves");
+        scene.saved(0, &prompt(1_000 + seed, BLOCKS)).await;
+        if scene.listed(&held).await.is_some_and(|listed| listed < held.len()) {
+            break;
+        }
+    }
+    scene.tells(0, &held, "evicted_room", "node-1 dropped the first of them for want of room, ").await;
+
+    let tenants = prompt(19, BLOCKS);
+    scene.saved(3, &tenants).await;
+    scene.run(&["quota", "--tenant", "3", "--bytes", "8KiB"]).ok();
+    scene.until_listed("a quota to bind", &tenants, |listed| listed < tenants.len()).await;
+    scene
+        .tells(3, &tenants, "evicted_quota", "node-1 dropped the first of them for its tenant's quota, ")
+        .await;
+
+    let ended = prompt(20, BLOCKS);
+    scene.saved(0, &ended).await;
+    scene.end(&ended);
+    scene.until_listed("the end of a time to live", &ended, |listed| listed == 0).await;
+    let text = "node-1 dropped the first of them as its group's time to live was over, ";
+    scene.tells(0, &ended, "evicted_ttl", text).await;
+    scene.cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_bytes_that_were_spoilt_on_a_disk_it_is_told_when_they_are_fetched_and_when_they_are_gone() {
+    let capacity = NodeCapacity { dram_blocks: 8, ssd_blocks: 256 };
+    let scene = Scene::start(capacity, |_| {}).await;
+    let all = prompt(32, 24);
+    scene.saved(0, &all).await;
+    let file = scene.cluster.directory().join("node-1").join("segments.kvs");
+    let corrupt = until("bytes from the disk", async || {
+        // What is still in DRAM is right, and what is on its way to the disk comes there later.
+        spoil(&file);
+        let (request, decision) = scene.route(0, &all).await;
+        let unsaved = pb::Decision { save_to: None, ..decision };
+        let ran = scene.serve((request, 0), &all, unsaved).await;
+        assert_eq!(ran.wrong_bytes, 0, "a node gives away nothing that it has not checked");
+        ran.misses.iter().any(|miss| miss == "corrupt").then_some(request)
+    })
+    .await;
+    // The instance tells it with its next report.
+    let told = until("the reason", async || scene.told(corrupt, "corrupt")).await;
+    assert!(told.starts_with("node-1 gave bytes that are not these blocks"), "{told}");
+    scene.until_listed("the end of what was spoilt", &all, |listed| listed < all.len()).await;
+    let text = "node-1 dropped the first of them as its bytes could not be read or written, ";
+    scene.tells(0, &all, "evicted_failed", text).await;
+    scene.cluster.stop().await;
+}
+
+/// Overwrites all of a file, which keeps its length.
+fn spoil(file: &std::path::Path) {
+    let bytes = std::fs::metadata(file).unwrap().len();
+    let mut file = std::fs::OpenOptions::new().write(true).open(file).unwrap();
+    let page = [0xa5; 64 << 10];
+    for at in (0..bytes).step_by(page.len()) {
+        let left = usize::try_from(bytes - at).unwrap().min(page.len());
+        file.write_all(&page[..left]).unwrap();
+    }
+    file.sync_all().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_blocks_that_were_promised_and_of_a_node_that_died_it_is_told_what_became_of_them() {
+    let capacity = NodeCapacity { dram_blocks: 8_192, ssd_blocks: 0 };
+    // Over TCP a connection with somebody dead is over at once.
+    let mut scene = Scene::start(capacity, |shape| shape.transport = Transport::Tcp).await;
+    let dropped = prompt(32, BLOCKS);
+    scene.saved(0, &dropped).await;
+    let promised = scene.route(0, &dropped).await;
+    scene.end(&dropped);
+    scene.until_listed("the end of a time to live", &dropped, |listed| listed == 0).await;
+    let stale = "node-1 does not hold them any more: the index was stale";
+    scene.serves_in_vain(promised, &dropped, ("not_held", "not_held", stale)).await;
+
+    let before = prompt(33, BLOCKS);
+    scene.saved(0, &before).await;
+    let promised = scene.route(0, &before).await;
+    let epoch = scene.epoch().await.unwrap();
+    // It stands still until it is taken for dead, and goes on.
+    let node = Pid::from_raw(scene.place.pid_of("node-1").unwrap()).unwrap();
+    kill_process(node, Signal::STOP).unwrap();
+    until("the node to be fenced", async || scene.epoch().await.is_none().then_some(())).await;
+    kill_process(node, Signal::CONT).unwrap();
+    until("the node to join again", async || scene.epoch().await.filter(|now| *now > epoch)).await;
+    // Connections from before may be over; when something was saved there are others.
+    let again = prompt(34, BLOCKS);
+    until("the node to take blocks again", async || {
+        let (request, decision) = scene.route(0, &again).await;
+        let ran = scene.serve((request, 0), &again, decision).await;
+        (ran.saved_blocks > 0).then_some(())
+    })
+    .await;
+    let stale = "node-1 has joined again since: the index was stale";
+    scene.serves_in_vain(promised, &before, ("stale_epoch", "stale_epoch", stale)).await;
+
+    // What a node had that is gone is swept bit by bit, a thousand blocks at a time: of some of these it is told before.
+    let prompts: Vec<_> = (0..6).map(|seed| prompt(seed, 1_000)).collect();
+    for prompt in &prompts {
+        scene.saved(0, prompt).await;
+    }
+    let held = &prompts[0][..BLOCKS as usize];
+    let promised = scene.route(0, held).await;
+    scene.cluster.kill((Role::Node, 1)).await.unwrap();
+    // Whoever asks finds it lost; that routers know it yet is not said by that.
+    scene.serves_in_vain(promised, held, ("node_lost", "unreachable", "node-1 could not be reached")).await;
+    let request = until("the loss of a node", async || {
+        for prompt in &prompts {
+            let (request, _) = scene.route(0, &prompt[..BLOCKS as usize]).await;
+            let story = scene.routers[0].why(request).await.ok()?;
+            if story.missing.iter().any(|missing| missing.reason == "node_lost") {
+                return Some(request);
+            }
+        }
+        None
+    })
+    .await;
+    let told = scene.told(request, "node_lost").unwrap();
+    assert_eq!(told, "node-1, which had them, is not live (node_lost)");
+    scene.cluster.stop().await;
+}
