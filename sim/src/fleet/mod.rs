@@ -16,7 +16,7 @@ mod workload;
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use kv_core::id::{InstanceId, NodeId, RequestId, TenantId, Timestamp};
+use kv_core::id::{InstanceId, NodeId, RequestId, Timestamp};
 use kv_core::index::command::Change;
 use kv_core::schedule::{Decision, Decoding, HardwareProfile, Load, Paced, Prediction, RouteRequest, Source};
 
@@ -362,7 +362,7 @@ impl<'a> Fleet<'a> {
         let (matched, resident) = self.view.look_up(prompt);
         let asked = RouteRequest {
             request: RequestId(nth as u64),
-            tenant: TenantId(0),
+            tenant: request.tenant,
             category: request.category,
             blocks: request.blocks,
             first_block: prompt.first().copied(),

@@ -11,6 +11,8 @@ use crate::routers::{
 };
 use crate::trace::Request;
 
+mod fair;
+
 const H100: HardwareProfile = PROFILES[0];
 
 fn request(arrival_us: u64, blocks: &[u64], input_tokens: u32, output_tokens: u32) -> Request {

@@ -4,7 +4,7 @@
 
 use std::sync::Arc;
 
-use kv_core::id::{BlockHash, Category};
+use kv_core::id::{BlockHash, Category, TenantId};
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 
 use crate::trace::Request;
@@ -20,6 +20,7 @@ pub(crate) struct Item {
     pub(crate) input_tokens: u32,
     pub(crate) output_tokens: u32,
     pub(crate) category: Category,
+    pub(crate) tenant: TenantId,
     /// Blocks of its prompt, a partly filled last one counted.
     pub(crate) blocks: u32,
 }
@@ -70,6 +71,7 @@ impl Workload {
                     input_tokens: request.input_tokens.max(1),
                     output_tokens: request.output_tokens.max(1),
                     category: request.category,
+                    tenant: TenantId(0),
                     blocks: request.input_tokens.max(1).div_ceil(block_tokens),
                 };
                 all.push((item, Arc::<[BlockHash]>::from(hasher.chain_ids(&ids))));
@@ -89,12 +91,21 @@ impl Workload {
                 input_tokens: hashed.input_tokens.max(1),
                 output_tokens: hashed.output_tokens.max(1),
                 category: hashed.category,
+                tenant: TenantId(0),
                 blocks: hashed.hashes.len() as u32,
             };
             (item, Arc::<[BlockHash]>::from(hashed.hashes))
         };
         let (requests, prompts): (Vec<_>, Vec<_>) = requests.into_iter().map(item).unzip();
         Workload { block_tokens: block_tokens.max(1), requests, prompts: prompts.into() }
+    }
+
+    /// The same requests, each of the tenant that `whose` names by its number; all are of tenant 0 otherwise.
+    #[must_use]
+    pub fn of_tenants(&self, whose: impl Fn(usize) -> TenantId) -> Workload {
+        let mut told = self.clone();
+        (0..).zip(&mut told.requests).for_each(|(nth, request)| request.tenant = whose(nth));
+        told
     }
 
     /// The same requests, so many times as far apart; 0 for all at once.
