@@ -227,7 +227,7 @@ async fn what_a_request_ended_without_is_waited_for_no_longer_and_what_it_brough
     for (at, instance) in [VLLM, SGLANG].into_iter().enumerate() {
         let prefix = 10 + at as u32;
         let first = scene.route(instance, &tokens(prefix, 1)).await;
-        let predicted = first.predicted.clone().unwrap();
+        let predicted = first.predicted.unwrap();
         let ttft_us = predicted.queue_us + predicted.transfer_us + predicted.prefill_us;
         // Its first token is out, and no word of its blocks came. There is nothing to see until the router's own time is over.
         tokio::time::sleep(Duration::from_micros(ttft_us) + GRACE).await;
