@@ -1,6 +1,7 @@
 """Whether the program takes what the manifests give it: every command line, with its configuration and environment, is run for real.
 
-Processes are only checked (`--check`), and probes ask where nobody answers. Not here: what can be seen without the program (`policy.py`).
+Processes are only checked (`--check`), and probes ask where nobody answers. Not here: what can be seen without the program (`policy.py`), and what
+the commands of the base do to live processes (`cli/tests/command/probes.rs`).
 """
 
 import os

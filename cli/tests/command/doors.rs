@@ -191,9 +191,9 @@ async fn one_computes_and_another_answers_with_what_it_fetched() {
 /// Who asks at once.
 const CALLERS: u32 = 12;
 
-/// Answers that the two that are left give in a second, at most: a prompt takes each of them a tenth of one or more, whatever else this machine does. An instance that
+/// Answers that the two that are left give in a second, at most: a prompt takes each of them a sixth of one or more, whatever else this machine does. An instance that
 /// died is left out within a second (mostly within a tenth), told by their clock: where the machine stands still for a while, they do too.
-const ANSWERS_IN_A_SECOND: usize = 20;
+const ANSWERS_IN_A_SECOND: usize = 12;
 
 /// Callers of one door, each of whom asks again as soon as it has an answer.
 struct Callers {

@@ -9,18 +9,29 @@ use serde_json::Value;
 
 use crate::support::{Place, Ran, until};
 
+/// A cluster, which ends with its test however that ends.
+struct Up(Child);
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        let _ = self.0.kill(); // it may have ended; its processes follow it
+        let _ = self.0.wait();
+    }
+}
+
 /// A cluster whose processes may be asked to drain.
-fn up(place: &Place) -> (Child, Value) {
+fn up(place: &Place) -> (Up, Value) {
     let free = ["router.process.drain_listen=127.0.0.1:0", "node.process.drain_listen=127.0.0.1:0"];
     let words = ["up", "--json", "--nodes", "2", "--instances", "1", "--dram", "8MiB"];
     let words = [&words[..], &["--set", free[0], "--set", free[1]]].concat();
     let mut child = place.command(&words).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    (child, serde_json::from_str(&line).unwrap())
+    (Up(child), serde_json::from_str(&line).unwrap())
 }
 
-fn down(mut child: Child) {
+fn down(mut up: Up) {
+    let child = &mut up.0;
     kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
     assert!(child.wait().unwrap().success());
 }
