@@ -77,8 +77,10 @@ pub struct Offer {
     pub tbt_us: u64,
     /// What was predicted of its decoding there.
     pub pacing: Pacing,
-    /// Prefill that waits at all instances, in microseconds; 0 where that is not known.
-    pub waiting_us: u64,
+    /// Tokens that its instance computes of its prompt.
+    pub tokens: u32,
+    /// Tokens of prompts that wait or are under way at all instances.
+    pub waiting_tokens: u64,
 }
 
 impl Offer {
@@ -99,7 +101,8 @@ impl Offer {
             ttft_max_us,
             tbt_us: decision.predicted.tbt_us,
             pacing: decision.pacing,
-            waiting_us: fleet.waiting_us(),
+            tokens: decision.recompute_tokens,
+            waiting_tokens: fleet.waiting_tokens(),
         }
     }
 
@@ -181,7 +184,7 @@ impl Admission {
         if !self.backlogs.has_others(tenant) {
             return Standing { lead: Duration::ZERO, priority };
         }
-        let lead = self.backlogs.lead(tenant, fleet.waiting_us() as f64, now);
+        let lead = self.backlogs.lead(tenant, fleet.waiting_tokens(), now);
         Standing { lead, priority }
     }
 
@@ -196,7 +199,7 @@ impl Admission {
         // As much as was let in of late, and no more.
         tenant.spared_us = (tenant.spared_us + cost_us * SPARED).min(tenant.cost_us);
         let place = self.place(offer.tenant);
-        self.backlogs.send((place, weight), cost_us, offer.waiting_us as f64, now);
+        self.backlogs.send((place, weight), offer.tokens, offer.waiting_tokens, now);
     }
 
     /// Itself, or who stands for all those that find no place.
@@ -333,7 +336,8 @@ mod tests {
             ttft_max_us: Some(LIMIT_US),
             tbt_us: 0,
             pacing: Pacing::default(),
-            waiting_us: 0,
+            tokens: 0,
+            waiting_tokens: 0,
         }
     }
 

@@ -1,6 +1,6 @@
 //! In which order tenants go where requests wait, whether or not anybody is turned away.
 //!
-//! Start-time fair queueing (Goyal et al., SIGCOMM '96) with prefill for bytes: each tenant has a finish, what was sent for it over its weight, from the virtual time on at which it had nothing
+//! Start-time fair queueing (Goyal et al., SIGCOMM '96) with prompt tokens to compute for bytes: each tenant has a finish, what was sent for it over its weight, from the virtual time on at which it had nothing
 //! waiting. Virtual time is where the finishes leave just as much beyond it as waits at all instances by their reports: nobody has to know whose requests were computed. Requests go by the finish that their tenant
 //! had before them. Turns are times and not finishes, so the tenant for which most was sent keeps those of its coming, and those of the others *lead* by as long as it is since its finish
 //! was where theirs is.
@@ -21,22 +21,19 @@ const LEAD_MAX: Duration = Duration::from_secs(600);
 /// The greatest finish is remembered at times so far apart: in between turns tell nobody apart.
 const REMEMBERED_EVERY: Duration = Duration::from_millis(20);
 
-/// Most that one request counts, in microseconds: what is more has no end, or is none.
-const COST_MAX_US: f64 = 1e12;
-
 /// What was sent for a tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Sent {
     weight: f64,
-    /// In microseconds of prefill over weight.
-    finish_us: f64,
+    /// In tokens over weight.
+    finish: f64,
 }
 
 /// The tenants for which something waits. One a router, of what comes by it.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Backlogs {
     all: BTreeMap<TenantId, Sent>,
-    virtual_us: f64,
+    virtual_time: f64,
     /// When the greatest finish came to be how much, of those that are beyond virtual time.
     greatest: VecDeque<(Timestamp, f64)>,
 }
@@ -47,11 +44,11 @@ impl Backlogs {
         self.all.keys().any(|other| *other != tenant)
     }
 
-    /// For how long requests of this tenant go before those of others that came by then, where `waiting_us` of prefill wait at all instances.
-    pub(super) fn lead(&self, tenant: TenantId, waiting_us: f64, now: Timestamp) -> Duration {
-        let virtual_us = self.virtual_us(waiting_us);
-        let start_us = self.all.get(&tenant).map_or(0.0, |sent| sent.finish_us).max(virtual_us);
-        let behind = self.greatest.partition_point(|(_, greatest_us)| *greatest_us <= start_us);
+    /// For how long requests of this tenant go before those of others that came by then, where so many tokens wait at all instances.
+    pub(super) fn lead(&self, tenant: TenantId, waiting: u64, now: Timestamp) -> Duration {
+        let virtual_time = self.virtual_time(waiting);
+        let start = self.all.get(&tenant).map_or(0.0, |sent| sent.finish).max(virtual_time);
+        let behind = self.greatest.partition_point(|(_, greatest)| *greatest <= start);
         self.greatest.get(behind).map_or(Duration::ZERO, |(at, _)| now.since(*at).min(LEAD_MAX))
     }
 
@@ -59,23 +56,23 @@ impl Backlogs {
     pub(super) fn send(
         &mut self,
         (tenant, weight): (TenantId, f64),
-        cost_us: f64,
-        waiting_us: f64,
+        tokens: u32,
+        waiting: u64,
         now: Timestamp,
     ) {
-        self.virtual_us = self.virtual_us(waiting_us);
-        let virtual_us = self.virtual_us;
-        self.all.retain(|_, sent| sent.finish_us > virtual_us);
-        let begin = self.greatest.partition_point(|(_, greatest_us)| *greatest_us <= virtual_us);
+        self.virtual_time = self.virtual_time(waiting);
+        let virtual_time = self.virtual_time;
+        self.all.retain(|_, sent| sent.finish > virtual_time);
+        let begin = self.greatest.partition_point(|(_, greatest)| *greatest <= virtual_time);
         self.greatest.drain(..begin);
         let sent = self.all.entry(tenant).or_default();
         sent.weight = weight.max(f64::MIN_POSITIVE);
-        sent.finish_us = sent.finish_us.max(virtual_us) + cost_us.min(COST_MAX_US) / sent.weight;
-        let finish_us = sent.finish_us;
+        sent.finish = sent.finish.max(virtual_time) + f64::from(tokens) / sent.weight;
+        let finish = sent.finish;
         match self.greatest.back_mut() {
-            Some((_, greatest_us)) if *greatest_us >= finish_us => {}
-            Some((at, greatest_us)) if now.since(*at) < REMEMBERED_EVERY => *greatest_us = finish_us,
-            _ => self.greatest.push_back((now, finish_us)),
+            Some((_, greatest)) if *greatest >= finish => {}
+            Some((at, greatest)) if now.since(*at) < REMEMBERED_EVERY => *greatest = finish,
+            _ => self.greatest.push_back((now, finish)),
         }
         while self.greatest.front().is_some_and(|(at, _)| now.since(*at) > LEAD_MAX) {
             self.greatest.pop_front();
@@ -83,18 +80,18 @@ impl Backlogs {
     }
 
     /// Virtual time: what was sent beyond it is what waits.
-    fn virtual_us(&self, waiting_us: f64) -> f64 {
+    fn virtual_time(&self, waiting: u64) -> f64 {
         let mut by_finish: Vec<Sent> = self.all.values().copied().collect();
-        by_finish.sort_unstable_by(|one, other| other.finish_us.total_cmp(&one.finish_us));
-        let (mut weight, mut sent_us) = (0.0, 0.0);
+        by_finish.sort_unstable_by(|one, other| other.finish.total_cmp(&one.finish));
+        let (mut weight, mut all) = (0.0, 0.0);
         for (nth, sent) in by_finish.iter().enumerate() {
-            (weight, sent_us) = (weight + sent.weight, sent_us + sent.weight * sent.finish_us);
-            let level_us = (sent_us - waiting_us) / weight;
-            if level_us >= by_finish.get(nth + 1).map_or(self.virtual_us, |next| next.finish_us) {
-                return level_us;
+            (weight, all) = (weight + sent.weight, all + sent.weight * sent.finish);
+            let level = (all - waiting as f64) / weight;
+            if level >= by_finish.get(nth + 1).map_or(self.virtual_time, |next| next.finish) {
+                return level;
             }
         }
-        self.virtual_us
+        self.virtual_time
     }
 }
 
@@ -105,7 +102,7 @@ mod tests {
     const A: (TenantId, f64) = (TenantId(1), 1.0);
     const B: (TenantId, f64) = (TenantId(2), 1.0);
 
-    /// One that serves what has the earliest turn, each in a tenth of a second, and tenants that send at these intervals from and to these times. How many of each were served, and how
+    /// One that serves what has the earliest turn, each of a hundred tokens in a tenth of a second, and tenants that send at these intervals from and to these times. How many of each were served, and how
     /// long the last of each waited, in milliseconds.
     fn served(tenants: &[((TenantId, f64), u64, std::ops::Range<u64>)], s: u64) -> Vec<(u64, u64)> {
         let mut backlogs = Backlogs::default();
@@ -113,10 +110,10 @@ mod tests {
         for ms in 0..s * 1_000 {
             for (nth, (tenant, every_ms, sends)) in tenants.iter().enumerate() {
                 if sends.contains(&(ms / 1_000)) && ms % every_ms == 0 {
-                    let waiting_us = waiting.len() as f64 * 1e5 + (busy_to.max(ms) - ms) as f64 * 1e3;
-                    let lead_ms = backlogs.lead(tenant.0, waiting_us, at(ms)).as_millis() as i64;
+                    let tokens = waiting.len() as u64 * 100 + busy_to.max(ms) - ms;
+                    let lead_ms = backlogs.lead(tenant.0, tokens, at(ms)).as_millis() as i64;
                     waiting.push((ms as i64 - lead_ms, ms, nth));
-                    backlogs.send(*tenant, 1e5, waiting_us, at(ms));
+                    backlogs.send(*tenant, 100, tokens, at(ms));
                 }
             }
             if ms >= busy_to && !waiting.is_empty() {
@@ -136,21 +133,21 @@ mod tests {
     #[test]
     fn one_alone_never_leads() {
         let mut backlogs = Backlogs::default();
-        // A second is sent each tenth of one, and half of all that waits.
+        // A thousand tokens are sent each tenth of a second, and half of all wait.
         for nth in 0..1_000 {
-            backlogs.send(A, 1e6, nth as f64 * 5e5, at(nth * 100));
-            assert_eq!(backlogs.lead(A.0, nth as f64 * 5e5, at(nth * 100)), Duration::ZERO);
+            backlogs.send(A, 1_000, nth * 500, at(nth * 100));
+            assert_eq!(backlogs.lead(A.0, nth * 500, at(nth * 100)), Duration::ZERO);
             assert!(!backlogs.has_others(A.0) && backlogs.has_others(B.0));
         }
         // Another one goes before all of that, of which the first came fifty seconds ago.
-        let lead = |waiting_us| backlogs.lead(B.0, waiting_us, at(100_000));
-        assert!((49..=51).contains(&lead(5e8).as_secs()), "{:?}", lead(5e8));
-        assert_eq!(lead(0.0), Duration::ZERO, "all of it was served");
-        assert!(lead(f64::INFINITY) <= Duration::from_secs(100));
-        backlogs.send(A, f64::INFINITY, 0.0, at(100_000));
-        assert_eq!(backlogs.lead(B.0, 1e12, at(100_500)), Duration::from_millis(500));
-        backlogs.send(A, 1e6, 1e12, at(10_000_000));
-        assert_eq!(backlogs.lead(B.0, 1e12, at(11_000_000)), LEAD_MAX);
+        let lead = |tokens| backlogs.lead(B.0, tokens, at(100_000));
+        assert!((49..=51).contains(&lead(500_000).as_secs()), "{:?}", lead(500_000));
+        assert_eq!(lead(0), Duration::ZERO, "all of it was served");
+        assert!(lead(u64::MAX) <= Duration::from_secs(100));
+        backlogs.send(A, u32::MAX, 0, at(100_000));
+        assert_eq!(backlogs.lead(B.0, 1 << 30, at(100_500)), Duration::from_millis(500));
+        backlogs.send(A, 1_000, 1 << 30, at(10_000_000));
+        assert_eq!(backlogs.lead(B.0, 1 << 30, at(11_000_000)), LEAD_MAX);
         assert!(backlogs.greatest.len() <= 2, "{}", backlogs.greatest.len());
     }
 

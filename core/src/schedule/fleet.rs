@@ -313,12 +313,11 @@ impl Fleet {
         self.profile.with_prompts(self.computing.factors())
     }
 
-    /// Prefill that waits or is under way at all instances, in microseconds, as of tokens without context.
+    /// Tokens of prompts that wait or are under way at all instances.
     #[must_use]
-    pub fn waiting_us(&self) -> u64 {
+    pub fn waiting_tokens(&self) -> u64 {
         let tokens = self.instances.iter().map(|instance| instance.load.tokens_ahead());
-        let tokens = tokens.fold(0, u64::saturating_add);
-        tokens.saturating_mul(self.speeds().prefill_ns_per_token) / 1_000
+        tokens.fold(0, u64::saturating_add)
     }
 
     /// A first token came from an instance after so long; `parts` is what was predicted of it before what was learnt of all instances.

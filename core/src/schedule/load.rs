@@ -40,7 +40,7 @@ pub struct Load {
     pub(super) sent: Sent,
 }
 
-/// Requests kept by [`Sent`]; those besides are taken for as costly as these on average.
+/// Requests that [`Sent`] tells apart; where more wait, some are taken together with those that come next to them.
 const SENT_MAX: usize = 32;
 
 /// By how much what is begun may be further than a report says: engines tell of whole steps, and a step with a part of a prompt in it takes as long.
@@ -65,7 +65,7 @@ impl Moment {
     }
 }
 
-/// A request that was sent to an instance and has something to compute there.
+/// A request that was sent to an instance and has something to compute there, or several that come next to one another.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct One {
     turn: Timestamp,
@@ -76,6 +76,22 @@ struct One {
     prefill_us: u32,
     /// Room that it will take in GPU memory; 0 once a report counts it among what is taken.
     kv_tokens: u32,
+    /// How many they are.
+    requests: u32,
+}
+
+impl One {
+    /// Together with the next one, at its turn.
+    fn with(self, next: One) -> One {
+        One {
+            turn: next.turn,
+            ready: self.ready.max(next.ready),
+            tokens: self.tokens.saturating_add(next.tokens),
+            prefill_us: self.prefill_us.saturating_add(next.prefill_us),
+            kv_tokens: self.kv_tokens.saturating_add(next.kv_tokens),
+            requests: self.requests.saturating_add(next.requests),
+        }
+    }
 }
 
 /// What of the requests sent to an instance is not computed yet, in the order in which it will be.
@@ -117,6 +133,8 @@ pub(super) struct Ahead {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Newcomer {
     pub(super) turn: Timestamp,
+    /// What its turn would be if it had no right to go before others, where it has one: those that it passes by right count for nothing against an instance.
+    pub(super) by_right: Option<Timestamp>,
     /// From now until what it fetches is there.
     pub(super) transfer_us: u64,
     pub(super) prefill_us: u64,
@@ -166,13 +184,25 @@ impl Sent {
         if one.tokens == 0 {
             return;
         }
-        if self.len == SENT_MAX {
+        if self.len == SENT_MAX && !self.join() {
             self.pop();
         }
         let at = self.begun + self.waiting().partition_point(|other| other.turn <= one.turn);
         self.all.copy_within(at..self.len, at + 1);
         self.all[at] = one;
         self.len += 1;
+    }
+
+    /// Takes two together that come next to one another, those that are least; whether there are any. Whoever would go between them goes before both.
+    fn join(&mut self) -> bool {
+        let cost_us = |pair: &[One]| pair.iter().map(|one| u64::from(one.prefill_us)).sum::<u64>();
+        let least = self.waiting().windows(2).enumerate().min_by_key(|(_, pair)| cost_us(pair));
+        let Some((nth, _)) = least else { return false };
+        let at = self.begun + nth;
+        self.all[at + 1] = self.all[at].with(self.all[at + 1]);
+        self.all.copy_within(at + 1..self.len, at);
+        self.len -= 1;
+        true
     }
 
     fn pop(&mut self) {
@@ -229,27 +259,43 @@ impl Sent {
         let behind_us = sum_us(&waiting[before..]);
         let first = &self.all[..self.begun + before];
         let (known, kv_tokens) =
-            (first.len() as u64, first.iter().map(|one| u64::from(one.kv_tokens)).sum::<u64>());
+            (count(first), first.iter().map(|one| u64::from(one.kv_tokens)).sum::<u64>());
         let ahead = Ahead { work_us, behind_us, known, kv_tokens, ..Ahead::default() };
         if ready <= free && waiting.iter().all(|one| one.ready <= free) {
-            let behind = (waiting.len() - before) as u64;
+            let behind = count(&waiting[before..]);
             let delays_us = behind.saturating_mul(newcomer.prefill_us);
+            let delays_us = by_right(waiting, newcomer).unwrap_or(delays_us);
             return Ahead { wait_us: work_us, behind, delays_us, ..ahead };
         }
         let prefill_us = u32::try_from(newcomer.prefill_us).unwrap_or(u32::MAX);
         // None of those that wait computes nothing: by that it is told from them.
-        let new = One { turn: newcomer.turn, ready, tokens: 0, prefill_us, kv_tokens: 0 };
+        let new = One { turn: newcomer.turn, ready, tokens: 0, prefill_us, kv_tokens: 0, requests: 1 };
         let mut with = [One::default(); SENT_MAX + 1];
         with[..before].copy_from_slice(&waiting[..before]);
         with[before] = new;
         with[before + 1..=waiting.len()].copy_from_slice(&waiting[before..]);
         let with = Begins::of(&mut with[..=waiting.len()], free);
+        if let Some(delays_us) = by_right(waiting, newcomer) {
+            let wait_us = micros(with.newcomer.since(now));
+            return Ahead { wait_us, behind: with.behind, delays_us, ..ahead };
+        }
         let mut without = self.all;
         let without = Begins::of(&mut without[self.begun..self.len], free);
         let wait_us = micros(with.newcomer.since(now));
         let delays_us = with.sum_us.saturating_sub(without.sum_us);
         Ahead { wait_us, behind: with.behind, delays_us, ..ahead }
     }
+}
+
+/// What a newcomer adds to the waiting of others that it has no right to pass, if it has one to pass any.
+fn by_right(waiting: &[One], newcomer: &Newcomer) -> Option<u64> {
+    let turn = newcomer.by_right?;
+    let before = waiting.partition_point(|one| one.turn <= turn);
+    Some(count(&waiting[before..]).saturating_mul(newcomer.prefill_us))
+}
+
+fn count(all: &[One]) -> u64 {
+    all.iter().map(|one| u64::from(one.requests)).sum()
 }
 
 fn sum_us(all: &[One]) -> u64 {
@@ -283,9 +329,11 @@ impl Begins {
             waiting[begun..=begun + next].rotate_right(1);
             if waiting[begun].tokens == 0 {
                 begins.newcomer = at;
-                begins.behind = (waiting.len() - begun - 1) as u64;
+                begins.behind = count(&waiting[begun + 1..]);
             } else {
-                begins.sum_us = begins.sum_us.saturating_add(micros(at.since(free)));
+                let each_us = micros(at.since(free));
+                let all_us = each_us.saturating_mul(waiting[begun].requests.into());
+                begins.sum_us = begins.sum_us.saturating_add(all_us);
             }
             at = at.after(Duration::from_micros(waiting[begun].prefill_us.into()));
         }
@@ -386,6 +434,7 @@ impl Load {
             tokens: decision.recompute_tokens,
             prefill_us: u32::try_from(prefill_us).unwrap_or(u32::MAX),
             kv_tokens: decision.pacing.kv_tokens,
+            requests: 1,
         });
         self.sent.advance(at.goes_on_to());
     }

@@ -360,12 +360,14 @@ fn costed(
 ) -> Candidate {
     let turn = turn_of(instance, climate.standing, plan.prefill_us, now);
     let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
+    let unasked = turn_of(instance, Standing::default(), plan.prefill_us, now);
+    let by_right = (turn < unasked).then_some(unasked);
     let times = fleet.times(instance, now);
     let (transfer_us, prefill_us) = (plan.transfer_us, speed::slowed(plan.prefill_us, times));
     let wait = cost::wait(
         (&climate.speeds, times),
         &instance.load,
-        &Newcomer { turn, transfer_us, prefill_us },
+        &Newcomer { turn, by_right, transfer_us, prefill_us },
         Moment { now, reported_at: instance.reported_at },
     );
     let passed_us =

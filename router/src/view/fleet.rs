@@ -475,8 +475,9 @@ mod tests {
             };
             let matched = PrefixMatch::default();
             let eligible = Eligible { among, ..Eligible::default() };
-            let choose =
-                |fleet: &Fleet| schedule::choose_among(&request, &matched, eligible, fleet, Timestamp(2));
+            let choose = |fleet: &Fleet, _: Standing| {
+                schedule::choose_among(&request, &matched, eligible, fleet, Timestamp(2))
+            };
             let ttft_max_us = Some(limit_s * 1_000_000);
             let claim = Claim { share: None, tenant: TenantId(3), priority: 0, ttft_max_us };
             view.decide(claim, Timestamp(2), choose).map(drop).map_err(|error| error.to_string())

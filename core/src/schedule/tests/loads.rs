@@ -6,7 +6,8 @@ use crate::schedule::load::Newcomer;
 
 /// Until work that is ahead of a request that comes now is done.
 fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
-    wait((profile, 1.0), load, &Newcomer { turn: NOW, transfer_us: 0, prefill_us: 0 }, TOLD).us
+    wait((profile, 1.0), load, &Newcomer { turn: NOW, by_right: None, transfer_us: 0, prefill_us: 0 }, TOLD)
+        .us
 }
 
 #[test]

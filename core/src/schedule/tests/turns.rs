@@ -17,7 +17,8 @@ fn sent(turn_ms: u64, tokens: u32) -> Decision {
 /// How long a request of this turn waits, in milliseconds, and how many it passes.
 fn waits(load: &Load, turn_ms: u64) -> (u64, u64) {
     // It adds its own prefill, a microsecond, to the waiting of each.
-    let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
+    let newcomer =
+        Newcomer { turn: Timestamp(turn_ms * 1_000), by_right: None, transfer_us: 0, prefill_us: 1 };
     let wait = wait((&ROUND, 1.0), load, &newcomer, TOLD);
     (wait.us / 1_000, wait.delays_us)
 }
@@ -226,7 +227,8 @@ fn few_that_are_passed_make_no_other_look_late_and_count_in_sum() {
 fn between_two_reports_an_instance_goes_on() {
     let later = |ms: u64| NOW.after(Duration::from_millis(ms));
     let waits = |load: &Load, turn_ms: u64, ms: u64| {
-        let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
+        let newcomer =
+            Newcomer { turn: Timestamp(turn_ms * 1_000), by_right: None, transfer_us: 0, prefill_us: 1 };
         let wait = wait((&ROUND, 1.0), load, &newcomer, Moment { now: later(ms), reported_at: later(ms) });
         (wait.us / 1_000, wait.delays_us)
     };
@@ -257,7 +259,8 @@ fn who_waits_for_blocks_lets_others_go_first() {
     let ahead = |transfer_ms: u64, prefill_ms: u64, turn_ms: u64| {
         let (transfer_us, prefill_us) = (transfer_ms * 1_000, prefill_ms * 1_000);
         let turn = Timestamp(turn_ms * 1_000);
-        let wait = wait((&ROUND, 1.0), &load, &Newcomer { turn, transfer_us, prefill_us }, TOLD);
+        let wait =
+            wait((&ROUND, 1.0), &load, &Newcomer { turn, by_right: None, transfer_us, prefill_us }, TOLD);
         (wait.us / 1_000, wait.delays_us / 1_000)
     };
     // Whatever its turn is, who needs nothing begins at once, and the first waits for what is left of it.
@@ -308,7 +311,8 @@ fn what_was_begun_as_blocks_came_waits_by_turn_after_a_report_that_nothing_is_do
     let later = NOW.after(Duration::from_millis(215));
     let told = Load::reported(220, 0, 0).after(&load, later);
     let waits = |turn_ms: u64| {
-        let newcomer = Newcomer { turn: Timestamp(turn_ms * 1_000), transfer_us: 0, prefill_us: 1 };
+        let newcomer =
+            Newcomer { turn: Timestamp(turn_ms * 1_000), by_right: None, transfer_us: 0, prefill_us: 1 };
         let wait = wait((&ROUND, 1.0), &told, &newcomer, Moment { now: later, reported_at: later });
         (wait.us / 1_000, wait.delays_us)
     };

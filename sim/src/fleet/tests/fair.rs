@@ -165,3 +165,41 @@ fn a_tenant_has_what_it_asks_for_up_to_its_share_beside_one_that_floods() {
         assert!(together < 0.8 * first, "without tenants who floods has most: {together}");
     }
 }
+
+/// Mean and longest time to first token of two tenants without limits, in milliseconds.
+fn waits_by_tenant(workload: &Workload, instances: u32, tenants: &[u32]) -> [(u64, u64); 2] {
+    let mut router = by_name(PRODUCTION, 1).unwrap();
+    let report = run(workload, &Setup::new(instances, H100, 512), router.as_mut());
+    assert_eq!(report.served.len(), workload.len(), "nobody is turned away");
+    [1, 2].map(|tenant| {
+        let of = report.served.iter().filter(|served| tenants[served.nth] == tenant);
+        let all: Vec<u64> = of.map(|served| served.ttft_ns / 1_000_000).collect();
+        (all.iter().sum::<u64>() / all.len() as u64, all.iter().copied().max().unwrap_or_default())
+    })
+}
+
+#[test]
+fn without_limits_a_tenant_that_asks_for_little_does_not_wait_behind_one_that_floods() {
+    const INSTANCES: u32 = 4;
+    for seed in 6..9 {
+        let chance = &mut ChaCha8Rng::seed_from_u64(seed);
+        let mut tenants = Vec::new();
+        // One asks for a fifth of what the fleet can do, the other for as much again as it can.
+        let trace = offered(chance, (3_000, f64::from(INSTANCES) * 1.7), |chance| {
+            tenants.push(if chance.random::<f64>() * 1.7 < 0.2 { 1 } else { 2 });
+            chance.random_range(1_000..8_000)
+        });
+        let workload = Workload::new(&trace, 1);
+        let own = workload.of_tenants(|nth| TenantId(tenants[nth]));
+        let [little, flood] = waits_by_tenant(&own, INSTANCES, &tenants);
+        let [together, flood_together] = waits_by_tenant(&workload, INSTANCES, &tenants);
+        println!(
+            "seed {seed}: {little:?} ms beside {flood:?}, where tenants are not told apart {together:?} and {flood_together:?}"
+        );
+        // It waits for what is under way, a third of a second at most, and for those of the others that come within the stretch of what is served next.
+        assert!(little.0 < 700, "{little:?}");
+        assert!(together.0 > 10 * little.0, "it would have waited: {together:?}");
+        // Who floods waits for what it sent, and for an eighth more.
+        assert!(flood.0 * 100 < flood_together.0 * 125, "{flood:?} for {flood_together:?}");
+    }
+}
