@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kv_core::id::InstanceId;
 use kvfleet_proto::pb;
-use kvfleet_router::Desk;
+use kvfleet_router::{Besides, Desk};
 
 use crate::endpoints::{Endpoint, Endpoints};
 use crate::prompt::Prompt;
@@ -36,6 +36,8 @@ pub(crate) struct Terms {
     pub(crate) traceparent: String,
     /// What the caller wishes for it.
     pub(crate) wishes: Wishes,
+    /// Whether it was decided before and does not run there.
+    pub(crate) again: bool,
 }
 
 /// What a caller wishes for a request, in the words of the Inference Extension.
@@ -188,7 +190,19 @@ impl Decider {
             };
             return Err(Refusal::Nobody { reason, retry_after: Duration::from_secs(1) });
         }
-        let request = pb::RouteRequest {
+        let among = Some(pb::Among { instances: open.iter().map(|endpoint| endpoint.instance.0).collect() });
+        let request = pb::RouteRequest { among, ..self.question(prompt, terms) };
+        let besides = Besides { again: terms.again };
+        let reply = self.desk.route_with(request, besides).await.map_err(|status| match status.code() {
+            tonic::Code::InvalidArgument => Refusal::Invalid(status.message().to_owned()),
+            _ => Refusal::Nobody { reason: status.message().to_owned(), retry_after: Duration::from_secs(1) },
+        })?;
+        self.answered(reply, terms)
+    }
+
+    /// What the router is asked of a request.
+    fn question(&self, prompt: &Prompt, terms: &Terms) -> pb::RouteRequest {
+        pb::RouteRequest {
             request: terms.request,
             tenant: terms.tenant(),
             ttft_max_ms: terms
@@ -206,13 +220,17 @@ impl Decider {
             output_tokens: prompt.output_tokens,
             traceparent: terms.traceparent.clone(),
             text: prompt.is_text,
-            among: Some(pb::Among { instances: open.iter().map(|endpoint| endpoint.instance.0).collect() }),
             ..pb::RouteRequest::default()
-        };
-        let reply = self.desk.route(request).await.map_err(|status| match status.code() {
-            tonic::Code::InvalidArgument => Refusal::Invalid(status.message().to_owned()),
-            _ => Refusal::Nobody { reason: status.message().to_owned(), retry_after: Duration::from_secs(1) },
-        })?;
+        }
+    }
+
+    /// A request that was decided goes this way, and not the one that was chosen for it.
+    pub(crate) fn goes(&self, prompt: &Prompt, terms: &Terms, way: &Way) {
+        let goes_on = way.partner.as_ref().map(|partner| partner.instance);
+        self.desk.moved(&self.question(prompt, terms), (way.endpoint.instance, goes_on));
+    }
+
+    fn answered(&self, reply: pb::RouteReply, terms: &Terms) -> Result<Chosen, Refusal> {
         match reply.answer {
             Some(pb::route_reply::Answer::Decision(decision)) => {
                 // It counts as sent, and goes nowhere if that one has just left.

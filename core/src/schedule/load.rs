@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::decision::{Decision, Prediction};
 use super::decoding::{Decoding, Strictest};
+use super::moved::Counted;
 use super::speed::Speed;
 use super::steps::Pace;
 use crate::id::Timestamp;
@@ -173,6 +174,20 @@ impl Sent {
         self.all.copy_within(at..self.len, at + 1);
         self.all[at] = one;
         self.len += 1;
+    }
+
+    /// The one with this turn is not here.
+    fn remove(&mut self, turn: Timestamp) {
+        let Some(nth) = self.all().iter().position(|one| one.turn == turn) else { return };
+        if nth < self.begun {
+            let before_us = sum_us(&self.all[..nth]);
+            let own_us = self.done_us.saturating_sub(before_us).min(self.all[nth].prefill_us.into());
+            self.done_us -= own_us;
+            self.begun -= 1;
+        }
+        self.all.copy_within(nth + 1..self.len, nth);
+        self.len -= 1;
+        self.all[self.len] = One::default();
     }
 
     fn pop(&mut self) {
@@ -372,6 +387,17 @@ impl Load {
     /// Whether nobody runs or waits there.
     pub(super) fn is_idle(&self) -> bool {
         self.running == 0 && self.requests_ahead() == 0 && self.tokens_ahead() == 0
+    }
+
+    /// Takes back what was counted of a request that does not run here.
+    pub(super) fn take_back(&mut self, counted: &Counted, at: Moment) {
+        // A report tells of what is there, and this one is not.
+        if at.reported_at <= counted.at {
+            self.routed_tokens = self.routed_tokens.saturating_sub(counted.tokens.into());
+            self.routed = self.routed.saturating_sub(1);
+        }
+        self.sent.advance(at.goes_on_to());
+        self.sent.remove(counted.turn);
     }
 
     /// Counts a decision that was sent here.

@@ -79,7 +79,7 @@ pub fn body(bytes: impl Into<Bytes>, end_of_stream: bool) -> ProcessingRequest {
     said(Request::RequestBody(HttpBody { body: bytes.into(), end_of_stream }))
 }
 
-fn metadata(namespace: &str, key: &str, text: &str) -> Option<Metadata> {
+pub fn metadata(namespace: &str, key: &str, text: &str) -> Option<Metadata> {
     let value = Value { kind: Some(Kind::StringValue(text.to_owned())) };
     let fields = Struct { fields: [(key.to_owned(), value)].into() };
     Some(Metadata { filter_metadata: [(namespace.to_owned(), fields)].into() })

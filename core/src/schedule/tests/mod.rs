@@ -8,6 +8,7 @@ mod filter;
 mod guessed;
 mod loads;
 mod measured;
+mod moved;
 mod pairs;
 mod plans;
 mod profiles;
