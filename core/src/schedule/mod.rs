@@ -45,7 +45,7 @@ pub use admit::{Admission, Offer};
 pub use coming::{Coming, SentPrefixes};
 use cost::{Asking, Plan, Planner};
 pub use decision::{
-    Candidate, Decision, Fate, Filtered, Prediction, Reason, RejectReason, Rejection, Source,
+    Candidate, Decision, Fate, Filtered, Prediction, Reason, RejectReason, Rejection, Source, Unfit,
 };
 use decoding::Climate;
 pub use decoding::{Beside, Breaks, Decoding, Paced, Pacing};
@@ -148,6 +148,8 @@ pub struct Eligible<'a> {
     pub among: Option<&'a [InstanceId]>,
     /// Not these, by ascending number, though they are among those: the request failed there, say.
     pub without: &'a [InstanceId],
+    /// These cannot run it, by ascending number, and why.
+    pub unfit: &'a [(InstanceId, Unfit)],
     /// It runs at one of them already, and asks how its KV gets there: neither a full queue nor old reports keep it away.
     pub runs_there: bool,
 }
@@ -156,6 +158,13 @@ impl Eligible<'_> {
     fn has(&self, instance: InstanceId) -> bool {
         let is_in = |list: &[InstanceId]| list.binary_search(&instance).is_ok();
         self.among.is_none_or(is_in) && !is_in(self.without)
+    }
+
+    /// Why an instance may not be chosen, if it may not.
+    fn against(&self, instance: InstanceId) -> Option<Filtered> {
+        let unfit = self.unfit.binary_search_by_key(&instance, |(unfit, _)| *unfit);
+        let unfit = unfit.ok().map(|rank| Filtered::Unfit(self.unfit[rank].1));
+        unfit.or_else(|| (!self.has(instance)).then_some(Filtered::Ineligible))
     }
 }
 
@@ -217,9 +226,8 @@ fn price(
     // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
     let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
     let filtered = |instance: &Instance| {
-        let ineligible = (!eligible.has(instance.id)).then_some(Filtered::Ineligible);
         let closed = || (!eligible.runs_there).then(|| filter(instance, &fleet.limits, now)).flatten();
-        ineligible.or_else(closed)
+        eligible.against(instance.id).or_else(closed)
     };
     // What runs somewhere stays there.
     let pairs = (!eligible.runs_there).then_some(planners.request());

@@ -167,7 +167,7 @@ impl Forward {
                 running.ends(match refusal {
                     Refusal::Busy { .. } => Outcome::Busy,
                     Refusal::Nobody { .. } => Outcome::Nobody,
-                    Refusal::Invalid(_) => Outcome::Refused,
+                    Refusal::Invalid(_) | Refusal::Misfit(_) => Outcome::Refused,
                 });
                 return answer::refusal(&refusal);
             }

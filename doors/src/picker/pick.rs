@@ -16,6 +16,7 @@ use super::head::Head;
 use super::words::Refused;
 use crate::decide::{Chosen, Decider, Refusal, Terms, Way};
 use crate::endpoints::Endpoint;
+use crate::endpoints::models::Need;
 use crate::prompt::{Prompt, Reader};
 
 /// Blocks of a prompt that are kept until it is known who answers: a hundred thousand tokens and more, a hundred kilobytes.
@@ -80,12 +81,13 @@ impl Picks {
             return Ok(Picked { request, endpoints, prefill: None, asked: None });
         }
         // A request that has no prompt that we know of still goes somewhere.
-        let prompt = match body {
+        let (prompt, need) = match body {
             Some(body) if Reader::reads(&head.path) => self.read(head, body).await?,
-            Some(_) | None => self.empty.clone(),
+            Some(_) | None => (self.empty.clone(), Need::default()),
         };
         let terms = Terms {
             request,
+            need,
             among: Some(among),
             traceparent: head.traceparent.clone(),
             wishes: head.wishes.clone(),
@@ -182,14 +184,17 @@ impl Picks {
         }
     }
 
-    async fn read(&self, head: &Head, body: &Bytes) -> Result<Prompt, Refused> {
+    async fn read(&self, head: &Head, body: &Bytes) -> Result<(Prompt, Need), Refused> {
         let (path, model, own) = (head.path.clone(), head.model.clone(), body.clone());
         let read = move |reader: &Reader| match model {
             Some(model) => reader.read(&path, &named(&own, &model)),
             None => reader.read(&path, &own),
         };
         match self.reader.read_in_turn(body.len(), read).await {
-            Ok(asked) => Ok(asked.prompt),
+            Ok(asked) => {
+                let need = asked.need(&head.path);
+                Ok((asked.prompt, need))
+            }
             Err(unreadable) => Err(Refused::new(unreadable.status(), "unreadable", unreadable.to_string())),
         }
     }
@@ -204,6 +209,7 @@ fn refused(refusal: Refusal) -> Refused {
             Refused { retry_after: Some(retry_after), ..Refused::new(503, "no_endpoint", reason) }
         }
         Refusal::Invalid(reason) => Refused::new(400, "invalid", reason),
+        Refusal::Misfit(misfit) => Refused::new(misfit.status(), misfit.code(), misfit.to_string()),
     }
 }
 

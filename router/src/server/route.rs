@@ -8,7 +8,7 @@ use kv_core::id::{BlockHash, Epoch, InstanceId, NodeId, RequestId, TenantId, Tie
 use kv_core::index::Index;
 use kv_core::schedule::{
     self, Candidate, Coming, Decision, Decoding, Domain, Eligible, Fleet, Handover, Held, LinkKey, LinkPath,
-    LinkSample, Load, Part, Prediction, RejectReason, Rejection, Resident, Role, RouteRequest, Source,
+    LinkSample, Load, Part, Prediction, RejectReason, Rejection, Resident, Role, RouteRequest, Source, Unfit,
 };
 use kvfleet_proto::tls::callers::Caller;
 use kvfleet_proto::{convert, pb, trace_context};
@@ -28,6 +28,8 @@ use crate::view::residency::Standing;
 /// What whoever asks within the process says of a request besides.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Besides {
+    /// Instances that cannot run it, and why.
+    pub unfit: Vec<(InstanceId, Unfit)>,
     /// Whether it was decided before, under the same number, and does not run there: what was counted of it is taken back.
     pub again: bool,
 }
@@ -49,7 +51,7 @@ async fn decide(
     shared: &Shared,
     caller: &Caller,
     request: pb::RouteRequest,
-    Besides { again }: Besides,
+    Besides { mut unfit, again }: Besides,
 ) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
     let (ttft_max_us, tbt_max_us) = (ttft_max_us(shared, &request), tbt_max_us(shared, &request));
@@ -72,7 +74,9 @@ async fn decide(
     };
     let held = Held { matched: &matched, resident: &resident, coming: &coming };
     let (among, without) = eligible(&request);
-    let eligible = Eligible { among: among.as_deref(), without: &without, runs_there: request.runs_there };
+    unfit.sort_unstable_by_key(|(instance, _)| *instance);
+    let runs_there = request.runs_there;
+    let eligible = Eligible { among: among.as_deref(), without: &without, unfit: &unfit, runs_there };
     let choose = |fleet: &Fleet| {
         let chosen = schedule::choose_among(&asked, held, eligible, fleet, now);
         if request.text { chosen.map(Decision::of_text) } else { chosen }
