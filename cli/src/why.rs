@@ -21,6 +21,8 @@ struct Story {
     blocks: u32,
     rejected: Option<String>,
     instance: Option<u32>,
+    /// Another one, if that is known to have answered in its place.
+    answered_by: Option<u32>,
     resident_blocks: u32,
     fetch_blocks: u32,
     predicted_ttft_us: u64,
@@ -91,6 +93,7 @@ fn story(request: u64, router: String, reply: pb::WhyReply) -> Story {
         blocks: reply.blocks,
         rejected: (!is_sent).then_some(reply.rejected),
         instance: is_sent.then_some(reply.instance),
+        answered_by: reply.answered_by.filter(|_| is_sent),
         resident_blocks: reply.resident_blocks,
         fetch_blocks: reply.fetch_blocks,
         predicted_ttft_us: predicted.queue_us + predicted.transfer_us + predicted.prefill_us,
@@ -123,6 +126,9 @@ fn render(story: &Story) -> String {
         "  sent to instance-{}: of {blocks} blocks {resident_blocks} were in its GPU memory, {fetch_blocks} to be fetched",
         story.instance.unwrap_or_default()
     );
+    if let Some(by) = story.answered_by {
+        let _ = writeln!(text, "  answered by instance-{by} in its place");
+    }
     let observed = story.observed_ttft_us.map(|us| format!(", and came after {:.1} ms", us as f64 / 1e3));
     let _ = writeln!(
         text,
@@ -219,6 +225,9 @@ mod tests {
         assert!(text.contains("other tokens predicted 9.0 ms apart, and came 9.5 ms apart\n"), "{text}");
         let text = render(&story(9, "r:1".into(), came));
         assert!(text.contains("predicted after 3.5 ms, and came after 4.0 ms\n  3 of the blocks"), "{text}");
+        let elsewhere = pb::WhyReply { answered_by: Some(5), ..reply() };
+        let text = render(&story(9, "r:1".into(), elsewhere));
+        assert!(text.contains("4 to be fetched\n  answered by instance-5 in its place\n"), "{text}");
     }
 
     /// Every reason there is, with what differs from case to case as the document has it.

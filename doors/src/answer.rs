@@ -80,5 +80,9 @@ pub(crate) fn refusal(refusal: &Refusal) -> Response<Body> {
             later(StatusCode::SERVICE_UNAVAILABLE, reason, "service_unavailable", *retry_after)
         }
         Refusal::Invalid(reason) => problem(StatusCode::BAD_REQUEST, reason, None),
+        Refusal::Misfit(misfit) => {
+            let status = StatusCode::from_u16(misfit.status()).unwrap_or(StatusCode::BAD_REQUEST);
+            problem(status, &misfit.to_string(), Some(misfit.code()))
+        }
     }
 }

@@ -7,10 +7,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::InstanceId;
+use kv_core::schedule::Unfit;
 use kvfleet_proto::pb;
-use kvfleet_router::Desk;
+use kvfleet_router::{Besides, Desk};
 
-use crate::endpoints::{Endpoint, Endpoints};
+use crate::config::ModelConfig;
+use crate::endpoints::models::{Misfit, Need, Written, fit};
+use crate::endpoints::{Endpoint, Endpoints, Known};
 use crate::prompt::Prompt;
 
 /// Asks the router, and knows where its instances take requests.
@@ -19,6 +22,8 @@ pub(crate) struct Decider {
     desk: Desk,
     endpoints: Endpoints,
     objectives: Arc<BTreeMap<String, i32>>,
+    /// Models that the configuration names.
+    written: Arc<Written>,
 }
 
 /// Under what a request is sent.
@@ -36,6 +41,10 @@ pub(crate) struct Terms {
     pub(crate) traceparent: String,
     /// What the caller wishes for it.
     pub(crate) wishes: Wishes,
+    /// What it needs of an engine.
+    pub(crate) need: Need,
+    /// Whether it was decided before and does not run there.
+    pub(crate) again: bool,
 }
 
 /// What a caller wishes for a request, in the words of the Inference Extension.
@@ -153,11 +162,28 @@ pub(crate) enum Refusal {
     /// The request makes no sense: 400.
     #[error("{0}")]
     Invalid(String),
+    /// No engine serves its model, 404, or has the context for it, 400.
+    #[error(transparent)]
+    Misfit(#[from] Misfit),
+}
+
+/// Engines, as far as a request may go there.
+struct Open {
+    /// Those that may be chosen.
+    endpoints: Vec<Arc<Endpoint>>,
+    /// Those that cannot run it.
+    unfit: Vec<(InstanceId, Unfit)>,
 }
 
 impl Decider {
     pub(crate) fn new(desk: Desk, endpoints: Endpoints) -> Decider {
-        Decider { desk, endpoints, objectives: Arc::default() }
+        Decider { desk, endpoints, objectives: Arc::default(), written: Arc::default() }
+    }
+
+    /// The same where the configuration names these models.
+    pub(crate) fn with_models(self, models: &[ModelConfig]) -> Decider {
+        let written = models.iter().map(|model| (model.name.clone(), !model.adapter.is_empty()));
+        Decider { written: Arc::new(written.collect()), ..self }
     }
 
     /// The same with priorities for these objectives.
@@ -180,7 +206,7 @@ impl Decider {
 
     /// Decides where a prompt runs.
     pub(crate) async fn decide(&self, prompt: &Prompt, terms: &Terms) -> Result<Chosen, Refusal> {
-        let open = self.open(terms);
+        let Open { endpoints: open, unfit } = self.fitting(terms)?;
         if open.is_empty() {
             let reason = match self.endpoints.list().len() {
                 0 => "no engine is known that takes requests".to_owned(),
@@ -188,7 +214,19 @@ impl Decider {
             };
             return Err(Refusal::Nobody { reason, retry_after: Duration::from_secs(1) });
         }
-        let request = pb::RouteRequest {
+        let among = Some(pb::Among { instances: open.iter().map(|endpoint| endpoint.instance.0).collect() });
+        let request = pb::RouteRequest { among, ..self.question(prompt, terms) };
+        let besides = Besides { unfit, again: terms.again };
+        let reply = self.desk.route_with(request, besides).await.map_err(|status| match status.code() {
+            tonic::Code::InvalidArgument => Refusal::Invalid(status.message().to_owned()),
+            _ => Refusal::Nobody { reason: status.message().to_owned(), retry_after: Duration::from_secs(1) },
+        })?;
+        self.answered(reply, terms)
+    }
+
+    /// What the router is asked of a request.
+    fn question(&self, prompt: &Prompt, terms: &Terms) -> pb::RouteRequest {
+        pb::RouteRequest {
             request: terms.request,
             tenant: terms.tenant(),
             ttft_max_ms: terms
@@ -206,13 +244,17 @@ impl Decider {
             output_tokens: prompt.output_tokens,
             traceparent: terms.traceparent.clone(),
             text: prompt.is_text,
-            among: Some(pb::Among { instances: open.iter().map(|endpoint| endpoint.instance.0).collect() }),
             ..pb::RouteRequest::default()
-        };
-        let reply = self.desk.route(request).await.map_err(|status| match status.code() {
-            tonic::Code::InvalidArgument => Refusal::Invalid(status.message().to_owned()),
-            _ => Refusal::Nobody { reason: status.message().to_owned(), retry_after: Duration::from_secs(1) },
-        })?;
+        }
+    }
+
+    /// A request that was decided goes this way, and not the one that was chosen for it.
+    pub(crate) fn goes(&self, prompt: &Prompt, terms: &Terms, way: &Way) {
+        let goes_on = way.partner.as_ref().map(|partner| partner.instance);
+        self.desk.moved(&self.question(prompt, terms), (way.endpoint.instance, goes_on));
+    }
+
+    fn answered(&self, reply: pb::RouteReply, terms: &Terms) -> Result<Chosen, Refusal> {
         match reply.answer {
             Some(pb::route_reply::Answer::Decision(decision)) => {
                 // It counts as sent, and goes nowhere if that one has just left.
@@ -233,15 +275,29 @@ impl Decider {
         }
     }
 
-    /// Endpoints that may be chosen.
+    /// Endpoints that may be chosen; nobody where none can run it.
     pub(crate) fn open(&self, terms: &Terms) -> Vec<Arc<Endpoint>> {
-        let may = |endpoint: &Arc<Endpoint>| {
-            let instance = &endpoint.instance;
-            self.endpoints.is_open(*instance)
-                && terms.among.as_ref().is_none_or(|among| among.contains(instance))
-                && !terms.without.contains(instance)
-        };
-        self.endpoints.list().into_iter().filter(may).collect()
+        self.fitting(terms).map_or_else(|_| Vec::new(), |open| open.endpoints)
+    }
+
+    /// The same, and which cannot run it.
+    fn fitting(&self, terms: &Terms) -> Result<Open, Misfit> {
+        let known = self.endpoints.known();
+        let models: Vec<_> = known.iter().map(|one| one.models.clone()).collect();
+        let fits = fit(&models, &terms.need, &self.written)?;
+        let mut open = Open { endpoints: Vec::new(), unfit: Vec::new() };
+        for (Known { endpoint, is_open, .. }, unfit) in known.into_iter().zip(fits) {
+            let instance = endpoint.instance;
+            let may = is_open
+                && terms.among.as_ref().is_none_or(|among| among.contains(&instance))
+                && !terms.without.contains(&instance);
+            match unfit {
+                Some(unfit) => open.unfit.push((instance, unfit)),
+                None if may => open.endpoints.push(endpoint),
+                None => {}
+            }
+        }
+        Ok(open)
     }
 
     fn chosen(&self, decision: &pb::Decision) -> Result<Chosen, Refusal> {

@@ -112,13 +112,14 @@ impl Doors {
         let opened = stop.clone().drop_guard();
         let Opened { endpoints, admin } = endpoints::open(config, &desk, registry, &stop).await?;
         let objectives = config.objectives.iter().map(|of| (of.name.clone(), of.priority));
-        let decider = Decider::new(desk, endpoints).with_objectives(objectives);
+        let decider = Decider::new(desk, endpoints).with_objectives(objectives).with_models(&config.models);
         let (mut picker, mut openai) = (None, None);
         if config.openai.is_open() || config.picker.is_open() {
             check_identity(config, engines)?;
             let tenants = Arc::new(Tenants::load(engines)?);
             let block_tokens = tenants.block_tokens();
-            let reader = Arc::new(Reader::load(config, tenants, PromptMetrics::register(registry)?)?);
+            let reader = Reader::load(config, tenants, PromptMetrics::register(registry)?)?;
+            let reader = Arc::new(reader.of_engines(decider.endpoints()));
             picker = picker::serve(&config.picker, &decider, &reader, block_tokens, registry, &stop).await?;
             if config.openai.is_open() {
                 let metrics = Metrics::register(registry)?;

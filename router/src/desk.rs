@@ -15,7 +15,8 @@ use tonic::Status;
 use crate::config::EngineConfig;
 use crate::engines::{FollowError, Following};
 use crate::groups::Group;
-use crate::server::{Shared, decode, route, why};
+use crate::server::route::Besides;
+use crate::server::{Shared, decode, moved, route, why};
 use crate::view::recall::Said;
 
 /// Longest silence of a leader with which a replica still counts as near it: some elections long.
@@ -71,12 +72,32 @@ impl Desk {
     /// # Errors
     /// What the gRPC call of this name answers: `InvalidArgument` for what makes no sense, `Unavailable` while the router cannot know.
     pub async fn route(&self, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
+        self.route_with(request, Besides::default()).await
+    }
+
+    /// The same with what is known of the request besides.
+    ///
+    /// # Errors
+    /// As above.
+    pub async fn route_with(
+        &self,
+        request: pb::RouteRequest,
+        besides: Besides,
+    ) -> Result<pb::RouteReply, Status> {
         let started = Instant::now();
         // Behind a pointer, so that whoever awaits it need not be compiled with all that a router is.
-        let answering: Answering<'_> = Box::pin(route::route(&self.shared, &Caller::Member, request));
+        let answering: Answering<'_> =
+            Box::pin(route::route(&self.shared, &Caller::Member, request, besides));
         let answer = answering.await;
         self.shared.metrics.routed(route::outcome(&answer), started.elapsed());
         answer
+    }
+
+    /// A request that was decided here, asked for in the same words, runs on this instance in place of the one it was sent to, and the second goes on from there if one is
+    /// named. What was counted of it goes along, the second instance's word of it counts from then on, and `why` tells who answered. Of a request that is not known, or is
+    /// over, it says nothing.
+    pub fn moved(&self, request: &pb::RouteRequest, to: (InstanceId, Option<InstanceId>)) {
+        moved::moved(&self.shared, request, to);
     }
 
     /// The first token of a request came from an instance, so long after it was chosen: by this predictions are corrected. Of a request that is not known,

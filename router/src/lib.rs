@@ -56,4 +56,5 @@ pub use raft::log::LogError;
 #[cfg(feature = "probe")]
 pub use raft::probe::Replica;
 pub use raft::snapshot_file::SnapshotFileError;
+pub use server::route::Besides;
 pub use start::Router;

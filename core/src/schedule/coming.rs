@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 
 use super::RouteRequest;
 use super::decision::Decision;
+use super::moved::Counted;
 use crate::id::{BlockHash, InstanceId, Timestamp};
 
 /// Tokens between two places at which prompts are compared: less in common is not worth a search.
@@ -66,6 +67,11 @@ pub(super) fn places(
     (1..=whole.min(hashes) / step).rev().map(move |nth| nth * step)
 }
 
+/// Until when what was sent now is remembered, whose prompt is predicted to be computed after so long.
+fn until(computed_us: u64, now: Timestamp) -> Timestamp {
+    now.after(Duration::from_micros(computed_us).saturating_add(GRACE).min(LIFE_MAX))
+}
+
 impl SentPrefixes {
     /// A request with these hashes was sent by this decision.
     pub fn sent(
@@ -76,8 +82,8 @@ impl SentPrefixes {
         now: Timestamp,
     ) {
         self.forget(now);
-        let life = Duration::from_micros(decision.predicted.ttft_us()).saturating_add(GRACE).min(LIFE_MAX);
-        let sent = Sent { instance: decision.instance, turn: decision.turn, until: now.after(life) };
+        let until = until(decision.predicted.ttft_us(), now);
+        let sent = Sent { instance: decision.instance, turn: decision.turn, until };
         for blocks in places(request, hashes.len()).rev() {
             let place = hashes[blocks - 1];
             let all = self.places.entry(place).or_default();
@@ -98,6 +104,22 @@ impl SentPrefixes {
         }
         while self.order.len() > PLACES_MAX {
             self.drop_oldest();
+        }
+    }
+
+    /// A request with these hashes does not run where it was sent: what it alone was to bring there does not come.
+    pub fn take_back(&mut self, request: &RouteRequest, hashes: &[BlockHash], counted: &Counted) {
+        let until = until(counted.computed_us, counted.at);
+        // Where another one brings it too, its time or its turn is another.
+        let is_its =
+            |sent: &Sent| (sent.instance, sent.turn, sent.until) == (counted.instance, counted.turn, until);
+        for place in places(request, hashes.len()).map(|blocks| hashes[blocks - 1]) {
+            if let Some(all) = self.places.get_mut(&place) {
+                all.retain(|sent| !is_its(sent));
+                if all.is_empty() {
+                    self.places.remove(&place);
+                }
+            }
         }
     }
 

@@ -138,6 +138,26 @@ pub enum Filtered {
     Decodes,
     /// It computes prompts, and none that goes on from there may be chosen and is near enough.
     Alone,
+    /// It cannot run the request, as whoever asked knows.
+    Unfit(Unfit),
+}
+
+/// Why an instance cannot run a request, whatever it has to do. Closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Unfit {
+    /// Its engine serves other models.
+    Model,
+    /// The prompt, with what is to be said, is longer than its engine takes.
+    Context,
+}
+
+impl fmt::Display for Unfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Unfit::Model => "it serves other models",
+            Unfit::Context => "its context is too short",
+        })
+    }
 }
 
 impl fmt::Display for Filtered {
@@ -148,6 +168,7 @@ impl fmt::Display for Filtered {
             Filtered::Ineligible => write!(f, "left out by whoever asked"),
             Filtered::Decodes => write!(f, "it computes no prompts"),
             Filtered::Alone => write!(f, "no instance that may go on from there is near enough"),
+            Filtered::Unfit(unfit) => unfit.fmt(f),
         }
     }
 }
@@ -312,6 +333,13 @@ pub enum Reason {
         /// Those that compute prompts, and have nobody to go on.
         alone: u32,
     },
+    /// Instances were left out that cannot run it.
+    Unfit {
+        /// Those that serve other models.
+        model: u32,
+        /// Those whose context is too short.
+        context: u32,
+    },
     /// Instances were left out.
     Filtered {
         /// Those without a fresh report.
@@ -371,17 +399,7 @@ impl fmt::Display for Reason {
                     others + 1
                 )
             }
-            Reason::Roles { decode, alone } => write!(
-                f,
-                "left out {decode} instances that compute no prompts, and {alone} that have nobody to go on from there"
-            ),
-            Reason::Filtered { stale, full, ineligible } => {
-                write!(f, "left out {stale} instances without a fresh report and {full} with a full queue")?;
-                if *ineligible > 0 {
-                    write!(f, ", and {ineligible} by whoever asked")?;
-                }
-                Ok(())
-            }
+            Reason::Roles { .. } | Reason::Unfit { .. } | Reason::Filtered { .. } => self.say_of_left_out(f),
             Reason::Coming
             | Reason::Resident { .. }
             | Reason::Guessed { .. }
@@ -399,6 +417,29 @@ impl fmt::Display for Reason {
 }
 
 impl Reason {
+    /// Says how many instances were left out.
+    fn say_of_left_out(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Reason::Roles { decode, alone } => write!(
+                f,
+                "left out {decode} instances that compute no prompts, and {alone} that have nobody to go on from there"
+            ),
+            Reason::Unfit { model, context } => write!(
+                f,
+                "left out {model} instances that serve other models, and {context} whose context is too short"
+            ),
+            Reason::Filtered { stale, full, ineligible } => {
+                write!(f, "left out {stale} instances without a fresh report and {full} with a full queue")?;
+                if *ineligible > 0 {
+                    write!(f, ", and {ineligible} by whoever asked")?;
+                }
+                Ok(())
+            }
+            // The others are said elsewhere.
+            _ => Ok(()),
+        }
+    }
+
     /// Says where blocks come from and go to.
     fn say_of_blocks(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -391,8 +391,7 @@ impl Fleet {
         &self.passing
     }
 
-    /// The load of an instance, as tests set it.
-    #[cfg(test)]
+    /// The load of an instance.
     pub(super) fn load_mut(&mut self, id: InstanceId) -> Option<&mut Load> {
         let rank = self.instances.binary_search_by_key(&id, |known| known.id).ok()?;
         Some(&mut self.instances[rank].load)

@@ -12,6 +12,7 @@ use smallvec::SmallVec;
 
 use super::coming::places;
 use super::decision::Decision;
+use super::moved::Counted;
 use super::{Resident, RouteRequest};
 use crate::id::{BlockHash, InstanceId, Timestamp};
 
@@ -137,6 +138,25 @@ impl GuessedPrefixes {
         }
         while self.order.len() > PLACES_MAX {
             self.drop_oldest();
+        }
+    }
+
+    /// A request with these hashes does not run where it was sent: what is there since before that stays, and nothing else of it will be.
+    pub fn take_back(&mut self, request: &RouteRequest, hashes: &[BlockHash], counted: &Counted) {
+        if let Some(known) = self.instances.get_mut(&counted.instance) {
+            known.computed_tokens = known.computed_tokens.saturating_sub(counted.tokens.into());
+        }
+        let from = counted.at.after(Duration::from_micros(counted.ttft_us));
+        let is_its =
+            |kept: &Kept| (kept.instance, kept.sent, kept.from) == (counted.instance, counted.at, from);
+        for place in places(request, hashes.len()).rev().take(OF_PROMPT_MAX).map(|blocks| hashes[blocks - 1])
+        {
+            if let Some(all) = self.places.get_mut(&place) {
+                all.retain(|kept| !is_its(kept));
+                if all.is_empty() {
+                    self.places.remove(&place);
+                }
+            }
         }
     }
 

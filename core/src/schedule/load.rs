@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::decision::{Decision, Prediction};
 use super::decoding::{Decoding, Strictest};
+use super::moved::Counted;
 use super::speed::Speed;
 use super::steps::Pace;
 use crate::id::Timestamp;
@@ -81,6 +82,14 @@ struct One {
 }
 
 impl One {
+    /// One of several is not among them any more.
+    fn less_one(&mut self) {
+        let less = |all: u32| all - all / self.requests.max(1);
+        let (tokens, prefill_us, kv_tokens) =
+            (less(self.tokens), less(self.prefill_us), less(self.kv_tokens));
+        *self = One { tokens, prefill_us, kv_tokens, requests: self.requests.saturating_sub(1), ..*self };
+    }
+
     /// Together with the next one, at its turn.
     fn with(self, next: One) -> One {
         One {
@@ -203,6 +212,24 @@ impl Sent {
         self.all.copy_within(at + 1..self.len, at);
         self.len -= 1;
         true
+    }
+
+    /// The one with this turn is not here.
+    fn remove(&mut self, turn: Timestamp) {
+        // Of some that were taken together, whose last it is or is not, each is as much as the others.
+        let Some(nth) = self.all().iter().position(|one| one.turn == turn) else { return };
+        if self.all[nth].requests > 1 {
+            return self.all[nth].less_one();
+        }
+        if nth < self.begun {
+            let before_us = sum_us(&self.all[..nth]);
+            let own_us = self.done_us.saturating_sub(before_us).min(self.all[nth].prefill_us.into());
+            self.done_us -= own_us;
+            self.begun -= 1;
+        }
+        self.all.copy_within(nth + 1..self.len, nth);
+        self.len -= 1;
+        self.all[self.len] = One::default();
     }
 
     fn pop(&mut self) {
@@ -420,6 +447,17 @@ impl Load {
     /// Whether nobody runs or waits there.
     pub(super) fn is_idle(&self) -> bool {
         self.running == 0 && self.requests_ahead() == 0 && self.tokens_ahead() == 0
+    }
+
+    /// Takes back what was counted of a request that does not run here.
+    pub(super) fn take_back(&mut self, counted: &Counted, at: Moment) {
+        // A report tells of what is there, and this one is not.
+        if at.reported_at <= counted.at {
+            self.routed_tokens = self.routed_tokens.saturating_sub(counted.tokens.into());
+            self.routed = self.routed.saturating_sub(1);
+        }
+        self.sent.advance(at.goes_on_to());
+        self.sent.remove(counted.turn);
     }
 
     /// Counts a decision that was sent here.

@@ -23,6 +23,7 @@ mod link;
 mod load;
 mod margin;
 mod missing;
+mod moved;
 mod nearer;
 mod pairs;
 mod passing;
@@ -47,7 +48,7 @@ pub use coming::{Coming, SentPrefixes};
 pub use computing::Computing;
 use cost::{Asking, Plan, Planner};
 pub use decision::{
-    Candidate, Decision, Fate, Filtered, Prediction, Prompt, Reason, RejectReason, Rejection, Source,
+    Candidate, Decision, Fate, Filtered, Prediction, Prompt, Reason, RejectReason, Rejection, Source, Unfit,
 };
 use decoding::Climate;
 pub use decoding::{Beside, Breaks, Decoding, Paced, Pacing};
@@ -61,6 +62,7 @@ pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
 pub use load::Load;
 use load::{Moment, Newcomer};
 pub use missing::{Found, Missing, Told, Why, missing};
+pub use moved::Counted;
 use pairs::Partners;
 pub use pairs::{DOMAIN_LEVELS, Domain, DomainError, Handover, Part, Role};
 use planners::{Planners, asking};
@@ -151,6 +153,8 @@ pub struct Eligible<'a> {
     pub among: Option<&'a [InstanceId]>,
     /// Not these, by ascending number, though they are among those: the request failed there, say.
     pub without: &'a [InstanceId],
+    /// These cannot run it, by ascending number, and why.
+    pub unfit: &'a [(InstanceId, Unfit)],
     /// It runs at one of them already, and asks how its KV gets there: neither a full queue nor old reports keep it away.
     pub runs_there: bool,
 }
@@ -159,6 +163,13 @@ impl Eligible<'_> {
     fn has(&self, instance: InstanceId) -> bool {
         let is_in = |list: &[InstanceId]| list.binary_search(&instance).is_ok();
         self.among.is_none_or(is_in) && !is_in(self.without)
+    }
+
+    /// Why an instance may not be chosen, if it may not.
+    fn against(&self, instance: InstanceId) -> Option<Filtered> {
+        let unfit = self.unfit.binary_search_by_key(&instance, |(unfit, _)| *unfit);
+        let unfit = unfit.ok().map(|rank| Filtered::Unfit(self.unfit[rank].1));
+        unfit.or_else(|| (!self.has(instance)).then_some(Filtered::Ineligible))
     }
 }
 
@@ -220,9 +231,8 @@ fn price(
     // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
     let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
     let filtered = |instance: &Instance| {
-        let ineligible = (!eligible.has(instance.id)).then_some(Filtered::Ineligible);
         let closed = || (!eligible.runs_there).then(|| filter(instance, &fleet.limits, now)).flatten();
-        ineligible.or_else(closed)
+        eligible.against(instance.id).or_else(closed)
     };
     // What runs somewhere stays there.
     let pairs = (!eligible.runs_there).then_some(planners.request());

@@ -6,7 +6,7 @@ use smallvec::SmallVec;
 
 use super::Choice;
 use super::cost::Plan;
-use super::decision::{Candidate, Fate, Filtered, Reason, Source};
+use super::decision::{Candidate, Fate, Filtered, Reason, Source, Unfit};
 use super::decoding::Breaks;
 use super::lanes::Measure;
 use crate::id::InstanceId;
@@ -40,20 +40,25 @@ pub(super) fn of(
         Some(holder) if own != Some(holder.node) => reasons.push(Reason::SavedByRing { node: holder.node }),
         Some(_) => {}
     }
-    let stale = candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Stale { .. }))).count();
-    let ineligible = candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Ineligible))).count();
-    let of = |filtered| candidates.iter().filter(|one| one.filtered == Some(filtered)).count();
-    let (decode, alone) = (of(Filtered::Decodes), of(Filtered::Alone));
-    let full = candidates.len() - choice.open - stale - ineligible - decode - alone;
     reasons.extend(candidates[0].handover.map(|handover| Reason::Pair { handover }));
-    if decode + alone > 0 {
-        reasons.push(Reason::Roles { decode: decode as u32, alone: alone as u32 });
-    }
-    if stale + full + ineligible > 0 {
-        let [stale, full, ineligible] = [stale, full, ineligible].map(|count| count as u32);
-        reasons.push(Reason::Filtered { stale, full, ineligible });
-    }
+    reasons.extend(why_left_out(choice, candidates));
     reasons.into_vec()
+}
+
+/// How many were left out, by what for.
+fn why_left_out(choice: &Choice<'_>, candidates: &[Candidate]) -> impl Iterator<Item = Reason> + use<> {
+    let stale =
+        candidates.iter().filter(|c| matches!(c.filtered, Some(Filtered::Stale { .. }))).count() as u32;
+    let of = |filtered| candidates.iter().filter(|one| one.filtered == Some(filtered)).count() as u32;
+    let (decode, alone) = (of(Filtered::Decodes), of(Filtered::Alone));
+    let [model, context] = [Unfit::Model, Unfit::Context].map(|unfit| of(Filtered::Unfit(unfit)));
+    let ineligible = of(Filtered::Ineligible);
+    let closed = (candidates.len() - choice.open) as u32;
+    let full = closed - stale - ineligible - decode - alone - model - context;
+    let roles = (decode + alone > 0).then_some(Reason::Roles { decode, alone });
+    let unfit = (model + context > 0).then_some(Reason::Unfit { model, context });
+    let filtered = (stale + full + ineligible > 0).then_some(Reason::Filtered { stale, full, ineligible });
+    [roles, unfit, filtered].into_iter().flatten()
 }
 
 fn why_instance(choice: &Choice<'_>, candidates: &[Candidate]) -> Reason {

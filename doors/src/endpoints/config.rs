@@ -18,6 +18,8 @@ pub struct LoadConfig {
     pub health_every_ms: u64,
     /// Between two questions for the addresses of its host, in milliseconds.
     pub resolve_every_ms: u64,
+    /// Between two questions which models it serves, in milliseconds; 0: it is never asked.
+    pub models_every_ms: u64,
     /// Longest that an answer takes, in milliseconds.
     pub timeout_ms: u64,
     /// Failures in a row after which an engine is left out. One that nobody listens at is left out at once.
@@ -34,6 +36,7 @@ impl Default for LoadConfig {
             every_ms: 200,
             health_every_ms: 1_000,
             resolve_every_ms: 5_000,
+            models_every_ms: 10_000,
             timeout_ms: 1_000,
             failures_max: 3,
             prompt_tokens: 1_024,
@@ -54,6 +57,12 @@ impl LoadConfig {
             if !(20..=most).contains(&given) {
                 return refuse(key, format!("{given} is outside 20 to {most}; {usual} is usual"));
             }
+        }
+        let models_every_ms = self.models_every_ms;
+        if models_every_ms != 0 && !(20..=3_600_000).contains(&models_every_ms) {
+            let problem =
+                format!("{models_every_ms} is outside 20 to 3600000; 10000 is usual, and 0 is never");
+            return refuse("load.models_every_ms", problem);
         }
         for (key, given, most, usual) in [
             ("load.failures_max", self.failures_max, 1_000, 3),
@@ -76,6 +85,11 @@ impl LoadConfig {
 
     pub(crate) fn resolve_every(&self) -> Duration {
         Duration::from_millis(self.resolve_every_ms)
+    }
+
+    /// None: never.
+    pub(crate) fn models_every(&self) -> Option<Duration> {
+        (self.models_every_ms > 0).then(|| Duration::from_millis(self.models_every_ms))
     }
 
     pub(crate) fn timeout(&self) -> Duration {

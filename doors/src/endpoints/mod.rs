@@ -22,8 +22,10 @@ pub(crate) mod fixed;
 #[cfg(feature = "kubernetes")]
 pub(crate) mod kubernetes;
 pub(crate) mod load;
+pub(crate) mod models;
 mod open;
 
+use models::Models;
 pub use open::OpenError;
 pub(crate) use open::{Opened, open};
 
@@ -83,6 +85,8 @@ pub(crate) struct Standing {
     pub(crate) problem: Option<String>,
     /// What it said last of its load, and when; none where it reports itself, or said nothing yet.
     pub(crate) load: Option<(Heard, Instant)>,
+    /// Which models it serves, as it said last; none where it said nothing yet.
+    pub(crate) models: Option<Arc<Models>>,
 }
 
 /// What an engine says of its load.
@@ -105,6 +109,16 @@ impl Heard {
     pub(crate) fn kv_tokens(&self) -> u64 {
         (self.kv_tokens_max as f64 * self.usage.unwrap_or_default()).round() as u64
     }
+}
+
+/// One that is known, as far as a choice needs it.
+#[derive(Clone, Debug)]
+pub(crate) struct Known {
+    pub(crate) endpoint: Arc<Endpoint>,
+    /// Whether nothing speaks against sending it a request.
+    pub(crate) is_open: bool,
+    /// Which models it serves; none where it did not say.
+    pub(crate) models: Option<Arc<Models>>,
 }
 
 #[derive(Debug)]
@@ -227,6 +241,38 @@ impl Endpoints {
             .read()
             .get(&instance)
             .is_some_and(|entry| !entry.endpoint.draining && !entry.standing.is_unwell)
+    }
+
+    /// All, by ascending instance, each with whether nothing speaks against sending it a request, and which models it serves.
+    pub(crate) fn known(&self) -> Vec<Known> {
+        let known = |entry: &Entry| Known {
+            endpoint: Arc::clone(&entry.endpoint),
+            is_open: !entry.endpoint.draining && !entry.standing.is_unwell,
+            models: entry.standing.models.clone(),
+        };
+        self.all.read().values().map(known).collect()
+    }
+
+    /// Whether an engine lists a model of this name.
+    pub(crate) fn lists(&self, model: &str) -> bool {
+        let lists = |entry: &Entry| {
+            entry.standing.models.as_ref().is_some_and(|models| models.by_name.contains_key(model))
+        };
+        self.all.read().values().any(lists)
+    }
+
+    /// All names that engines list, each with the longest context that one has for it, where all say.
+    pub(crate) fn models(&self) -> BTreeMap<String, Option<u32>> {
+        let mut all: BTreeMap<String, Option<u32>> = BTreeMap::new();
+        for models in self.all.read().values().filter_map(|entry| entry.standing.models.as_ref()) {
+            for name in models.by_name.keys() {
+                let context = models.context_tokens(name);
+                all.entry(name.clone())
+                    .and_modify(|known| *known = known.zip(context).map(|(one, other)| one.max(other)))
+                    .or_insert(context);
+            }
+        }
+        all
     }
 
     /// A request failed there: whoever looks after it asks at once how it is, and not when it is time to.

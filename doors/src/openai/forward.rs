@@ -161,13 +161,13 @@ impl Forward {
     /// Sends it, until somebody answers or nobody is left.
     pub(super) async fn forward(&self, mut sending: Sending, mut running: Running) -> Response<Body> {
         let mut others = Others::default();
-        let mut place = match self.choose(&sending, &mut others).await {
+        let mut place = match self.choose(&sending, &mut others, false).await {
             Ok(place) => place,
             Err(refusal) => {
                 running.ends(match refusal {
                     Refusal::Busy { .. } => Outcome::Busy,
                     Refusal::Nobody { .. } => Outcome::Nobody,
-                    Refusal::Invalid(_) => Outcome::Refused,
+                    Refusal::Invalid(_) | Refusal::Misfit(_) => Outcome::Refused,
                 });
                 return answer::refusal(&refusal);
             }
@@ -215,22 +215,23 @@ impl Forward {
         }
     }
 
-    /// Asks the router, and notes who else could take it.
-    async fn choose(&self, sending: &Sending, others: &mut Others) -> Result<Place, Refusal> {
+    /// Asks the router, and notes who else could take it. `again`: it does not run where it was sent.
+    async fn choose(&self, sending: &Sending, others: &mut Others, again: bool) -> Result<Place, Refusal> {
         let now = Instant::now();
-        let mut terms = sending.terms.clone();
+        let asked = Terms { again, ..sending.terms.clone() };
+        let mut terms = asked.clone();
         terms.without.extend(self.breakers.closed_to(now));
         let open = self.decider.open(&sending.terms);
         let left_alone: Vec<_> = open.iter().map(|endpoint| endpoint.instance).collect();
         if !open.is_empty() && left_alone.iter().all(|instance| terms.without.contains(instance)) {
             // They cannot all be broken for long: one is asked, rather than that nobody is answered.
-            terms = sending.terms.clone();
+            terms = asked.clone();
             terms.among = self.breakers.first_opened(&left_alone).map(|first| vec![first]);
         }
         let chosen = match self.decider.decide(&sending.prompt, &terms).await {
             // Those of one kind may all be left alone, and the others are of no use without.
             Err(Refusal::Nobody { .. }) if terms.without.len() > sending.terms.without.len() => {
-                self.decider.decide(&sending.prompt, &sending.terms).await?
+                self.decider.decide(&sending.prompt, &asked).await?
             }
             chosen => chosen?,
         };
@@ -239,6 +240,9 @@ impl Forward {
         others.ways.push_front(chosen.way.clone());
         // Another request may have begun to try the only one meanwhile.
         let place = self.first_free(others, &sending.terms, now);
+        if let Some(other) = place.as_ref().filter(|place| place.way != chosen.way) {
+            self.decider.goes(&sending.prompt, &sending.terms, &other.way);
+        }
         Ok(place.unwrap_or_else(|| {
             let claim = self.breakers.claim_closed(chosen.way.endpoint.instance);
             let partner = chosen.way.partner.as_ref();
@@ -256,9 +260,11 @@ impl Forward {
         let chance = self.chance.lock().random();
         tokio::time::sleep(backoff::wait(&self.config.retry, tries - 1, chance)).await;
         if let Some(place) = self.first_free(others, &sending.terms, Instant::now()) {
+            // Where it was sent it is not, and the router counts it there.
+            self.decider.goes(&sending.prompt, &sending.terms, &place.way);
             return Some(place);
         }
-        self.choose(sending, others).await.ok()
+        self.choose(sending, others, true).await.ok()
     }
 
     fn first_free(&self, others: &mut Others, terms: &Terms, now: Instant) -> Option<Place> {

@@ -35,6 +35,8 @@ pub(super) struct Door {
     pub(super) reader: Arc<Reader>,
     pub(super) metrics: Metrics,
     models: Vec<ModelCard>,
+    /// Since when models are there, in seconds.
+    created: u64,
     body_bytes_max: usize,
     idle: Duration,
     body_within: Duration,
@@ -58,9 +60,15 @@ struct ModelCard {
 }
 
 #[derive(Serialize)]
-struct ModelList<'a> {
+struct ModelList {
     object: &'static str,
-    data: &'a [ModelCard],
+    data: Vec<ModelCard>,
+}
+
+impl ModelCard {
+    fn of(id: String, created: u64, max_model_len: Option<u32>) -> ModelCard {
+        ModelCard { id, object: "model", created, owned_by: "kvfleet", max_model_len }
+    }
 }
 
 impl Door {
@@ -73,18 +81,16 @@ impl Door {
         first_number: u64,
         created: u64,
     ) -> Door {
-        let card = |model: &crate::config::ModelConfig| ModelCard {
-            id: model.name.clone(),
-            object: "model",
-            created,
-            owned_by: "kvfleet",
-            max_model_len: (model.context_tokens > 0).then_some(model.context_tokens),
+        let card = |model: &crate::config::ModelConfig| {
+            let context = (model.context_tokens > 0).then_some(model.context_tokens);
+            ModelCard::of(model.name.clone(), created, context)
         };
         Door {
             forward,
             reader,
             metrics,
             models: config.models.iter().map(card).collect(),
+            created,
             body_bytes_max: config.openai.body_bytes_max,
             idle: config.openai.idle(),
             body_within: Duration::from_millis(config.openai.body_ms),
@@ -94,6 +100,19 @@ impl Door {
             is_draining: AtomicBool::new(false),
             trusts_callers: config.openai.trusts_callers,
         }
+    }
+
+    /// Models that the configuration names, and behind them those that engines list besides.
+    fn models(&self) -> Vec<ModelCard> {
+        let mut learnt = self.forward.decider.endpoints().models();
+        let mut all = self.models.clone();
+        for card in &mut all {
+            let context = learnt.remove(&card.id).flatten();
+            card.max_model_len = card.max_model_len.or(context);
+        }
+        let more = learnt.into_iter().map(|(id, context)| ModelCard::of(id, self.created, context));
+        all.extend(more);
+        all
     }
 
     /// From now on it is not ready.
@@ -136,7 +155,7 @@ async fn ready(State(door): State<Arc<Door>>) -> Response<Body> {
 }
 
 async fn models(State(door): State<Arc<Door>>) -> Response<Body> {
-    answer::json(StatusCode::OK, &ModelList { object: "list", data: &door.models })
+    answer::json(StatusCode::OK, &ModelList { object: "list", data: door.models() })
 }
 
 async fn nowhere(request: Request<Body>) -> Response<Body> {
@@ -207,6 +226,7 @@ async fn asked(
     let own = trace_context::current_traceparent();
     let traceparent = if own.is_empty() { came } else { own };
     let wishes = headers::wishes(&parts.headers, door.trusts_callers);
+    let need = asked.need(parts.uri.path());
     let sending = Sending {
         headers: headers::onward(parts.headers, (id, number), &traceparent),
         method: parts.method,
@@ -216,7 +236,7 @@ async fn asked(
         stream: asked.stream,
         has_priority: asked.has_priority,
         prompt: asked.prompt,
-        terms: Terms { request: number, traceparent, wishes, ..Terms::default() },
+        terms: Terms { request: number, traceparent, wishes, need, ..Terms::default() },
         started,
     };
     let response = door.forward.forward(sending, running).await;

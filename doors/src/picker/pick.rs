@@ -14,9 +14,13 @@ use serde_json::value::RawValue;
 use super::exchange::Question;
 use super::head::Head;
 use super::words::Refused;
-use crate::decide::{Chosen, Decider, Refusal, Terms};
+use crate::decide::{Chosen, Decider, Refusal, Terms, Way};
 use crate::endpoints::Endpoint;
+use crate::endpoints::models::Need;
 use crate::prompt::{Prompt, Reader};
+
+/// Blocks of a prompt that are kept until it is known who answers: a hundred thousand tokens and more, a hundred kilobytes.
+const KEPT_BLOCKS_MAX: usize = 8_192;
 
 /// Picks.
 #[derive(Debug)]
@@ -31,12 +35,14 @@ pub(crate) struct Picks {
 }
 
 /// Where a request goes.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub(crate) struct Picked {
     /// Its number, by which the router knows it.
     pub(crate) request: u64,
     /// Best first; never empty.
     pub(crate) endpoints: Vec<Arc<Endpoint>>,
+    /// What was asked, until it is known who answers; nothing where nobody was asked, or it is longer than is kept.
+    pub(crate) asked: Option<Box<(Prompt, Terms)>>,
     /// Who computes the prompt before that, where it is another.
     pub(crate) prefill: Option<Arc<Endpoint>>,
 }
@@ -72,15 +78,16 @@ impl Picks {
         let among = self.among(head)?;
         if let Some(selection) = &head.selection {
             let endpoints = self.selected(selection, &among)?;
-            return Ok(Picked { request, endpoints, prefill: None });
+            return Ok(Picked { request, endpoints, prefill: None, asked: None });
         }
         // A request that has no prompt that we know of still goes somewhere.
-        let prompt = match body {
+        let (prompt, need) = match body {
             Some(body) if Reader::reads(&head.path) => self.read(head, body).await?,
-            Some(_) | None => self.empty.clone(),
+            Some(_) | None => (self.empty.clone(), Need::default()),
         };
         let terms = Terms {
             request,
+            need,
             among: Some(among),
             traceparent: head.traceparent.clone(),
             wishes: head.wishes.clone(),
@@ -104,7 +111,22 @@ impl Picks {
             let reason = "the engines that were chosen have just lost their addresses; ask again";
             return Err(Refused::new(503, "no_endpoint", reason));
         }
-        Ok(Picked { request, endpoints, prefill })
+        let is_kept = prompt.hashes.len() <= KEPT_BLOCKS_MAX;
+        let asked = is_kept.then(|| Box::new((prompt, terms)));
+        Ok(Picked { request, endpoints, prefill, asked })
+    }
+
+    /// Another endpoint answers than the one that was picked.
+    pub(crate) fn answered_by(&self, picked: &mut Picked, by: &Arc<Endpoint>) {
+        let Some(asked) = picked.asked.take() else { return };
+        let (prompt, terms) = &*asked;
+        let by = Arc::clone(by);
+        // Who computes is said in a header, whoever answers.
+        let way = match &picked.prefill {
+            Some(prefill) => Way { endpoint: Arc::clone(prefill), partner: Some(by) },
+            None => Way { endpoint: by, partner: None },
+        };
+        self.decider.goes(prompt, terms, &way);
     }
 
     /// Which instances may be chosen: Envoy sends to addresses and to no names, and may have its own bounds.
@@ -162,14 +184,17 @@ impl Picks {
         }
     }
 
-    async fn read(&self, head: &Head, body: &Bytes) -> Result<Prompt, Refused> {
+    async fn read(&self, head: &Head, body: &Bytes) -> Result<(Prompt, Need), Refused> {
         let (path, model, own) = (head.path.clone(), head.model.clone(), body.clone());
         let read = move |reader: &Reader| match model {
             Some(model) => reader.read(&path, &named(&own, &model)),
             None => reader.read(&path, &own),
         };
         match self.reader.read_in_turn(body.len(), read).await {
-            Ok(asked) => Ok(asked.prompt),
+            Ok(asked) => {
+                let need = asked.need(&head.path);
+                Ok((asked.prompt, need))
+            }
             Err(unreadable) => Err(Refused::new(unreadable.status(), "unreadable", unreadable.to_string())),
         }
     }
@@ -184,6 +209,7 @@ fn refused(refusal: Refusal) -> Refused {
             Refused { retry_after: Some(retry_after), ..Refused::new(503, "no_endpoint", reason) }
         }
         Refusal::Invalid(reason) => Refused::new(400, "invalid", reason),
+        Refusal::Misfit(misfit) => Refused::new(misfit.status(), misfit.code(), misfit.to_string()),
     }
 }
 

@@ -23,7 +23,7 @@ use super::exchange::Rules;
 use super::health::Readiness;
 use super::metrics::Metrics;
 use super::pick::Picks;
-use super::service::{Correct, Served, Service, Shared};
+use super::service::{Service, Shared};
 use crate::decide::Decider;
 use crate::prompt::Reader;
 
@@ -110,7 +110,6 @@ pub(crate) async fn serve(
         ),
         rules: Rules { body_bytes_max: config.body_bytes_max, conformance: config.conformance },
         metrics: Metrics::register(registry)?,
-        correct: said(),
         streams: Arc::new(Semaphore::new(config.streams_max.min(Semaphore::MAX_PERMITS))),
         held: Arc::new(AtomicUsize::new(0)),
         held_bytes_max: config.held_bytes_max,
@@ -156,12 +155,4 @@ fn routed(config: &PickerConfig, shared: Shared, decider: &Decider, stop: &Cance
 fn first_request() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_micros()).unwrap_or_default() << 11
-}
-
-/// What the router is to make of requests that went elsewhere; so far it is said and counted.
-fn said() -> Correct {
-    Arc::new(|served: &Served| {
-        let Served { request, chosen, by } = served;
-        tracing::debug!(request, chosen = chosen.0, by = by.map(|by| by.0), "another engine answered");
-    })
 }

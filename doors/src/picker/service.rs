@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use futures_util::{Stream, stream};
 use kv_core::id::InstanceId;
 use kvfleet_proto::envoy::ext_proc::external_processor_server::ExternalProcessor;
-use kvfleet_proto::envoy::ext_proc::{ProcessingRequest, ProcessingResponse};
+use kvfleet_proto::envoy::ext_proc::{ProcessingRequest, ProcessingResponse, processing_request};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
@@ -25,26 +25,11 @@ use super::words::Refused;
 use crate::tally::Said;
 use crate::under_way::UnderWay;
 
-/// Another engine answered than the one that was chosen.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Served {
-    /// The request's number, by which the router knows it.
-    pub(crate) request: u64,
-    /// Who was chosen.
-    pub(crate) chosen: InstanceId,
-    /// Who answered, if it is known.
-    pub(crate) by: Option<InstanceId>,
-}
-
-/// Hears of requests that another engine answered.
-pub(crate) type Correct = Arc<dyn Fn(&Served) + Send + Sync>;
-
 /// What all streams share.
 pub(super) struct Shared {
     pub(super) picks: Picks,
     pub(super) rules: Rules,
     pub(super) metrics: Metrics,
-    pub(super) correct: Correct,
     pub(super) streams: Arc<Semaphore>,
     pub(super) held: Arc<AtomicUsize>,
     pub(super) held_bytes_max: usize,
@@ -193,6 +178,7 @@ impl Call {
     }
 
     async fn take(&mut self, message: ProcessingRequest) -> Result<(), Status> {
+        let is_answer = matches!(message.request, Some(processing_request::Request::ResponseHeaders(_)));
         let said = message.request.as_ref().and_then(|request| self.answer.hear(request, Instant::now()));
         let Heard { answers, ask, served } = self.exchange.hear(message).map_err(|fault| {
             self.shared.metrics.faults.inc();
@@ -215,6 +201,9 @@ impl Call {
         }
         if let Some(served) = served {
             self.served(&served);
+        }
+        if is_answer && let Some(picked) = &mut self.picked {
+            picked.asked = None;
         }
         if let Some(said) = said {
             self.ended(said);
@@ -268,18 +257,25 @@ impl Call {
         }
     }
 
+    /// The router is told if another engine answers than the one that was picked: what it counts of the request is there.
     fn served(&mut self, authority: &str) {
-        let Some(picked) = &self.picked else { return };
+        let Some(picked) = &mut self.picked else { return };
         let Some(chosen) = picked.endpoints.first() else { return };
         if chosen.authority == authority {
             return;
         }
         self.shared.metrics.served_elsewhere.inc();
-        let by = self.shared.picks.decider().endpoints().at(authority).map(|endpoint| endpoint.instance);
+        let by = self.shared.picks.decider().endpoints().at(authority);
+        let (request, chosen) = (picked.request, chosen.instance);
+        let instance = by.as_ref().map(|by| by.instance);
+        tracing::debug!(request, chosen = chosen.0, by = instance.map(|by| by.0), "another engine answers");
         if let Some((_, answers)) = &mut self.under_way {
-            *answers = by;
+            *answers = instance;
         }
-        (self.shared.correct)(&Served { request: picked.request, chosen: chosen.instance, by });
+        // A name that was resolved is the same engine by another name.
+        if let Some(by) = by.filter(|by| by.instance != chosen) {
+            self.shared.picks.answered_by(picked, &by);
+        }
     }
 }
 

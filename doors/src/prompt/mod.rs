@@ -18,6 +18,8 @@ mod unreadable;
 
 use kv_core::id::BlockHash;
 
+use crate::endpoints::models::Need;
+
 pub(crate) use reader::Reader;
 pub(crate) use unreadable::Unreadable;
 
@@ -53,12 +55,25 @@ pub(crate) struct Asked {
     pub(crate) reading: Reading,
     /// How many prompts it has; the engine counts the tokens of all of them.
     pub(crate) prompts: usize,
+    /// Whether the engine cuts it to its own context, which we do not know.
+    pub(crate) is_cut: bool,
 }
 
 impl Asked {
     /// Tokens that the engine must have counted, if we read what it read.
     pub(crate) fn countable(&self) -> Option<u32> {
         (self.reading == Reading::Tokens && self.prompts == 1).then_some(self.prompt.input_tokens)
+    }
+
+    /// What it needs of an engine, by the path that it was sent to.
+    pub(crate) fn need(&self, path: &str) -> Need {
+        let is_counted = self.reading == Reading::Tokens && !self.is_cut;
+        Need {
+            model: self.model.clone(),
+            prompt_tokens: if is_counted { self.prompt.input_tokens } else { 0 },
+            output_tokens: self.prompt.output_tokens,
+            is_embedding: path == "/v1/embeddings",
+        }
     }
 }
 

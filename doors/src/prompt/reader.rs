@@ -19,6 +19,7 @@ use super::template::{Conversation, Template};
 use super::tokens::Tokens;
 use super::{Asked, Prompt, Reading, Unreadable};
 use crate::config::{ConfigError, DoorsConfig, ModelConfig, refuse};
+use crate::endpoints::Endpoints;
 use crate::metrics::PromptMetrics;
 
 /// Hashers that are kept; each is a table of keys, and their names come from requests.
@@ -51,6 +52,8 @@ pub(crate) struct Reader {
     /// As many long ones are read at once as there are processors.
     turns: Arc<Semaphore>,
     metrics: PromptMetrics,
+    /// Engines, each of which may serve models that the configuration does not name.
+    endpoints: Endpoints,
 }
 
 /// Adapter and salt.
@@ -88,7 +91,13 @@ impl Reader {
         }
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let turns = Arc::new(Semaphore::new(threads));
-        Ok(Reader { models, tenants, hashers: Mutex::default(), turns, metrics })
+        let endpoints = Endpoints::default();
+        Ok(Reader { models, tenants, hashers: Mutex::default(), turns, metrics, endpoints })
+    }
+
+    /// The same where models that these engines list are served besides.
+    pub(crate) fn of_engines(self, endpoints: &Endpoints) -> Reader {
+        Reader { endpoints: endpoints.clone(), ..self }
     }
 
     /// Whether requests to `path` have a prompt.
@@ -123,7 +132,7 @@ impl Reader {
         let any = Model::default();
         let model = match self.models.get(&name) {
             Some(model) => model,
-            None if self.models.is_empty() => &any,
+            None if self.models.is_empty() || self.endpoints.lists(&name) => &any,
             None => return Err(Unreadable::UnknownModel(name)),
         };
         let (read, prompts) = match path {
@@ -170,7 +179,8 @@ impl Reader {
         let (output_tokens, is_text) = (body.output_tokens(), reading == Reading::Text);
         let prompt = Prompt { hashes, block_tokens, input_tokens, output_tokens, is_text };
         let (stream, has_priority) = (body.stream.unwrap_or(false), body.priority.is_some());
-        Ok(Asked { model: name, prompt, salt, stream, has_priority, reading, prompts })
+        let is_cut = body.truncate_prompt_tokens == Some(-1) && model.context_tokens == 0;
+        Ok(Asked { model: name, prompt, salt, stream, has_priority, reading, prompts, is_cut })
     }
 
     /// Who hashes these; nobody where no tenant has the salt: such prompts have nothing in common with others that we know of.

@@ -173,3 +173,18 @@ async fn of_an_answer_whose_caller_leaves_or_that_breaks_off_nobody_learns_how_l
     assert!((155..185).contains(&after), "{after} tokens when two were answered");
     house.close().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_another_engine_answers_counts_as_its_own() {
+    let script: Vec<Step> =
+        [stream_head(), piece(&said("a")), piece(&said("b")), piece("data: [DONE]\n\n"), end()].into();
+    let (bad, well) = (Engine::start(vec![Step::Close]).await, Engine::start(script).await);
+    let house = House::open(&[&bad, &well], |config| config.openai.breaker.failures = 1_000).await;
+    let answer = house.chat().await;
+    assert_eq!((answer.status, answer.header("x-kvfleet-instance")), (200, Some("2")), "{answer:?}");
+    let request = number(&answer.headers);
+    assert_eq!(told(&house, request, |(tokens, _)| *tokens > 0).await.0, 2, "who answers says so");
+    let story = house.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
+    assert_eq!((story.instance, story.answered_by), (1, Some(2)));
+    house.close().await;
+}

@@ -11,6 +11,7 @@ use parking_lot::Mutex;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
+use tokio::task::JoinSet;
 
 /// What happens in an answer.
 #[derive(Clone, Debug)]
@@ -56,6 +57,8 @@ struct Shared {
     health: AtomicUsize,
     left: AtomicUsize,
     gate: Semaphore,
+    /// Which models it says that it serves; without a word it knows no such question.
+    models: Mutex<Option<String>>,
 }
 
 impl Engine {
@@ -70,18 +73,20 @@ impl Engine {
             health: AtomicUsize::new(0),
             left: AtomicUsize::new(0),
             gate: Semaphore::new(0),
+            models: Mutex::default(),
         });
         let own = shared.clone();
         let listening = tokio::spawn(async move {
+            let mut callers = JoinSet::new();
             while let Ok((stream, _)) = listener.accept().await {
                 let shared = own.clone();
-                tokio::spawn(async move { shared.serve(stream).await });
+                callers.spawn(async move { shared.serve(stream).await });
             }
         });
         Engine { address, shared, listening }
     }
 
-    /// Takes no more connections.
+    /// Takes no more connections, and ends those that there are.
     pub async fn gone(self) {
         self.listening.abort();
         let _ = self.listening.await; // as asked
@@ -94,6 +99,11 @@ impl Engine {
 
     pub fn usually(&self, script: Vec<Step>) {
         *self.shared.usual.lock() = script;
+    }
+
+    /// What it answers who asks for its models.
+    pub fn lists(&self, models: Option<String>) {
+        *self.shared.models.lock() = models;
     }
 
     pub fn received(&self) -> Vec<Received> {
@@ -125,6 +135,15 @@ impl Shared {
             if request.head.starts_with("GET /health ") {
                 self.health.fetch_add(1, Ordering::SeqCst);
                 if stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await.is_err() {
+                    break;
+                }
+                continue;
+            }
+            if request.head.starts_with("GET /v1/models ") {
+                let models = self.models.lock().clone();
+                let (status, text) = models.map_or((404, String::new()), |models| (200, models));
+                let [Step::Write(answer)] = &plain(status, &text)[..] else { break };
+                if stream.write_all(answer).await.is_err() {
                     break;
                 }
                 continue;

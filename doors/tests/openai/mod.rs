@@ -7,5 +7,6 @@ mod engine;
 mod failures;
 mod house;
 mod limits;
+mod models;
 mod pairs;
 mod prompts;

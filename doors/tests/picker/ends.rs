@@ -7,7 +7,7 @@ use kvfleet_proto::envoy::mode::processing_mode::BodySendMode;
 use kvfleet_proto::pb;
 
 use super::door::{DRAWN, Door, Opened, completion};
-use super::streams::{Call, body, door, map, post, said};
+use super::streams::{Call, ENDPOINTS, body, door, map, metadata, post, said};
 use crate::harness::until;
 
 /// A request of an Envoy that sends bodies of responses so, when it has been told where it goes; and its number.
@@ -92,6 +92,40 @@ async fn the_router_is_told_how_answers_end_that_come_through_the_picker() {
     for (request, told) in [(third, (9, 7)), (first, (0, 7)), (second, (0, 7))] {
         until("word of the engine", || async { (why(&door, request).await == told).then_some(()) }).await;
     }
+    opened.doors.shutdown().await;
+    door.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_envoy_sent_elsewhere_counts_where_it_is_answered() {
+    let door = door().await;
+    let opened = door.open(|_| {}).await;
+    let (mut call, request) = asked(&opened, BodySendMode::FullDuplexStreamed).await;
+    let answered = |by: &str| ProcessingRequest {
+        metadata_context: metadata("envoy.lb", "x-gateway-destination-endpoint-served", by),
+        ..back("200")
+    };
+    let story = async || door.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
+    assert_eq!((story().await.instance, story().await.answered_by), (2, None));
+    call.say(answered(ENDPOINTS[0])).await;
+    for nth in 0..5 {
+        call.say(event("a", nth == 4)).await;
+        while !matches!(call.next().await.unwrap().unwrap().response, Some(Response::ResponseBody(_))) {}
+    }
+    let told =
+        until("word of the answer", || async { Some(story().await).filter(|story| story.output_tokens > 0) })
+            .await;
+    assert_eq!((told.instance, told.answered_by, told.output_tokens), (2, Some(1), 5));
+    drop(call);
+    // The one that was picked answers, or one that nobody knows: it stays where it was sent.
+    for by in [ENDPOINTS[1], "10.9.9.9:1"] {
+        let (mut call, request) = asked(&opened, BodySendMode::None).await;
+        call.say(answered(by)).await;
+        while !matches!(call.next().await.unwrap().unwrap().response, Some(Response::ResponseHeaders(_))) {}
+        let story = door.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
+        assert_eq!((story.instance, story.answered_by), (2, None), "{by}");
+    }
+    assert_eq!(opened.counted("kvfleet_doors_picker_served_elsewhere_total"), 2);
     opened.doors.shutdown().await;
     door.shutdown().await;
 }

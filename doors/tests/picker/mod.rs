@@ -5,6 +5,7 @@ mod ends;
 mod engine;
 mod envoy;
 mod http;
+mod models;
 mod recorded;
 mod streams;
 mod tap;

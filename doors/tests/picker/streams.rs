@@ -46,7 +46,7 @@ impl Call {
         tokio::time::timeout(HANG, self.answers.message()).await.expect("an answer in time")
     }
 
-    async fn refusal(&mut self) -> ImmediateResponse {
+    pub async fn refusal(&mut self) -> ImmediateResponse {
         let answer = self.next().await.unwrap().expect("an answer");
         let Some(Response::ImmediateResponse(immediate)) = answer.response else { panic!("{answer:?}") };
         assert!(self.next().await.unwrap().is_none(), "it ends with a refusal");
@@ -79,7 +79,7 @@ pub fn body(bytes: impl Into<Bytes>, end_of_stream: bool) -> ProcessingRequest {
     said(Request::RequestBody(HttpBody { body: bytes.into(), end_of_stream }))
 }
 
-fn metadata(namespace: &str, key: &str, text: &str) -> Option<Metadata> {
+pub fn metadata(namespace: &str, key: &str, text: &str) -> Option<Metadata> {
     let value = Value { kind: Some(Kind::StringValue(text.to_owned())) };
     let fields = Struct { fields: [(key.to_owned(), value)].into() };
     Some(Metadata { filter_metadata: [(namespace.to_owned(), fields)].into() })
@@ -92,7 +92,7 @@ pub fn destination(answer: &ProcessingResponse) -> String {
     String::from_utf8(mutation.set_headers[0].header.as_ref().unwrap().raw_value.clone()).unwrap()
 }
 
-fn status(immediate: &ImmediateResponse) -> i32 {
+pub fn status(immediate: &ImmediateResponse) -> i32 {
     immediate.status.as_ref().unwrap().code
 }
 

@@ -12,6 +12,7 @@ mod evacuate;
 mod fresh;
 mod lookup;
 mod members;
+pub(crate) mod moved;
 mod residency;
 pub(crate) mod route;
 mod status;
@@ -31,6 +32,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
+use self::route::Besides;
 use crate::clock::{Clock, UnixClock};
 use crate::copies::Copies;
 use crate::copies::hot::Uses;
@@ -198,7 +200,7 @@ impl pb::router_server::Router for RouterService {
     async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
         let started = Instant::now();
         let answer = match Caller::of(request.extensions()) {
-            Ok(caller) => route::route(&self.shared, &caller, request.into_inner()).await,
+            Ok(caller) => route::route(&self.shared, &caller, request.into_inner(), Besides::default()).await,
             Err(status) => Err(status),
         };
         self.shared.metrics.routed(route::outcome(&answer), started.elapsed());

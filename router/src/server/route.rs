@@ -8,7 +8,7 @@ use kv_core::id::{BlockHash, Epoch, InstanceId, NodeId, RequestId, TenantId, Tie
 use kv_core::index::Index;
 use kv_core::schedule::{
     self, Candidate, Coming, Decision, Decoding, Domain, Eligible, Fleet, Handover, Held, LinkKey, LinkPath,
-    LinkSample, Load, Part, Prediction, RejectReason, Rejection, Resident, Role, RouteRequest, Source,
+    LinkSample, Load, Part, Prediction, RejectReason, Rejection, Resident, Role, RouteRequest, Source, Unfit,
 };
 use kvfleet_proto::tls::callers::Caller;
 use kvfleet_proto::{convert, pb, trace_context};
@@ -18,29 +18,40 @@ use tracing::Instrument;
 
 use super::lookup::{data_address, freshness, holder_to_pb, ready, resident};
 use super::why::{self, Known};
-use super::{Shared, check, fresh, millis};
+use super::{Shared, check, fresh, millis, moved};
 use crate::metrics::Routed;
 use crate::view::fleet::{Addresses, Claim, INSTANCES_MAX, Receipt, Report};
 use crate::view::holders;
 use crate::view::links::{Measured, SAMPLES_MAX};
 use crate::view::residency::Standing;
 
+/// What whoever asks within the process says of a request besides.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Besides {
+    /// Instances that cannot run it, and why.
+    pub unfit: Vec<(InstanceId, Unfit)>,
+    /// Whether it was decided before, under the same number, and does not run there: what was counted of it is taken back.
+    pub again: bool,
+}
+
 /// Answers a route call, under a span that continues the caller's trace.
 pub(crate) async fn route(
     shared: &Shared,
     caller: &Caller,
     request: pb::RouteRequest,
+    besides: Besides,
 ) -> Result<pb::RouteReply, Status> {
     caller.may_name(TenantId(request.tenant))?;
     let span = tracing::info_span!("route", request = request.request, tenant = request.tenant);
     trace_context::set_parent(&span, &request.traceparent);
-    decide(shared, caller, request).instrument(span).await
+    decide(shared, caller, request, besides).instrument(span).await
 }
 
 async fn decide(
     shared: &Shared,
     caller: &Caller,
     request: pb::RouteRequest,
+    Besides { mut unfit, again }: Besides,
 ) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
     let (ttft_max_us, tbt_max_us) = (ttft_max_us(shared, &request), tbt_max_us(shared, &request));
@@ -52,10 +63,10 @@ async fn decide(
     check_identity(&control.index, &request.identity)?;
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
-    let resident = match request.text {
-        true => guessed(shared, &asked, &hashes, now),
-        false => resident(shared, &hashes).iter().map(of_instance).collect(),
-    };
+    if again {
+        moved::take_back(shared, (&asked, &hashes), now);
+    }
+    let resident = residents(shared, &asked, (&hashes, request.text), now);
     // What comes to where it runs may be what it brings itself.
     let coming = match request.runs_there {
         true => SmallVec::new(),
@@ -63,7 +74,9 @@ async fn decide(
     };
     let held = Held { matched: &matched, resident: &resident, coming: &coming };
     let (among, without) = eligible(&request);
-    let eligible = Eligible { among: among.as_deref(), without: &without, runs_there: request.runs_there };
+    unfit.sort_unstable_by_key(|(instance, _)| *instance);
+    let runs_there = request.runs_there;
+    let eligible = Eligible { among: among.as_deref(), without: &without, unfit: &unfit, runs_there };
     let choose = |fleet: &Fleet, standing| {
         let asked = RouteRequest { standing, ..asked };
         let chosen = schedule::choose_among(&asked, held, eligible, fleet, now);
@@ -85,26 +98,38 @@ async fn decide(
         Known { request: &asked, hashes: &hashes, control: control_index, held_blocks, is_text, is_tenants };
     // Whoever sent it has the story of that, and of who else could have taken it.
     if !(request.runs_there && request.sent_there) {
-        why::remember(shared, &known, &chosen);
+        // What runs there was counted when it was sent, and of a tenant's perhaps a part.
+        let counted_at = (!request.runs_there && !is_tenants).then_some(now);
+        why::remember(shared, &known, &chosen, counted_at);
     }
-    let answer = match chosen {
+    let answer = answer(shared, control_index, chosen, (is_tenants, now))?;
+    drop(control);
+    Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
+}
+
+/// What was chosen, in the words of the protocol.
+fn answer(
+    shared: &Shared,
+    index: &Index,
+    chosen: Result<(Decision, Addresses), Rejection>,
+    (is_tenants, now): (bool, Timestamp),
+) -> Result<pb::route_reply::Answer, Status> {
+    match chosen {
         Ok((decision, addresses)) => {
             let turn_ms = shared.unix.now_ms() + millis(decision.turn.since(now));
-            let mut decision = decision_to_pb(&control.index, &decision, (addresses, turn_ms));
+            let mut decision = decision_to_pb(index, &decision, (addresses, turn_ms));
             if is_tenants {
                 own_only(&mut decision);
             }
-            pb::route_reply::Answer::Decision(decision)
+            Ok(pb::route_reply::Answer::Decision(decision))
         }
         Err(Rejection { reason: RejectReason::NoInstance, .. }) if now < shared.reported_by => {
-            return Err(Status::unavailable(
+            Err(Status::unavailable(
                 "no instance has reported to this router since it came back; ask another one",
-            ));
+            ))
         }
-        Err(rejection) => pb::route_reply::Answer::Rejected(rejection_to_pb(&rejection)),
-    };
-    drop(control);
-    Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
+        Err(rejection) => Ok(pb::route_reply::Answer::Rejected(rejection_to_pb(&rejection))),
+    }
 }
 
 /// Counts for those that follow: what its instance will have, who waits there, and what it reads from afar.
@@ -115,24 +140,51 @@ fn sent(
     decision: &Decision,
     now: Timestamp,
 ) {
+    expect(shared, (asked, hashes), is_text, decision, now);
+    if is_text {
+        return;
+    }
+    let own = shared.fleet.ask(|fleet| fleet.own_node(decision.instance));
+    let from_own = decision.sources.iter().filter(|source| Some(source.node) == own);
+    let own_blocks = from_own.map(|source| source.len_blocks).sum::<u32>();
+    shared.metrics.to_fetch(own_blocks, decision.fetch_blocks.saturating_sub(own_blocks));
+    if let Some(hot) = &shared.hot {
+        hot.sent(asked, hashes, decision, held_blocks);
+    }
+}
+
+/// What its instance will have, and who waits there.
+pub(super) fn expect(
+    shared: &Shared,
+    (asked, hashes): (&RouteRequest, &[BlockHash]),
+    is_text: bool,
+    decision: &Decision,
+    now: Timestamp,
+) {
     if is_text {
         // No node has blocks of text.
         shared.sent.lock().sent(asked, hashes, decision, now);
         let told = (decision, room_tokens(shared, decision.instance));
         return shared.guessed.lock().sent(asked, hashes, told, now);
     }
-    let own = shared.fleet.ask(|fleet| fleet.own_node(decision.instance));
-    let from_own = decision.sources.iter().filter(|source| Some(source.node) == own);
-    let own_blocks = from_own.map(|source| source.len_blocks).sum::<u32>();
-    shared.metrics.to_fetch(own_blocks, decision.fetch_blocks.saturating_sub(own_blocks));
     if keeps_prefixes(shared, decision.instance, now) {
         shared.sent.lock().sent(asked, hashes, decision, now);
     }
     if let Some(waits) = &shared.waits {
         waits.lock().sent(asked.tenant, decision, hashes, now);
     }
-    if let Some(hot) = &shared.hot {
-        hot.sent(asked, hashes, decision, held_blocks);
+}
+
+/// What instances have in GPU memory of a prompt, as far as they said, or by a guess where it was read as text.
+pub(super) fn residents(
+    shared: &Shared,
+    asked: &RouteRequest,
+    (hashes, is_text): (&[BlockHash], bool),
+    now: Timestamp,
+) -> Vec<Resident> {
+    match is_text {
+        true => guessed(shared, asked, hashes, now),
+        false => resident(shared, hashes).iter().map(of_instance).collect(),
     }
 }
 
@@ -224,7 +276,7 @@ pub(crate) fn outcome(answer: &Result<pb::RouteReply, Status>) -> Routed {
     }
 }
 
-fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteRequest, Status> {
+pub(super) fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteRequest, Status> {
     if !(1..=check::BLOCK_TOKENS_MAX).contains(&request.block_tokens) {
         let (got, limit) = (request.block_tokens, check::BLOCK_TOKENS_MAX);
         return Err(check::invalid(format!("block_tokens is {got}, expected 1 to {limit}")));

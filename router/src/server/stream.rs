@@ -19,7 +19,8 @@ use kvfleet_proto::tls::callers::Caller;
 use tokio_util::sync::{CancellationToken, WaitForCancellationFutureOwned};
 use tonic::Status;
 
-use super::{Shared, route};
+use super::Shared;
+use super::route::{self, Besides};
 
 /// Questions of one stream under way. Most are answered as they are read; those that wait do so for what a save caused (a second at
 /// most) or for the leader, and a frontend that asks 99 times a second has two hundred of them then. A connection has 200 calls under way.
@@ -50,7 +51,7 @@ pub(crate) struct Towards {
 impl Answering for Towards {
     async fn answer(&self, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
         let started = Instant::now();
-        let answer = route::route(&self.shared, &self.caller, request).await;
+        let answer = route::route(&self.shared, &self.caller, request, Besides::default()).await;
         self.shared.metrics.routed(route::outcome(&answer), started.elapsed());
         answer
     }

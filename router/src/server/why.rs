@@ -4,9 +4,9 @@
 
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, InstanceId, NodeId};
+use kv_core::id::{BlockHash, InstanceId, NodeId, Timestamp};
 use kv_core::index::Index;
-use kv_core::schedule::{Decision, Found, Missing, Paced, Rejection, RouteRequest, Told, missing};
+use kv_core::schedule::{Counted, Decision, Found, Missing, Paced, Rejection, RouteRequest, Told, missing};
 use kvfleet_proto::pb;
 
 use super::{Shared, millis};
@@ -41,12 +41,15 @@ fn taught_us(asked_us: u64, own_us: u64, is_tenants: bool) -> u64 {
     }
 }
 
-/// Remembers what was decided, and counts what is missing.
+/// Remembers what was decided, and when it was counted, if it was; counts what is missing.
 pub(super) fn remember(
     shared: &Shared,
     known: &Known<'_>,
     chosen: &Result<(Decision, Addresses), Rejection>,
+    counted_at: Option<Timestamp>,
 ) {
+    let counted_as = |(decision, _): &(Decision, Addresses)| Some(Counted::of(decision, counted_at?));
+    let counted = chosen.as_ref().ok().and_then(counted_as);
     let (answer, missing) = match chosen {
         Err(rejection) => (Answer::Rejected(rejection.to_string()), Vec::new()),
         Ok((decision, _)) => {
@@ -80,6 +83,8 @@ pub(super) fn remember(
         is_timed: false,
         said: Said::default(),
         is_left: false,
+        moved: None,
+        counted,
     });
 }
 
@@ -197,7 +202,8 @@ pub(super) fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
         },
     };
     let Said { output_tokens, tbt_us } = decided.said;
-    let reply = pb::WhyReply { output_tokens, tbt_us, ..reply };
+    let answered_by = decided.moved.map(|moved| moved.decodes().0);
+    let reply = pb::WhyReply { output_tokens, tbt_us, answered_by, ..reply };
     match &decided.outcome {
         None => reply,
         Some(outcome) => {

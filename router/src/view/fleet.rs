@@ -10,8 +10,8 @@ use std::time::Duration;
 use kv_core::id::{Category, Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::place::LOAD_BOUND;
 use kv_core::schedule::{
-    Admission, Decision, Fleet, HardwareProfile, Instance, Limits, LiveNode, Load, Offer, Paced, Part,
-    Prediction, Rejection, Standing,
+    Admission, Counted, Decision, Fleet, Handover, HardwareProfile, Instance, Limits, LiveNode, Load, Offer,
+    Paced, Part, Prediction, Rejection, Standing,
 };
 use parking_lot::RwLock;
 
@@ -255,6 +255,28 @@ impl FleetView {
         let decision = choose(&soft.fleet, Standing::default())?;
         let addresses = soft.addresses(&decision);
         Ok((decision, addresses))
+    }
+
+    /// Takes back what was counted of a request that does not run where it was sent.
+    pub(crate) fn take_back(&self, counted: &Counted, now: Timestamp) {
+        self.soft.write().fleet.take_back(counted, now);
+    }
+
+    /// Runs a choice for a request that runs elsewhere than it was sent, and counts it there and where another goes on; nothing where that instance is not known.
+    pub(crate) fn moved(
+        &self,
+        choose: impl FnOnce(&Fleet) -> Result<Decision, Rejection>,
+        goes_on: Option<InstanceId>,
+        now: Timestamp,
+    ) -> Option<Decision> {
+        let mut soft = self.soft.write();
+        let mut decision = choose(&soft.fleet).ok()?;
+        decision.handover = goes_on.map(|instance| {
+            let running = soft.fleet.instance(instance).map_or(0, |partner| partner.load.running.into());
+            Handover { instance, us: 0, running, others: 0 }
+        });
+        soft.fleet.record_moved(&decision, now);
+        Some(decision)
     }
 
     /// A first token came from an instance after so long; `parts` is what was predicted of it before what was learnt.

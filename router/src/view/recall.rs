@@ -5,7 +5,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use kv_core::id::{Category, InstanceId, NodeId, TenantId, Timestamp};
-use kv_core::schedule::{Missing, Prediction, Reason, Told, Why};
+use kv_core::schedule::{Counted, Missing, Prediction, Reason, Told, Why};
 
 /// Requests remembered: half a minute at a hundred and more a second, in a few megabytes.
 const REQUESTS_MAX: usize = 4_096;
@@ -40,6 +40,30 @@ pub(crate) struct Decided {
     pub(crate) said: Said,
     /// Whether it is over before its answer was: what it said is not what it would have said.
     pub(crate) is_left: bool,
+    /// Where it runs, if that is elsewhere than it was sent.
+    pub(crate) moved: Option<Moved>,
+    /// What was counted of it where it runs, until that is taken back.
+    pub(crate) counted: Option<Counted>,
+}
+
+/// Where a request runs that was sent elsewhere.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct Moved {
+    pub(crate) instance: InstanceId,
+    /// Who goes on when the prompt is computed, where that is another one.
+    pub(crate) goes_on: Option<InstanceId>,
+    pub(crate) resident_blocks: u32,
+    pub(crate) fetch_blocks: u32,
+    /// What was predicted of it when that was known, and by profile and measured links alone; nothing where nothing was.
+    pub(crate) predicted: Prediction,
+    pub(crate) parts: Prediction,
+}
+
+impl Moved {
+    /// Who says its tokens.
+    pub(crate) fn decodes(&self) -> InstanceId {
+        self.goes_on.unwrap_or(self.instance)
+    }
 }
 
 /// What was told of a request's tokens when it had ended.
@@ -75,9 +99,18 @@ pub(crate) struct Sent {
 }
 
 impl Sent {
-    /// Who says its tokens.
-    fn decodes(&self) -> InstanceId {
-        self.goes_on.unwrap_or(self.instance)
+    /// Where it runs as long as nobody says otherwise.
+    fn as_sent(&self) -> Moved {
+        let Sent { instance, goes_on, resident_blocks, fetch_blocks, predicted, parts, .. } = *self;
+        Moved { instance, goes_on, resident_blocks, fetch_blocks, predicted, parts }
+    }
+}
+
+impl Decided {
+    /// Where it runs, as far as that is known; nowhere if it was turned away.
+    fn runs(&self) -> Option<Moved> {
+        let Answer::Sent(sent) = &self.answer else { return None };
+        Some(self.moved.unwrap_or_else(|| sent.as_sent()))
     }
 }
 
@@ -135,10 +168,10 @@ struct Late {
 impl Late {
     /// Nothing of one that went nowhere, or has ended.
     fn of(decided: &Decided) -> Option<Late> {
-        let Answer::Sent(sent) = &decided.answer else { return None };
+        let runs = decided.runs()?;
         let Decided { category, said, is_left, taught_us, .. } = *decided;
-        let Sent { predicted, parts, .. } = *sent;
-        let late = Late { decodes: sent.decodes(), category, predicted, parts, taught_us, said, is_left };
+        let Moved { predicted, parts, .. } = runs;
+        let late = Late { decodes: runs.decodes(), category, predicted, parts, taught_us, said, is_left };
         (said.output_tokens == 0 && !is_left).then_some(late)
     }
 }
@@ -203,44 +236,37 @@ impl Recall {
     /// an outcome already.
     pub(crate) fn came(&mut self, request: u64, instance: InstanceId, outcome: Outcome) -> Option<Came> {
         let known = self.by_request.get_mut(&request).filter(|known| known.outcome.is_none())?;
-        let Answer::Sent(sent) = &known.answer else { return None };
-        if sent.instance != instance {
-            return None;
-        }
-        let promised = sent.resident_blocks.saturating_add(sent.fetch_blocks).min(known.blocks);
-        let added = fell_short(&outcome, sent.resident_blocks, promised);
-        let is_news = outcome.ttft_us > 0 && !known.is_timed;
-        let predicted = is_news.then_some((sent.predicted, sent.parts));
+        let runs = known.runs().filter(|runs| runs.instance == instance)?;
+        let promised = runs.resident_blocks.saturating_add(runs.fetch_blocks).min(known.blocks);
+        let added = fell_short(&outcome, runs.resident_blocks, promised);
+        let is_news = outcome.ttft_us > 0 && !known.is_timed && known.moved.is_none();
+        let predicted = is_news.then_some((runs.predicted, runs.parts));
         known.is_timed |= is_news;
         known.missing.splice(0..0, added.iter().copied());
         known.outcome = Some(outcome);
         Some(Came { predicted, added })
     }
 
-    /// The first token of a request came from this instance: what was predicted, and by profile and measured links alone, if that is news.
+    /// The first token of a request came from this instance: what was predicted, and by profile and measured links alone, if that is news. How long it took one that
+    /// runs elsewhere than it was sent says nothing of either instance: it was under way to both.
     pub(crate) fn timed(&mut self, request: u64, instance: InstanceId) -> Option<(Prediction, Prediction)> {
-        let known = self.by_request.get_mut(&request).filter(|known| !known.is_timed)?;
-        let Answer::Sent(sent) = &known.answer else { return None };
-        if sent.instance != instance {
-            return None;
-        }
+        let known = self.by_request.get_mut(&request);
+        let known = known.filter(|known| !known.is_timed && known.moved.is_none())?;
+        let runs = known.runs().filter(|runs| runs.instance == instance)?;
         known.is_timed = true;
-        Some((sent.predicted, sent.parts))
+        Some((runs.predicted, runs.parts))
     }
 
     /// A request ended at this instance: what that adds, if it adds anything. Its instance may tell, and a door that saw its answer pass; how much it said counts once, and so
     /// does how fast, whoever tells it first.
     pub(crate) fn ended(&mut self, request: u64, instance: InstanceId, said: Said) -> Option<Ended> {
         if let Some(known) = self.by_request.get_mut(&request) {
-            let Answer::Sent(sent) = &known.answer else { return None };
-            if sent.decodes() != instance {
-                return None;
-            }
+            let runs = known.runs().filter(|runs| runs.decodes() == instance)?;
             let news = known.said.add(said, known.is_left)?;
             return Some(Ended {
                 category: known.category,
-                predicted: sent.predicted,
-                parts: sent.parts,
+                predicted: runs.predicted,
+                parts: runs.parts,
                 taught_us: known.taught_us,
                 tokens: known.said.output_tokens,
                 news,
@@ -270,11 +296,26 @@ impl Recall {
     /// How far apart the tokens of a request may come that was sent to this instance, or goes on there; 0 where that does not matter, or it is not known.
     pub(crate) fn limit_us(&self, request: u64, instance: InstanceId) -> u64 {
         let Some(known) = self.by_request.get(&request) else { return 0 };
-        match &known.answer {
-            Answer::Sent(sent) if sent.instance == instance || sent.goes_on == Some(instance) => {
-                known.tbt_max_us
-            }
-            _ => 0,
+        let is_there = |runs: Moved| runs.instance == instance || runs.goes_on == Some(instance);
+        if known.runs().is_some_and(is_there) { known.tbt_max_us } else { 0 }
+    }
+
+    /// Whether it is news that a request runs there, and who goes on. Not of one that is not known, or is over.
+    pub(crate) fn is_elsewhere(&self, request: u64, to: (InstanceId, Option<InstanceId>)) -> bool {
+        let Some(known) = self.by_request.get(&request) else { return false };
+        let is_over = known.outcome.is_some() || known.said.output_tokens > 0 || known.is_left;
+        !is_over && known.runs().is_some_and(|runs| (runs.instance, runs.goes_on) != to)
+    }
+
+    /// It does not run where it was sent: what was counted of it there, once.
+    pub(crate) fn take_counted(&mut self, request: u64) -> Option<Counted> {
+        self.by_request.get_mut(&request)?.counted.take()
+    }
+
+    /// It runs there, and so much was counted of it.
+    pub(crate) fn moved(&mut self, request: u64, moved: Moved, counted: Option<Counted>) {
+        if let Some(known) = self.by_request.get_mut(&request) {
+            (known.moved, known.counted) = (Some(moved), counted);
         }
     }
 
@@ -341,6 +382,8 @@ mod tests {
             is_timed: false,
             said: Said::default(),
             is_left: false,
+            moved: None,
+            counted: Some(Counted { instance: InstanceId(4), tokens: 90, ..Counted::default() }),
         }
     }
 
@@ -383,6 +426,70 @@ mod tests {
         recall.decided(pair);
         assert_eq!(recall.ended(10, InstanceId(4), said), None, "it computed the prompt only");
         assert!(recall.ended(10, InstanceId(6), said).is_some());
+    }
+
+    fn at(instance: u32) -> Moved {
+        let predicted = Prediction { tbt_us: 70, ..Prediction::default() };
+        Moved {
+            instance: InstanceId(instance),
+            goes_on: None,
+            resident_blocks: 3,
+            fetch_blocks: 0,
+            predicted,
+            parts: predicted,
+        }
+    }
+
+    #[test]
+    fn a_request_that_runs_elsewhere_is_told_of_by_who_runs_it() {
+        let mut recall = Recall::default();
+        recall.decided(decided(9));
+        let (from, to) = (InstanceId(4), InstanceId(5));
+        assert!(!recall.is_elsewhere(9, (from, None)), "it is there");
+        assert!(!recall.is_elsewhere(8, (to, None)), "not known");
+        assert!(recall.is_elsewhere(9, (to, None)) && recall.is_elsewhere(9, (from, Some(to))));
+        recall.moved(9, at(5), None);
+        assert!(!recall.is_elsewhere(9, (to, None)), "it is there by now");
+        assert_eq!(
+            [4, 5].map(|nth| recall.timed(9, InstanceId(nth))),
+            [None, None],
+            "it was under way to both"
+        );
+        let said = Said { output_tokens: 40, tbt_us: 9_000 };
+        assert_eq!(recall.ended(9, from, said), None);
+        let ended = recall.ended(9, to, said).expect("who runs it says so");
+        assert_eq!((ended.predicted.tbt_us, ended.news), (70, said), "by what was predicted of that one");
+        assert_eq!(recall.came(9, from, outcome(vec![])), None);
+        let came = recall.came(9, to, outcome(vec![])).expect("it ran there");
+        assert_eq!(came.predicted, None, "its first token teaches nothing");
+        assert!(!recall.is_elsewhere(9, (from, None)), "it is over");
+        let known = recall.of(9).expect("known");
+        let Answer::Sent(sent) = &known.answer else { panic!("it was sent") };
+        assert_eq!((sent.instance, known.moved.map(|moved| moved.decodes())), (from, Some(to)));
+    }
+
+    #[test]
+    fn what_is_forgotten_ends_where_it_runs_and_limits_go_with_it() {
+        let mut recall = Recall::default();
+        recall.decided(Decided { tbt_max_us: 6_000, ..decided(1) });
+        recall.moved(1, Moved { goes_on: Some(InstanceId(7)), ..at(5) }, None);
+        assert_eq!([4, 5, 7].map(|nth| recall.limit_us(1, InstanceId(nth))), [0, 6_000, 6_000]);
+        (0..REQUESTS_MAX as u64).for_each(|request| recall.decided(decided(100 + request)));
+        assert!(recall.of(1).is_none());
+        let said = Said { output_tokens: 40, tbt_us: 9_000 };
+        assert_eq!(
+            [4, 5, 7].map(|nth| recall.ended(1, InstanceId(nth), said).is_some()),
+            [false, false, true]
+        );
+    }
+
+    #[test]
+    fn what_was_counted_is_taken_back_once() {
+        let mut recall = Recall::default();
+        recall.decided(decided(9));
+        assert_eq!([8, 9, 9].map(|request| recall.take_counted(request).is_some()), [false, true, false]);
+        recall.moved(9, at(5), Some(Counted { tokens: 70, ..Counted::default() }));
+        assert_eq!(recall.take_counted(9).map(|counted| counted.tokens), Some(70));
     }
 
     #[test]

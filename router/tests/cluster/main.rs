@@ -10,6 +10,7 @@ mod harness;
 mod hot;
 mod learnt;
 mod links;
+mod moved;
 mod nodes;
 mod pace;
 mod ports;

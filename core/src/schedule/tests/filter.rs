@@ -89,6 +89,26 @@ fn a_stale_instance_is_left_out_and_named() {
 }
 
 #[test]
+fn who_cannot_run_a_request_is_left_out_and_it_is_said_why() {
+    let fleet = of(&[1, 2, 3, 4].map(instance));
+    let unfit = [(InstanceId(1), Unfit::Model), (InstanceId(3), Unfit::Context)];
+    // What an instance cannot run counts before who asked left it out besides.
+    let eligible =
+        Eligible { among: Some(&[InstanceId(2), InstanceId(3)]), unfit: &unfit, ..Eligible::default() };
+    let decision = choose_among(&request(4), &PrefixMatch::default(), eligible, &fleet, NOW).unwrap();
+    let filtered = decision.candidates.iter().map(|c| c.filtered.map(|why| why.to_string()));
+    let said = ["it serves other models", "its context is too short", "left out by whoever asked"];
+    assert_eq!(filtered.collect::<Vec<_>>()[1..], said.map(|why| Some(why.to_owned())));
+    let reasons: Vec<_> = decision.reasons.iter().map(Reason::to_string).collect();
+    let said = "left out 1 instances that serve other models, and 1 whose context is too short";
+    assert!(reasons.contains(&said.to_owned()), "{reasons:?}");
+    let none = [1, 2, 3, 4].map(|n| (InstanceId(n), Unfit::Model));
+    let eligible = Eligible { unfit: &none, ..Eligible::default() };
+    let rejection = choose_among(&request(4), &PrefixMatch::default(), eligible, &fleet, NOW).unwrap_err();
+    assert_eq!(rejection.reason, RejectReason::NoneEligible { instances: 4 });
+}
+
+#[test]
 fn rejections_say_why_and_when_to_come_back() {
     let cases: &[(&[Instance], &str, Duration)] = &[
         (&[], "no instance has reported to this router: start one; ask again in 200 ms", RETRY_UNREPORTED),

@@ -9,6 +9,7 @@ mod filter;
 mod guessed;
 mod loads;
 mod measured;
+mod moved;
 mod pairs;
 mod plans;
 mod profiles;

@@ -110,7 +110,7 @@ fn what_runs_somewhere_stays_there() {
     let fleet = of(&[(PREFILL, ""), (DECODE, "")]);
     for id in [1, 2] {
         let among = [InstanceId(id)];
-        let there = Eligible { among: Some(&among), without: &[], runs_there: true };
+        let there = Eligible { among: Some(&among), runs_there: true, ..Eligible::default() };
         let decision = choose_among(&request(10), &prefix(&[]), there, &fleet, NOW).unwrap();
         assert_eq!((decision.instance.0, decision.handover), (id, None));
     }

@@ -164,6 +164,7 @@ impl Door {
             "open": self.endpoints.is_open(endpoint.instance),
             "problem": standing.problem,
             "load": load,
+            "models": standing.models.map(|models| models.by_name.keys().cloned().collect::<Vec<_>>()),
         })
     }
 }

@@ -79,6 +79,13 @@ impl AskError {
     }
 }
 
+impl AskError {
+    /// Whether nobody answered, rather than something that was not expected.
+    pub(crate) fn is_no_answer(&self) -> bool {
+        matches!(self, AskError::Refused { .. } | AskError::Late { .. } | AskError::Failed { .. })
+    }
+}
+
 /// Asks one engine.
 #[derive(Clone, Debug)]
 pub(crate) struct Asker {

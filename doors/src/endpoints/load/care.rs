@@ -16,9 +16,11 @@ use tokio_util::sync::CancellationToken;
 use super::ask::{AskError, Asker};
 use super::info;
 use super::metrics::OneMetrics;
+use super::models::{self, ModelsError};
 use super::reading::{Life, Make, Reading, ReadingError, read};
 use crate::endpoints::address::resolve;
 use crate::endpoints::config::LoadConfig;
+use crate::endpoints::models::Models;
 use crate::endpoints::{Endpoint, Endpoints};
 
 /// Longest between two questions to an engine that does not answer.
@@ -53,6 +55,9 @@ pub(super) struct Care {
     paces: Option<[f64; 2]>,
     /// As which process it was asked where its events are.
     asked_as: Option<u64>,
+    /// When it is asked next which models it serves, and what was wrong when it was asked last.
+    models_at: Instant,
+    models_problem: Option<String>,
     /// Whether its events are followed because it said where they are.
     is_followed: bool,
     /// Whether the router was told that it left.
@@ -98,6 +103,24 @@ impl LoadError {
     }
 }
 
+/// Why it is not known which models it serves.
+#[derive(Debug, thiserror::Error)]
+enum ModelsAskError {
+    #[error(transparent)]
+    Ask(#[from] AskError),
+    #[error(transparent)]
+    Models(#[from] ModelsError),
+}
+
+impl ModelsAskError {
+    fn name(&self) -> &'static str {
+        match self {
+            ModelsAskError::Ask(error) => error.name(),
+            ModelsAskError::Models(error) => error.name(),
+        }
+    }
+}
+
 impl Care {
     pub(super) fn new(
         means: Means,
@@ -117,6 +140,8 @@ impl Care {
             failures: Failures::default(),
             paces: None,
             asked_as: None,
+            models_at: Instant::now(),
+            models_problem: None,
             is_followed: false,
             has_left: false,
             said: None,
@@ -168,7 +193,8 @@ impl Care {
         let health = async { if asks_health { Some(self.ask_health().await) } else { None } };
         let load = async { if self.reports_itself { None } else { Some(self.ask_load().await) } };
         let addresses = async { if resolves { Some(self.resolve().await) } else { None } };
-        let (health, load, addresses) = tokio::join!(health, load, addresses);
+        let models = async { if self.asks_models() { Some(self.ask_models().await) } else { None } };
+        let (health, load, addresses, models) = tokio::join!(health, load, addresses, models);
         let mut problem = None;
         match addresses {
             Some(Ok(found)) => self.note(|standing| standing.addresses = found),
@@ -183,6 +209,10 @@ impl Care {
             problem = health.err().map(|error| error.to_string()).or(problem);
         }
         let reading = load.and_then(|load| self.heard(load, &mut problem));
+        if let Some(models) = models {
+            self.heard_models(models);
+        }
+        problem = problem.or_else(|| self.models_problem.clone());
         if let Some(reading) = &reading
             && reading.make == Make::Sglang
             && self.means.config.finds_events
@@ -193,6 +223,39 @@ impl Care {
             problem = problem.or(found.err());
         }
         self.conclude(reading, problem);
+    }
+
+    /// Whether it is time to ask which models it serves.
+    fn asks_models(&self) -> bool {
+        self.means.config.models_every().is_some() && self.models_at <= Instant::now()
+    }
+
+    async fn ask_models(&self) -> Result<Models, ModelsAskError> {
+        let body = self.asker.get("/v1/models").await?;
+        Ok(models::read(&body, &self.authority)?)
+    }
+
+    /// Takes which models it serves. An answer that cannot be leaves what is known.
+    fn heard_models(&mut self, answer: Result<Models, ModelsAskError>) {
+        self.metrics.asked_for_models(answer.as_ref().map_or_else(ModelsAskError::name, |_| "ok"));
+        // Whoever is away is asked as soon as it is back: it may be another.
+        let is_away = matches!(&answer, Err(ModelsAskError::Ask(error)) if error.is_no_answer());
+        if let Some(every) = self.means.config.models_every().filter(|_| !is_away) {
+            self.models_at = Instant::now() + every;
+        }
+        self.models_problem = match answer {
+            Ok(models) => {
+                self.metrics.models.set(i64::try_from(models.by_name.len()).unwrap_or(i64::MAX));
+                let models = Arc::new(models);
+                self.note(|standing| standing.models = Some(models));
+                None
+            }
+            // It serves what it serves, and does not say.
+            Err(ModelsAskError::Ask(AskError::Status { status: 404 | 405, .. })) => None,
+            // That is said of its load or its health.
+            Err(ModelsAskError::Ask(_)) if is_away => self.models_problem.take(),
+            Err(error) => Some(error.to_string()),
+        };
     }
 
     /// Asks an engine where its events are, once for each of its processes, and follows them, unless somebody else said where they are.
@@ -263,6 +326,7 @@ impl Care {
                 self.failures.load = 0;
                 if self.life.hear(&reading, now_us()) {
                     self.metrics.restarts.inc();
+                    self.models_at = Instant::now();
                     tracing::info!(
                         instance = self.instance.0,
                         authority = self.authority,

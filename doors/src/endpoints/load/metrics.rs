@@ -20,6 +20,8 @@ pub(crate) struct EndpointMetrics {
     running: IntGaugeVec,
     waiting: IntGaugeVec,
     usage: GaugeVec,
+    models: IntGaugeVec,
+    models_asked: IntCounterVec,
 }
 
 impl EndpointMetrics {
@@ -75,6 +77,16 @@ impl EndpointMetrics {
                 "instance",
             )?,
             usage,
+            models: gauge(
+                "kvfleet_doors_endpoint_models",
+                "Names of models and adapters that an engine serves, as it says",
+                "instance",
+            )?,
+            models_asked: counter(
+                "kvfleet_doors_endpoint_models_asked_total",
+                "Questions to an engine which models it serves, by what came of them",
+                &["instance", "outcome"],
+            )?,
         })
     }
 
@@ -96,6 +108,7 @@ impl EndpointMetrics {
             running: self.running.with_label_values(&[&name]),
             waiting: self.waiting.with_label_values(&[&name]),
             usage: self.usage.with_label_values(&[&name]),
+            models: self.models.with_label_values(&[&name]),
             all: self.clone(),
             name,
         }
@@ -112,11 +125,16 @@ pub(super) struct OneMetrics {
     running: IntGauge,
     waiting: IntGauge,
     usage: Gauge,
+    pub(super) models: IntGauge,
 }
 
 impl OneMetrics {
     pub(super) fn asked(&self, outcome: &str) {
         self.all.asked.with_label_values(&[&self.name, outcome]).inc();
+    }
+
+    pub(super) fn asked_for_models(&self, outcome: &str) {
+        self.all.models_asked.with_label_values(&[&self.name, outcome]).inc();
     }
 
     pub(super) fn heard(&self, heard: Heard) {
@@ -130,16 +148,18 @@ impl OneMetrics {
 
 impl Drop for OneMetrics {
     fn drop(&mut self) {
-        let EndpointMetrics { known: _, up, asked, restarts, running, waiting, usage } = &self.all;
+        let EndpointMetrics { known: _, up, asked, restarts, running, waiting, usage, models, models_asked } =
+            &self.all;
         let name = [self.name.as_str()];
         // One that was never set is not there.
-        for gauge in [up, running, waiting] {
+        for gauge in [up, running, waiting, models] {
             let _ = gauge.remove_label_values(&name);
         }
         let _ = restarts.remove_label_values(&name);
         let _ = usage.remove_label_values(&name);
         for outcome in OUTCOMES {
             let _ = asked.remove_label_values(&[&self.name, outcome]);
+            let _ = models_asked.remove_label_values(&[&self.name, outcome]);
         }
     }
 }

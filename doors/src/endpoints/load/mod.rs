@@ -22,6 +22,7 @@ pub(crate) mod ask;
 mod care;
 mod info;
 pub(crate) mod metrics;
+mod models;
 pub(crate) mod reading;
 mod text;
 

@@ -423,6 +423,7 @@ async fn what_cannot_be_set_is_refused() {
     };
     says("engines asked for their load too rarely", &refused(|config| config.every_ms = 2_000), &[]);
     says("engines that never fail often enough", &refused(|config| config.failures_max = 0), &[]);
+    says("engines asked for their models too often", &refused(|config| config.models_every_ms = 1), &[]);
     for change in [
         (|config| config.timeout_ms = 0) as fn(&mut LoadConfig),
         |config| config.health_every_ms = u64::MAX,
