@@ -17,6 +17,9 @@ const LOST_HALF_LIFE: f64 = 16.0;
 /// What is believed is wrong if requests take so many octaves more or less than predicted, in the mean.
 const LOST: f64 = 1.0;
 
+/// For that, none counts as further off than this: it takes half of what comes, and no few that tell nonsense.
+const OFF_OCTAVES_MOST: f64 = 2.0 * LOST;
+
 /// How much what is believed is worth: that of so many milliseconds that came as predicted.
 const PRIOR_MS: f64 = 2_000.0;
 
@@ -101,7 +104,7 @@ impl Computing {
         }
         let counts = (expected / (expected + others)).powi(4);
         let took = (ttft_us as f64 / 1e3 - others).clamp(expected / OFF_MOST, expected * OFF_MOST);
-        let octaves = (took / expected).log2();
+        let octaves = (took / expected).log2().clamp(-OFF_OCTAVES_MOST, OFF_OCTAVES_MOST);
         self.off_octaves += (octaves - self.off_octaves) * (1.0 - kept(LOST_HALF_LIFE, counts));
         let is_lost = self.off_octaves.abs() > LOST;
         let kept = kept(if is_lost { LOST_HALF_LIFE } else { HALF_LIFE }, counts);

@@ -98,6 +98,29 @@ fn attention_is_believed_to_be_off_as_all_is_until_long_prompts_tell() {
 }
 
 #[test]
+fn a_third_of_nonsense_moves_nothing_far() {
+    let h100 = HardwareProfile::by_name("h100-8b").unwrap();
+    for nonsense_us in [1, 3_600_000_000, u64::MAX] {
+        let (mut fleet, mut draws) = (one_of(h100), Draws(7));
+        served((&mut fleet, &h100), 100, SHORT, &mut draws);
+        let mut all = Vec::new();
+        for _ in 0..500 {
+            let prompt = Prompt { context_tokens: 0, new_tokens: 2_000 };
+            fleet.first_token(
+                InstanceId(1),
+                &Prediction { prompt, ..Prediction::default() },
+                nonsense_us,
+                NOW,
+            );
+            all.extend(served((&mut fleet, &h100), 2, SHORT, &mut draws));
+        }
+        let ((off, bias), factors) = (error(&all[200..]), fleet.computing.factors());
+        println!("{nonsense_us}: {off:.3} {bias:+.3} {factors:.3?}");
+        assert!(off < 0.25 && bias.abs() < 0.25);
+    }
+}
+
+#[test]
 fn what_was_learnt_decides_what_is_fetched() {
     let h100 = HardwareProfile::by_name("h100-8b").unwrap();
     let mut fleet = one_of(h100);
