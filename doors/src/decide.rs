@@ -284,7 +284,8 @@ impl Decider {
     fn fitting(&self, terms: &Terms) -> Result<Open, Misfit> {
         let known = self.endpoints.known();
         let models: Vec<_> = known.iter().map(|one| one.models.clone()).collect();
-        let fits = fit(&models, &terms.need, &self.written)?;
+        let is_open: Vec<_> = known.iter().map(|one| one.is_open).collect();
+        let fits = fit(&models, &is_open, &terms.need, &self.written)?;
         let mut open = Open { endpoints: Vec::new(), unfit: Vec::new() };
         for (Known { endpoint, is_open, .. }, unfit) in known.into_iter().zip(fits) {
             let instance = endpoint.instance;

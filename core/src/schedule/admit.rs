@@ -77,21 +77,12 @@ pub struct Offer {
     pub tbt_us: u64,
     /// What was predicted of its decoding there.
     pub pacing: Pacing,
-    /// Tokens that its instance computes of its prompt.
-    pub tokens: u32,
-    /// Tokens of prompts that wait or are under way at all instances.
-    pub waiting_tokens: u64,
 }
 
 impl Offer {
-    /// What was decided for this tenant in this fleet, to which it was not sent yet.
+    /// What was decided, for this tenant.
     #[must_use]
-    pub fn of(
-        decision: &Decision,
-        (tenant, priority): (TenantId, i32),
-        ttft_max_us: Option<u64>,
-        fleet: &Fleet,
-    ) -> Offer {
+    pub fn of(decision: &Decision, (tenant, priority): (TenantId, i32), ttft_max_us: Option<u64>) -> Offer {
         Offer {
             tenant,
             priority,
@@ -101,8 +92,6 @@ impl Offer {
             ttft_max_us,
             tbt_us: decision.predicted.tbt_us,
             pacing: decision.pacing,
-            tokens: decision.recompute_tokens,
-            waiting_tokens: fleet.waiting_tokens(),
         }
     }
 
@@ -156,7 +145,7 @@ impl Admission {
         let cost_us = offer.cost_us.max(1) as f64;
         let ttft_max_us = offer.ttft_max_us.filter(|limit| *limit > 0);
         if ttft_max_us.is_none() && offer.pacing.limit_us == 0 {
-            self.charge(offer, now);
+            self.charge(offer);
             return Ok(());
         }
         possible(offer, ttft_max_us)?;
@@ -173,7 +162,7 @@ impl Admission {
             }
             tenant.spared_us -= cost_us;
         }
-        self.charge(offer, now);
+        self.charge(offer);
         Ok(())
     }
 
@@ -188,18 +177,23 @@ impl Admission {
         Standing { lead, priority }
     }
 
+    /// A tenant's request was sent of which so many tokens are computed, as far as they were counted into the load of its instance, where so many waited in all
+    /// ([`Fleet::waiting_tokens`]).
+    pub fn sent(&mut self, tenant: TenantId, tokens: u32, waiting: u64, now: Timestamp) {
+        let place = self.place(tenant);
+        let weight = self.weights.get(&place).copied().unwrap_or(1.0);
+        self.backlogs.send((place, weight), tokens, waiting, now);
+    }
+
     /// Counts what a tenant was let in with.
-    fn charge(&mut self, offer: &Offer, now: Timestamp) {
+    fn charge(&mut self, offer: &Offer) {
         let cost_us = offer.cost_us.max(1) as f64;
         self.cost_us += cost_us;
         let tenant = self.tenant(offer.tenant);
-        let weight = tenant.weight;
         tenant.cost_us += cost_us;
         tenant.requests += 1.0;
         // As much as was let in of late, and no more.
         tenant.spared_us = (tenant.spared_us + cost_us * SPARED).min(tenant.cost_us);
-        let place = self.place(offer.tenant);
-        self.backlogs.send((place, weight), offer.tokens, offer.waiting_tokens, now);
     }
 
     /// Itself, or who stands for all those that find no place.
@@ -336,8 +330,6 @@ mod tests {
             ttft_max_us: Some(LIMIT_US),
             tbt_us: 0,
             pacing: Pacing::default(),
-            tokens: 0,
-            waiting_tokens: 0,
         }
     }
 

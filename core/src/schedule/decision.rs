@@ -524,6 +524,8 @@ impl Decision {
     /// The same of a prompt that was read as text: what is resident is a guess.
     #[must_use]
     pub fn of_text(mut self) -> Decision {
+        // How many tokens it has, and how many of them are there already, is a guess.
+        (self.parts.prompt, self.predicted.prompt) = (Prompt::default(), Prompt::default());
         for reason in &mut self.reasons {
             if let Reason::Resident { blocks } = *reason {
                 *reason = Reason::Guessed { blocks };

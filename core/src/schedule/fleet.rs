@@ -325,16 +325,22 @@ impl Fleet {
         let known = self.instances.binary_search_by_key(&instance, |known| known.id).ok();
         let times = known.map_or(1.0, |rank| self.times(&self.instances[rank], now));
         let Prompt { context_tokens, new_tokens } = parts.prompt;
+        // Of a prompt that was read as text nobody knows what was computed.
+        let is_known = parts.prompt != Prompt::default();
         let computing_us = |profile: &HardwareProfile| {
             profile.prompt_ns(context_tokens.into(), new_tokens.into()).map(|ns| slowed(ns / 1_000, times))
         };
         // As it would be predicted now: what was learnt of computing since then is learnt.
-        let prefill_us = computing_us(&self.speeds()).into_iter().fold(0, u64::saturating_add);
-        let parts = Prediction { prefill_us, ..*parts };
+        let by_now_us = computing_us(&self.speeds()).into_iter().fold(0, u64::saturating_add);
+        let parts = Prediction { prefill_us: if is_known { by_now_us } else { parts.prefill_us }, ..*parts };
         let predicted = self.learnt.apply(&parts, now);
         let octaves = octaves(&predicted, ttft_us);
         let others_us = Prediction { prefill_us: 0, ..predicted }.ttft_us();
-        match self.computing.observe(computing_us(&self.profile), others_us, ttft_us) {
+        let learnt = match is_known {
+            true => self.computing.observe(computing_us(&self.profile), others_us, ttft_us),
+            false => Some(1.0),
+        };
+        match learnt {
             Some(times) => {
                 self.learnt.observe(&parts, ttft_us);
                 self.learnt.restate(times);

@@ -216,8 +216,10 @@ impl Sent {
 
     /// The one with this turn is not here.
     fn remove(&mut self, turn: Timestamp) {
-        // Of some that were taken together, whose last it is or is not, each is as much as the others.
-        let Some(nth) = self.all().iter().position(|one| one.turn == turn) else { return };
+        // Or it is among some that were taken together, at the turn of the last of them: each is as much as the others.
+        let is_among = |one: &One| one.requests > 1 && one.turn >= turn;
+        let found = self.all().iter().position(|one| one.turn == turn);
+        let Some(nth) = found.or_else(|| self.all().iter().position(is_among)) else { return };
         if self.all[nth].requests > 1 {
             return self.all[nth].less_one();
         }

@@ -176,12 +176,13 @@ fn listed(names: &[String]) -> String {
     }
 }
 
-/// Of each engine, why it cannot run a request, if it cannot.
+/// Of each engine, why it cannot run a request, if it cannot. `is_open` says of each whether it takes requests now.
 ///
 /// # Errors
-/// [`Misfit`] where that is so of all of them, those included that take no requests just now.
+/// [`Misfit`] where that is so of all of them, those included that take no requests just now and said what they serve.
 pub(crate) fn fit(
     engines: &[Option<Arc<Models>>],
+    is_open: &[bool],
     need: &Need,
     written: &Written,
 ) -> Result<Vec<Option<Unfit>>, Misfit> {
@@ -195,13 +196,17 @@ pub(crate) fn fit(
         let (model, served) = (shortened(&need.model), served.into_iter().cloned().collect());
         return Err(Misfit::Model { model, served });
     }
+    // A vLLM that was not asked for an adapter yet does not list it, and is as good as those that were.
+    let is_lazy = |models: &Option<Arc<Models>>| models.as_ref().is_some_and(|all| all.maker == Maker::Vllm);
     let is_served = |models: &Option<Arc<Models>>| {
-        serves(models).is_none_or(|serves| serves > Serves::No && Some(serves) == best)
+        serves(models).is_none_or(|serves| serves > Serves::No && (Some(serves) == best || is_lazy(models)))
     };
     let context = |models: &Option<Arc<Models>>| {
         models.as_ref().and_then(|models| models.context_tokens(&need.model)).unwrap_or(u32::MAX)
     };
-    let longest = engines.iter().filter(|models| is_served(models)).map(context).max();
+    // What never said anything and takes no requests is nobody's hope for a longer context.
+    let counts = engines.iter().zip(is_open).filter(|(models, is_open)| models.is_some() || **is_open);
+    let longest = counts.map(|(models, _)| models).filter(|models| is_served(models)).map(context).max();
     let longest = longest.unwrap_or(u32::MAX);
     if longest < need.least() {
         return Err(Misfit::Context { tokens: need.prompt_tokens, context: longest });
@@ -226,6 +231,15 @@ fn shortened(name: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// With all of them open.
+    fn fit(
+        engines: &[Option<Arc<Models>>],
+        need: &Need,
+        written: &Written,
+    ) -> Result<Vec<Option<Unfit>>, Misfit> {
+        super::fit(engines, &vec![true; engines.len()], need, written)
+    }
 
     fn models(maker: Maker, all: &[(&str, &str, u32)]) -> Option<Arc<Models>> {
         let served = |(name, parent, context): &(&str, &str, u32)| {
@@ -283,6 +297,8 @@ mod tests {
         assert_eq!(of(&engines, "lazy"), Ok(vec![None, None]), "vLLM loads adapters that are asked for");
         assert!(of(&engines[..1], "alias").is_err());
         assert!(of(&engines, "other").is_err());
+        let loaded = [engines[0].clone(), vllm(&[("base", "", 0), ("lazy", "base", 0)])];
+        assert_eq!(of(&loaded, "lazy"), Ok(vec![None, None]), "one that has loaded it keeps it from nobody");
         // Whoever lists it goes before who may serve it.
         let listed = [engines[1].clone(), sglang(&[("alias", "", 0)])];
         assert_eq!(of(&listed, "alias"), Ok(vec![OTHER, None]));
@@ -345,5 +361,16 @@ mod tests {
         assert_eq!(of(100), Ok(vec![None, None]));
         assert_eq!(of(101), Ok(vec![SHORT, None]));
         assert_eq!(of(201), Ok(vec![None, None]), "some engines take it in pieces");
+    }
+
+    #[test]
+    fn one_that_never_answered_and_takes_nothing_is_no_hope_for_a_long_prompt() {
+        let engines = [vllm(&[("m", "", 40_000)]), None];
+        let of = |prompt, output, open| {
+            super::fit(&engines, &[true, open], &need("m", prompt, output), &Written::new())
+        };
+        assert_eq!(of(10_000, 32_000, true), Ok(vec![Some(Unfit::Context), None]));
+        assert_eq!(of(10_000, 32_000, false), Ok(vec![None, None]), "it says itself what becomes of it");
+        assert!(of(50_000, 1, false).is_err() && of(50_000, 1, true).is_ok());
     }
 }

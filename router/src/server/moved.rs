@@ -12,13 +12,20 @@ use crate::view::holders;
 use crate::view::recall::Moved;
 
 /// A request does not run where it was sent: nothing waits there for it, and nothing of it will be there.
-pub(super) fn take_back(shared: &Shared, (asked, hashes): (&RouteRequest, &[BlockHash]), now: Timestamp) {
+pub(super) fn take_back(
+    shared: &Shared,
+    (asked, hashes): (&RouteRequest, &[BlockHash]),
+    is_text: bool,
+    now: Timestamp,
+) {
     let counted = shared.recall.lock().take_counted(asked.request.0);
     let Some(counted) = counted else { return };
     shared.fleet.take_back(&counted, now);
     // What was not entered is not found.
     shared.sent.lock().take_back(asked, hashes, &counted);
-    shared.guessed.lock().take_back(asked, hashes, &counted);
+    if is_text {
+        shared.guessed.lock().take_back(asked, hashes, &counted);
+    }
     why::over(shared, asked.request.0);
 }
 
@@ -32,7 +39,7 @@ pub(crate) fn moved(shared: &Shared, request: &pb::RouteRequest, to: (InstanceId
     let Ok(hashes) = check::hashes("hashes", &request.hashes) else { return };
     let Ok(asked) = route::asked(request, &hashes) else { return };
     let now = shared.clock.now();
-    take_back(shared, (&asked, &hashes), now);
+    take_back(shared, (&asked, &hashes), request.text, now);
     let control = shared.control().published.read();
     let (matched, _) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     drop(control);

@@ -64,7 +64,7 @@ async fn decide(
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
     if again {
-        moved::take_back(shared, (&asked, &hashes), now);
+        moved::take_back(shared, (&asked, &hashes), request.text, now);
     }
     let resident = residents(shared, &asked, (&hashes, request.text), now);
     // What comes to where it runs may be what it brings itself.
@@ -107,6 +107,11 @@ async fn decide(
     Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
 }
 
+/// A turn as engines compare it, in Unix time. That of who leads, or goes before others, is before now.
+fn turn_ms(now_ms: u64, turn: Timestamp, now: Timestamp) -> u64 {
+    now_ms.saturating_add(millis(turn.since(now))).saturating_sub(millis(now.since(turn)))
+}
+
 /// What was chosen, in the words of the protocol.
 fn answer(
     shared: &Shared,
@@ -116,7 +121,7 @@ fn answer(
 ) -> Result<pb::route_reply::Answer, Status> {
     match chosen {
         Ok((decision, addresses)) => {
-            let turn_ms = shared.unix.now_ms() + millis(decision.turn.since(now));
+            let turn_ms = turn_ms(shared.unix.now_ms(), decision.turn, now);
             let mut decision = decision_to_pb(index, &decision, (addresses, turn_ms));
             if is_tenants {
                 own_only(&mut decision);

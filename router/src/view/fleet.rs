@@ -239,9 +239,11 @@ impl FleetView {
         let decision = choose(&soft.fleet, standing)?;
         drop(soft);
         let mut soft = self.soft.write();
-        let offer = Offer::of(&decision, (claim.tenant, claim.priority), claim.ttft_max_us, &soft.fleet);
+        let offer = Offer::of(&decision, (claim.tenant, claim.priority), claim.ttft_max_us);
         soft.admission.admit(&offer, now)?;
-        note(&mut soft, claim.share, &decision, now);
+        let waiting = soft.fleet.waiting_tokens();
+        let tokens = note(&mut soft, claim.share, &decision, now);
+        soft.admission.sent(claim.tenant, tokens, waiting, now);
         let addresses = soft.addresses(&decision);
         Ok((decision, addresses))
     }
@@ -325,16 +327,22 @@ impl FleetView {
     }
 }
 
-/// Counts a decision into the load of its instance; a tenant's until its share of the queue is taken.
-fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision, now: Timestamp) {
+/// Counts a decision into the load of its instance; a tenant's until its share of the queue is taken. How many tokens it counted.
+fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision, now: Timestamp) -> u32 {
     let Soft { fleet, shares, .. } = soft;
     if fleet.instance(decision.instance).is_none() {
-        return;
+        return 0;
     }
     match share.map(|tenant| shares.take(decision.instance, tenant, decision.recompute_tokens)) {
-        None => fleet.record(decision, now),
-        Some(None) => {}
-        Some(Some(tokens)) => fleet.record_part(decision, tokens, now),
+        None => {
+            fleet.record(decision, now);
+            decision.recompute_tokens
+        }
+        Some(None) => 0,
+        Some(Some(tokens)) => {
+            fleet.record_part(decision, tokens, now);
+            tokens.min(decision.recompute_tokens)
+        }
     }
 }
 

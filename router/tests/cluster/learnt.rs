@@ -108,3 +108,51 @@ async fn an_instance_that_keeps_an_order_gets_turns_behind_what_may_pass() {
     }
     cluster.shutdown().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_goes_before_others_and_who_asks_for_little_has_a_turn_before_now() {
+    let (cluster, _registry) = world().await;
+    let mut client = cluster.client(1);
+    client.report(pb::ReportRequest { keeps_order: true, ..load(1, 1) }).await.unwrap();
+    let now_ms = || {
+        let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        u64::try_from(since.as_millis()).unwrap()
+    };
+    let turn_ms = async |request: u64, tenant: u32, priority: i32| {
+        let asked = pb::RouteRequest {
+            request,
+            tenant,
+            priority,
+            block_tokens: 16,
+            input_tokens: 20_000,
+            ..Default::default()
+        };
+        let reply = cluster.client(1).route(asked).await.unwrap().into_inner();
+        match reply.answer {
+            Some(pb::route_reply::Answer::Decision(decision)) => {
+                (decision.turn_ms, 4 * prefill_us(&decision) / 1_000)
+            }
+            other => panic!("{other:?}"),
+        }
+    };
+    // Half a minute before what its time and its stretch make of it, and behind.
+    let begun_ms = now_ms();
+    let (before_ms, stretch_ms) = turn_ms(1, 7, 1).await;
+    assert!(before_ms + 30_000 >= begun_ms + stretch_ms && before_ms < begun_ms, "{before_ms} at {begun_ms}");
+    let (behind_ms, stretch_ms) = turn_ms(2, 7, -1).await;
+    assert!(behind_ms >= begun_ms + stretch_ms + 30_000 - 2, "{behind_ms} at {begun_ms}");
+    // One tenant has seconds of work waiting; another one comes a while later, and stands where that began to wait.
+    let flood = turn_ms(3, 7, 0).await;
+    for request in 4..40 {
+        turn_ms(request, 7, 0).await;
+    }
+    until("some of the time in which it waits to go by", || async {
+        (now_ms() > flood.0 - flood.1 + 300).then_some(())
+    })
+    .await;
+    let (came_ms, (led_ms, stretch_ms)) = (now_ms(), turn_ms(40, 8, 0).await);
+    assert!(led_ms + 200 <= came_ms + stretch_ms, "{led_ms} for one that came at {came_ms}");
+    let (came_ms, (same_ms, stretch_ms)) = (now_ms(), turn_ms(41, 7, 0).await);
+    assert!(same_ms + 2 >= came_ms + stretch_ms, "who sent most leads nobody");
+    cluster.shutdown().await;
+}

@@ -41,9 +41,13 @@ impl Router for Admitting {
         let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else {
             return Route::Reject;
         };
-        let offer = Offer::of(&decision, (request.tenant, 0), Some(ttft_max_us), &view.fleet);
+        let offer = Offer::of(&decision, (request.tenant, 0), Some(ttft_max_us));
         match self.admission.admit(&offer, ask.now) {
-            Ok(()) => Route::To(decision),
+            Ok(()) => {
+                let waiting = view.fleet.waiting_tokens();
+                self.admission.sent(request.tenant, decision.recompute_tokens, waiting, ask.now);
+                Route::To(decision)
+            }
             Err(_) => Route::Reject,
         }
     }

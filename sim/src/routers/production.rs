@@ -23,9 +23,13 @@ impl Router for Production {
         let standing = self.admission.standing(tenant, 0, &view.fleet, ask.now);
         let request = RouteRequest { standing, ..ask.request };
         let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else { return Route::Reject };
-        let offer = Offer::of(&decision, (tenant, 0), None, &view.fleet);
+        let offer = Offer::of(&decision, (tenant, 0), None);
         match self.admission.admit(&offer, ask.now) {
-            Ok(()) => Route::To(decision),
+            Ok(()) => {
+                let waiting = view.fleet.waiting_tokens();
+                self.admission.sent(tenant, decision.recompute_tokens, waiting, ask.now);
+                Route::To(decision)
+            }
             Err(_) => Route::Reject,
         }
     }

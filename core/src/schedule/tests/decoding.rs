@@ -237,9 +237,8 @@ fn a_fleet_that_was_too_slow_lets_in_again_and_learns_that_it_is_not() {
     let paced = told(&parts, 4 * parts.tbt_us, 0);
     (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, paced, NOW));
     let decide = |fleet: &Fleet| chosen(&request, &PrefixMatch::default(), fleet);
-    let admit = |decision: &Decision| {
-        Admission::default().admit(&Offer::of(decision, (TenantId(1), 0), None, &Fleet::default()), NOW)
-    };
+    let admit =
+        |decision: &Decision| Admission::default().admit(&Offer::of(decision, (TenantId(1), 0), None), NOW);
     let mut needed = 0;
     while decide(&fleet).predicted.tbt_us > 2_000 {
         let slow = decide(&fleet);
@@ -379,7 +378,7 @@ proptest! {
         let keeps = decision.candidates.iter().any(|candidate| candidate.predicted.tbt_us <= limit);
         prop_assert_eq!(decision.predicted.tbt_us <= limit, keeps);
         // One that goes before others has all of its limit.
-        let offer = Offer::of(&decision, (TenantId(1), 1), None, &Fleet::default());
+        let offer = Offer::of(&decision, (TenantId(1), 1), None);
         match Admission::default().admit(&offer, NOW) {
             Ok(()) => prop_assert!(keeps || decision.pacing.is_trial),
             Err(Rejection { reason, retry_after }) => {

@@ -251,7 +251,8 @@ impl Care {
                 None
             }
             // It serves what it serves, and does not say.
-            Err(ModelsAskError::Ask(AskError::Status { status: 404 | 405, .. })) => None,
+            // Of what has keys for its callers, a key is asked for here and not at /metrics.
+            Err(ModelsAskError::Ask(AskError::Status { status: 401 | 403 | 404 | 405, .. })) => None,
             // That is said of its load or its health.
             Err(ModelsAskError::Ask(_)) if is_away => self.models_problem.take(),
             Err(error) => Some(error.to_string()),

@@ -11,6 +11,9 @@ const REQUESTS_MAX: f64 = 1_000_000.0;
 /// Longer than any prompt.
 const PROMPT_TOKENS_MAX: f64 = 16_777_216.0;
 
+/// Least share of prompts that is taken to be computed: who waits is not nothing.
+const COMPUTED_MIN: f64 = 0.01;
+
 /// The year 2100: clocks of engines may be wrong, but not without end.
 const STARTED_S_MAX: f64 = 4_102_444_800.0;
 
@@ -38,6 +41,8 @@ struct Names {
     paces: [[&'static str; 2]; 2],
     /// Prompt tokens of all requests so far, and how many requests those were: the first pair that is there.
     prompts: [[&'static str; 2]; 2],
+    /// Prompt tokens that were there already, and those that were looked for.
+    cached: [&'static str; 2],
 }
 
 const VLLM: Names = Names {
@@ -54,6 +59,7 @@ const VLLM: Names = Names {
         ["vllm:request_prompt_tokens_sum", "vllm:request_prompt_tokens_count"],
         ["vllm:prompt_tokens_total", "vllm:request_success_total"],
     ],
+    cached: ["vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"],
 };
 
 const SGLANG: Names = Names {
@@ -70,6 +76,7 @@ const SGLANG: Names = Names {
         ["sglang:prompt_tokens_histogram_sum", "sglang:prompt_tokens_histogram_count"],
         ["sglang:prompt_tokens_total", "sglang:num_requests_total"],
     ],
+    cached: ["sglang:cached_tokens_total", "sglang:prompt_tokens_total"],
 };
 
 /// Of every process that the usual client library measures.
@@ -173,9 +180,10 @@ impl Sums {
 
 /// Whether a load is known without what has this name.
 fn is_besides(name: &str) -> bool {
-    [&VLLM, &SGLANG]
-        .iter()
-        .any(|names| names.kv_tokens_max == Some(name) || names.paces.as_flattened().contains(&name))
+    [&VLLM, &SGLANG].iter().any(|names| {
+        let is_cached = names.cached.contains(&name) && !names.prompts.as_flattened().contains(&name);
+        names.kv_tokens_max == Some(name) || is_cached || names.paces.as_flattened().contains(&name)
+    })
 }
 
 /// Tokens that the KV memory of a vLLM holds, of all ranks together: blocks times their size, as labels say; 0 where they do not.
@@ -198,6 +206,7 @@ pub(crate) fn read(body: &[u8], prompt_tokens: u32) -> Result<Reading, ReadingEr
         wanted.extend(names.kv_tokens_max);
         wanted.extend(names.paces.as_flattened());
         wanted.extend(names.prompts.as_flattened());
+        wanted.extend(names.cached);
     }
     let (mut sums, mut wrong) = (Sums::default(), Ok(()));
     text::read(body, &wanted, |name, value| {
@@ -221,10 +230,13 @@ pub(crate) fn read(body: &[u8], prompt_tokens: u32) -> Result<Reading, ReadingEr
         let expected = "a sum of prompts of at most 16777216 tokens each";
         return Err(ReadingError::Nonsense { name, value: mean, expected });
     }
+    // Of those that wait as many tokens are there already as of those before them.
+    let [hits, asked] = names.cached.map(|name| sums.get(name).unwrap_or_default());
+    let computed = if asked >= 1.0 { (1.0 - hits / asked).clamp(COMPUTED_MIN, 1.0) } else { 1.0 };
     let heard = Heard {
         running: running as u32,
         waiting: waiting as u32,
-        queue_tokens: (waiting * mean).round() as u64,
+        queue_tokens: (waiting * mean * computed).round() as u64,
         usage: sums.get(names.usage),
         kv_tokens_max: match names.kv_tokens_max {
             Some(name) => sums.get(name).map_or(0, |tokens| tokens as u64),

@@ -54,6 +54,21 @@ fn until_a_request_ended_prompts_are_taken_to_be_as_long_as_configured() {
 }
 
 #[test]
+fn of_those_that_wait_as_much_is_there_already_as_of_those_before() {
+    let cached = |hits: &str, asked: &str| {
+        let text = format!(
+            "{VLLM_TEXT}vllm:prefix_cache_hits_total {hits}\nvllm:prefix_cache_queries_total {asked}\n"
+        );
+        read_text(&text).expect("is read").heard.queue_tokens
+    };
+    assert_eq!([cached("1500", "2000"), cached("0", "2000"), cached("0", "0")], [250, 1_000, 1_000]);
+    assert_eq!([cached("2000", "2000"), cached("9000", "2000")], [10, 10], "who waits is not nothing");
+    assert_eq!([cached("NaN", "2000"), cached("1500", "-1")], [1_000, 1_000], "what cannot be is left out");
+    let sglang = read_text(&format!("{SGLANG_TEXT}sglang:cached_tokens_total 600.0\n")).expect("is read");
+    assert_eq!(sglang.heard.queue_tokens, 300);
+}
+
+#[test]
 fn numbers_that_cannot_be_are_not_believed() {
     for name in [VLLM.running, VLLM.waiting, STARTED, VLLM.prompts[0][0], VLLM.prompts[0][1]] {
         for value in ["NaN", "-1", "1e300", "+Inf", "-Inf", "-1e-9"] {
