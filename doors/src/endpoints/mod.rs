@@ -253,11 +253,11 @@ impl Endpoints {
         self.all.read().values().map(known).collect()
     }
 
-    /// Whether an engine lists a model of this name.
+    /// Whether an engine serves a model of this name by its own list, which need not have it as it is: an SGLang's adapters are behind its model, and a request
+    /// without a name is served by each.
     pub(crate) fn lists(&self, model: &str) -> bool {
-        let lists = |entry: &Entry| {
-            entry.standing.models.as_ref().is_some_and(|models| models.by_name.contains_key(model))
-        };
+        let lists =
+            |entry: &Entry| entry.standing.models.as_ref().is_some_and(|models| models.may_serve(model));
         self.all.read().values().any(lists)
     }
 

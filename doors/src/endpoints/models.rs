@@ -50,6 +50,11 @@ enum Serves {
 pub(crate) type Written = BTreeMap<String, bool>;
 
 impl Models {
+    /// Whether a request that names this model may be served, by what the engine says alone.
+    pub(crate) fn may_serve(&self, name: &str) -> bool {
+        self.serves(name, &Written::new()) > Serves::No
+    }
+
     fn serves(&self, name: &str, written: &Written) -> Serves {
         let is_adapter = |name: &str| self.by_name.get(name).map(|served| served.parent.is_some());
         // Without a name an engine takes what it has.
@@ -312,6 +317,8 @@ mod tests {
         assert_eq!(of(&[plain.clone(), with.clone()], "m:fr"), Ok(vec![OTHER, None]));
         assert_eq!(of(&[plain.clone(), plain.clone()], "m:fr"), Ok(vec![None, None]), "it lists no adapters");
         assert!(of(std::slice::from_ref(&with), "m:de").is_err());
+        let may = |name| with.as_ref().is_some_and(|all| all.may_serve(name));
+        assert!(may("m") && may("m:fr") && may("") && !may("m:de") && !may("other"));
         assert!(of(&[vllm(&[("m", "", 0)])], "m:fr").is_err(), "names of vLLM are as they are");
         let context =
             |models: &Option<Arc<Models>>, name| models.as_ref().and_then(|all| all.context_tokens(name));
