@@ -1,4 +1,4 @@
-//! A whole routing decision in one process: tokens are hashed, the index is asked who has their blocks, and an instance is chosen.
+//! A whole routing decision in one process: tokens are hashed, the index is asked who has their blocks, an instance is chosen, and its request is let in and counted.
 //!
 //! Against limits, for no peer of ours does all of it in one process. Not here: calls over a network (`routing.rs`), and the parts (`hash.rs`, `index.rs`, `choose.rs`).
 
@@ -10,13 +10,13 @@ use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, NodeId, RequestId,
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
 use kv_core::index::{Index, IndexLimits};
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
-use kv_core::schedule::{Fleet, RouteRequest, choose};
+use kv_core::schedule::{Admission, Counted, Fleet, Offer, RouteRequest, choose};
 
 use crate::Effort;
 use crate::choose::{NOW, fleet};
 
 pub(crate) const ABOUT: &str = "a routing decision from tokens to instance on one thread, hashing included: 64 instances with a node each, an index of 10 M \
-     entries in chains of which 16 share their first 1,024 tokens; every prompt is held whole, which takes longest. Each call by itself, by \
+     entries in chains of which 16 share their first 1,024 tokens; every prompt is held whole, which takes longest, and sixteen tenants take turns. Each call by itself, by \
      the clock on the wall and by the thread's CPU time (which takes a microsecond to read); and the processors that 99 prompts of 100,000 tokens a second need";
 
 /// Entries of the index.
@@ -33,6 +33,8 @@ const SHARED_BY: u64 = 16;
 /// Calls of a run.
 const CALLS: u64 = 4_000;
 const INSTANCES: u32 = 64;
+/// Tenants that have something waiting.
+const TENANTS: u64 = 16;
 /// Blocks of one announcement.
 const RUN_BLOCKS: usize = 16;
 
@@ -43,7 +45,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
 }
 
 fn each_call(effort: &Effort) -> anyhow::Result<Vec<Row>> {
-    let router = Router::new(
+    let mut router = Router::new(
         effort.scaled(ENTRIES) * u64::from(BLOCK_TOKENS) / u64::from(PROMPT_TOKENS),
         PROMPT_TOKENS,
     )?;
@@ -52,15 +54,17 @@ fn each_call(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let mut at = |share: f64, on_thread: bool| {
         let took = |number: u64| {
             let tokens = router.prompt(number);
-            if on_thread {
+            let (took, counted) = if on_thread {
                 let begun = thread_cpu_time();
-                router.route(&tokens, &mut hashes);
-                (thread_cpu_time() - begun).as_secs_f64() * 1e6
+                let counted = router.route(&tokens, &mut hashes);
+                (thread_cpu_time() - begun, counted)
             } else {
                 let begun = Instant::now();
-                router.route(&tokens, &mut hashes);
-                begun.elapsed().as_secs_f64() * 1e6
-            }
+                let counted = router.route(&tokens, &mut hashes);
+                (begun.elapsed(), counted)
+            };
+            router.end(counted);
+            took.as_secs_f64() * 1e6
         };
         let all = sorted((0..calls).map(took).collect::<Vec<_>>().into_iter());
         all[((calls - 1) as f64 * share) as usize]
@@ -80,13 +84,16 @@ fn each_call(effort: &Effort) -> anyhow::Result<Vec<Row>> {
 
 fn long_prompts(effort: &Effort) -> anyhow::Result<Row> {
     let chains = effort.scaled(ENTRIES) * u64::from(BLOCK_TOKENS) / u64::from(LONG_TOKENS);
-    let router = Router::new(chains, LONG_TOKENS)?;
+    let mut router = Router::new(chains, LONG_TOKENS)?;
     let calls = effort.scaled(CALLS / 20);
     let prompts: Vec<_> = (0..calls).map(|number| router.prompt(number)).collect();
     let mut hashes = Vec::new();
     let ours = || {
-        let all = || prompts.iter().for_each(|tokens| router.route(tokens, &mut hashes));
-        spend(all).1.cpu_us_per(calls) * LONG_PER_S / 1e6
+        let mut one = |tokens: &Vec<u32>| {
+            let counted = router.route(tokens, &mut hashes);
+            router.end(counted);
+        };
+        spend(|| prompts.iter().for_each(&mut one)).1.cpu_us_per(calls) * LONG_PER_S / 1e6
     };
     let outcome = side_by_side(effort.runs, ours, || 0.5);
     Ok(Row::new(
@@ -104,8 +111,11 @@ struct Router {
     hasher: PrefixHasher,
     index: Index,
     fleet: Fleet,
+    admission: Admission,
     chains: u64,
     prompt_tokens: u32,
+    /// Requests so far.
+    asked: u64,
 }
 
 impl Router {
@@ -129,9 +139,14 @@ impl Router {
             };
             index.apply(&Command::Announce(blocks.chunks(RUN_BLOCKS).map(announce).collect()));
         }
-        let router = Router { hasher, index, fleet: fleet(INSTANCES), chains, prompt_tokens };
+        let (fleet, admission) = (fleet(INSTANCES), Admission::default());
+        let mut router = Router { hasher, index, fleet, admission, chains, prompt_tokens, asked: 0 };
         for number in 0..8 {
-            let blocks = router.hasher.blocks(&router.prompt(number));
+            let tokens = router.prompt(number);
+            let counted = router.route(&tokens, &mut Vec::new());
+            anyhow::ensure!(counted.is_some(), "prompt {number} is turned away");
+            router.end(counted);
+            let blocks = router.hasher.blocks(&tokens);
             let found =
                 router.index.longest_prefix(&blocks).runs.iter().map(|run| run.len_blocks).sum::<u32>();
             let expected = prompt_tokens / BLOCK_TOKENS;
@@ -148,12 +163,15 @@ impl Router {
         tokens(number.wrapping_mul(7_919) % self.chains.max(1), self.prompt_tokens)
     }
 
-    fn route(&self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
+    /// Decides, and counts what was decided; nothing if the request was turned away.
+    fn route(&mut self, tokens: &[u32], hashes: &mut Vec<BlockHash>) -> Option<Counted> {
+        self.asked += 1;
+        let tenant = TenantId((self.asked % TENANTS) as u32);
         self.hasher.blocks_into(black_box(tokens), hashes);
         let matched = self.index.longest_prefix(hashes);
         let request = RouteRequest {
-            request: RequestId(1),
-            tenant: TenantId(0),
+            request: RequestId(self.asked),
+            tenant,
             category: Category::default(),
             blocks: hashes.len() as u32,
             first_block: hashes.first().copied(),
@@ -162,9 +180,21 @@ impl Router {
             output_tokens: 0,
             ttft_max_us: 0,
             tbt_max_us: 0,
-            standing: Default::default(),
+            standing: self.admission.standing(tenant, 0, &self.fleet, NOW),
         };
-        let _ = black_box(choose(&request, &matched, &self.fleet, NOW));
+        let decision = choose(&request, &matched, &self.fleet, NOW).ok()?;
+        self.admission.admit(&Offer::of(&decision, (tenant, 0), None), NOW).ok()?;
+        let waiting = self.fleet.waiting_tokens();
+        self.fleet.record(&decision, NOW);
+        self.admission.sent(tenant, decision.recompute_tokens, waiting, NOW);
+        Some(Counted::of(black_box(&decision), NOW))
+    }
+
+    /// The request is over: the next one finds the fleet as this one did.
+    fn end(&mut self, counted: Option<Counted>) {
+        if let Some(counted) = counted {
+            self.fleet.take_back(&counted, NOW);
+        }
     }
 }
 

@@ -81,17 +81,20 @@ impl Backlogs {
 
     /// Virtual time: what was sent beyond it is what waits.
     fn virtual_time(&self, waiting: u64) -> f64 {
-        let mut by_finish: Vec<Sent> = self.all.values().copied().collect();
-        by_finish.sort_unstable_by(|one, other| other.finish.total_cmp(&one.finish));
-        let (mut weight, mut all) = (0.0, 0.0);
-        for (nth, sent) in by_finish.iter().enumerate() {
-            (weight, all) = (weight + sent.weight, all + sent.weight * sent.finish);
-            let level = (all - waiting as f64) / weight;
-            if level >= by_finish.get(nth + 1).map_or(self.virtual_time, |next| next.finish) {
-                return level;
-            }
+        let mut level = self.virtual_time;
+        // Who finishes below what all those beyond it come to is not beyond it, which raises it for the others, so it ends.
+        while let Some(higher) = self.level(level, waiting).filter(|higher| *higher > level) {
+            level = higher;
         }
-        self.virtual_time
+        level
+    }
+
+    /// How far down from the finishes beyond this one as much was sent as waits; nothing where none is beyond it.
+    fn level(&self, beyond: f64, waiting: u64) -> Option<f64> {
+        let sent = self.all.values().filter(|sent| sent.finish > beyond);
+        let sum = |(weight, all), sent: &Sent| (weight + sent.weight, all + sent.weight * sent.finish);
+        let (weight, all) = sent.fold((0.0, 0.0), sum);
+        (weight > 0.0).then(|| (all - waiting as f64) / weight)
     }
 }
 

@@ -4,12 +4,12 @@
 //! (`kv_core::schedule::Counted`), and what is remembered of a request (`crate::view::recall`).
 
 use kv_core::id::{BlockHash, InstanceId, Timestamp};
-use kv_core::schedule::{self, Counted, Decision, Eligible, Fleet, Held, RouteRequest};
+use kv_core::schedule::{self, Counted, Eligible, Fleet, Held, RouteRequest};
 use kvfleet_proto::pb;
 
 use super::{Shared, check, route, why};
 use crate::view::holders;
-use crate::view::recall::Moved;
+use crate::view::recall::Where;
 
 /// A request does not run where it was sent: nothing waits there for it, and nothing of it will be there.
 pub(super) fn take_back(
@@ -54,18 +54,8 @@ pub(crate) fn moved(shared: &Shared, request: &pb::RouteRequest, to: (InstanceId
         route::expect(shared, (&asked, &hashes), request.text, decision, now);
     }
     let counted = decision.as_ref().map(|decision| Counted::of(decision, now));
-    shared.recall.lock().moved(number, runs(to, decision.as_ref()), counted);
+    // Of an instance that is not known nothing is predicted.
+    let there = Where { instance: to.0, goes_on: to.1, ..Where::default() };
+    shared.recall.lock().moved(number, decision.as_ref().map_or(there, Where::of), counted);
     tracing::debug!(request = number, instance = to.0.0, "a request runs elsewhere than it was sent");
-}
-
-/// What is known of it there.
-fn runs((instance, goes_on): (InstanceId, Option<InstanceId>), decision: Option<&Decision>) -> Moved {
-    Moved {
-        instance,
-        goes_on,
-        resident_blocks: decision.map_or(0, |decision| decision.resident_blocks),
-        fetch_blocks: decision.map_or(0, |decision| decision.fetch_blocks),
-        predicted: decision.map(|decision| decision.predicted).unwrap_or_default(),
-        parts: decision.map(|decision| decision.parts).unwrap_or_default(),
-    }
 }

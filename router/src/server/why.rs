@@ -12,7 +12,7 @@ use kvfleet_proto::pb;
 use super::{Shared, millis};
 use crate::view::fleet::Addresses;
 use crate::view::holders;
-use crate::view::recall::{Answer, Came, Decided, Ended, Outcome, Said, Sent};
+use crate::view::recall::{Answer, Came, Decided, Ended, Outcome, Said, Sent, Where};
 
 /// Outcomes of one report, and misses of one outcome, that are read.
 const OUTCOMES_MAX: usize = 256;
@@ -55,15 +55,7 @@ pub(super) fn remember(
         Ok((decision, _)) => {
             let missing = if known.is_text { Vec::new() } else { missing_of(shared, known, decision) };
             shared.metrics.missing(&missing);
-            let sent = Sent {
-                instance: decision.instance,
-                goes_on: decision.handover.map(|handover| handover.instance),
-                resident_blocks: decision.resident_blocks,
-                fetch_blocks: decision.fetch_blocks,
-                predicted: decision.predicted,
-                parts: decision.parts,
-                reasons: decision.reasons.clone(),
-            };
+            let sent = Sent { to: Where::of(decision), reasons: decision.reasons.clone() };
             (Answer::Sent(sent), missing)
         }
     };
@@ -193,10 +185,10 @@ pub(super) fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
     let reply = match &decided.answer {
         Answer::Rejected(reason) => pb::WhyReply { rejected: reason.clone(), ..reply },
         Answer::Sent(sent) => pb::WhyReply {
-            instance: sent.instance.0,
-            resident_blocks: sent.resident_blocks,
-            fetch_blocks: sent.fetch_blocks,
-            predicted: Some(super::route::prediction_to_pb(&sent.predicted)),
+            instance: sent.to.instance.0,
+            resident_blocks: sent.to.resident_blocks,
+            fetch_blocks: sent.to.fetch_blocks,
+            predicted: Some(super::route::prediction_to_pb(&sent.to.predicted)),
             reasons: sent.reasons.iter().map(ToString::to_string).collect(),
             ..reply
         },

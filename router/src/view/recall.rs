@@ -5,7 +5,7 @@
 use std::collections::{HashMap, VecDeque};
 
 use kv_core::id::{Category, InstanceId, NodeId, TenantId, Timestamp};
-use kv_core::schedule::{Counted, Missing, Prediction, Reason, Told, Why};
+use kv_core::schedule::{Counted, Decision, Missing, Prediction, Reason, Told, Why};
 
 /// Requests remembered: half a minute at a hundred and more a second, in a few megabytes.
 const REQUESTS_MAX: usize = 4_096;
@@ -41,25 +41,33 @@ pub(crate) struct Decided {
     /// Whether it is over before its answer was: what it said is not what it would have said.
     pub(crate) is_left: bool,
     /// Where it runs, if that is elsewhere than it was sent.
-    pub(crate) moved: Option<Moved>,
+    pub(crate) moved: Option<Where>,
     /// What was counted of it where it runs, until that is taken back.
     pub(crate) counted: Option<Counted>,
 }
 
-/// Where a request runs that was sent elsewhere.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Moved {
+/// Where a request runs, and with what.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Where {
     pub(crate) instance: InstanceId,
     /// Who goes on when the prompt is computed, where that is another one.
     pub(crate) goes_on: Option<InstanceId>,
     pub(crate) resident_blocks: u32,
     pub(crate) fetch_blocks: u32,
-    /// What was predicted of it when that was known, and by profile and measured links alone; nothing where nothing was.
+    /// What was predicted of it there; of one that runs elsewhere than it was sent, when that was known, and nothing where nothing was.
     pub(crate) predicted: Prediction,
+    /// The same by profile and measured links alone.
     pub(crate) parts: Prediction,
 }
 
-impl Moved {
+impl Where {
+    /// As it was decided.
+    pub(crate) fn of(decision: &Decision) -> Where {
+        let Decision { instance, resident_blocks, fetch_blocks, predicted, parts, .. } = *decision;
+        let goes_on = decision.handover.map(|handover| handover.instance);
+        Where { instance, goes_on, resident_blocks, fetch_blocks, predicted, parts }
+    }
+
     /// Who says its tokens.
     pub(crate) fn decodes(&self) -> InstanceId {
         self.goes_on.unwrap_or(self.instance)
@@ -84,33 +92,18 @@ pub(crate) enum Answer {
     Rejected(String),
 }
 
-/// Where a request was sent, and with what.
+/// Where a request was sent, and why there.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Sent {
-    pub(crate) instance: InstanceId,
-    /// Who goes on when the prompt is computed, where that is another one.
-    pub(crate) goes_on: Option<InstanceId>,
-    pub(crate) resident_blocks: u32,
-    pub(crate) fetch_blocks: u32,
-    pub(crate) predicted: Prediction,
-    /// The same by profile and measured links alone.
-    pub(crate) parts: Prediction,
+    pub(crate) to: Where,
     pub(crate) reasons: Vec<Reason>,
-}
-
-impl Sent {
-    /// Where it runs as long as nobody says otherwise.
-    fn as_sent(&self) -> Moved {
-        let Sent { instance, goes_on, resident_blocks, fetch_blocks, predicted, parts, .. } = *self;
-        Moved { instance, goes_on, resident_blocks, fetch_blocks, predicted, parts }
-    }
 }
 
 impl Decided {
     /// Where it runs, as far as that is known; nowhere if it was turned away.
-    fn runs(&self) -> Option<Moved> {
+    fn runs(&self) -> Option<Where> {
         let Answer::Sent(sent) = &self.answer else { return None };
-        Some(self.moved.unwrap_or_else(|| sent.as_sent()))
+        Some(self.moved.unwrap_or(sent.to))
     }
 }
 
@@ -170,7 +163,7 @@ impl Late {
     fn of(decided: &Decided) -> Option<Late> {
         let runs = decided.runs()?;
         let Decided { category, said, is_left, taught_us, .. } = *decided;
-        let Moved { predicted, parts, .. } = runs;
+        let Where { predicted, parts, .. } = runs;
         let late = Late { decodes: runs.decodes(), category, predicted, parts, taught_us, said, is_left };
         (said.output_tokens == 0 && !is_left).then_some(late)
     }
@@ -296,7 +289,7 @@ impl Recall {
     /// How far apart the tokens of a request may come that was sent to this instance, or goes on there; 0 where that does not matter, or it is not known.
     pub(crate) fn limit_us(&self, request: u64, instance: InstanceId) -> u64 {
         let Some(known) = self.by_request.get(&request) else { return 0 };
-        let is_there = |runs: Moved| runs.instance == instance || runs.goes_on == Some(instance);
+        let is_there = |runs: Where| runs.instance == instance || runs.goes_on == Some(instance);
         if known.runs().is_some_and(is_there) { known.tbt_max_us } else { 0 }
     }
 
@@ -313,7 +306,7 @@ impl Recall {
     }
 
     /// It runs there, and so much was counted of it.
-    pub(crate) fn moved(&mut self, request: u64, moved: Moved, counted: Option<Counted>) {
+    pub(crate) fn moved(&mut self, request: u64, moved: Where, counted: Option<Counted>) {
         if let Some(known) = self.by_request.get_mut(&request) {
             (known.moved, known.counted) = (Some(moved), counted);
         }
@@ -350,21 +343,10 @@ mod tests {
     use super::*;
 
     fn decided(request: u64) -> Decided {
-        let sent = Sent {
-            instance: InstanceId(4),
-            goes_on: None,
-            resident_blocks: 1,
-            fetch_blocks: 5,
-            predicted: Prediction {
-                queue_us: 1,
-                transfer_us: 2,
-                prefill_us: 3,
-                passed_us: 0,
-                ..Prediction::default()
-            },
-            parts: Prediction::default(),
-            reasons: vec![],
-        };
+        let predicted = Prediction { queue_us: 1, transfer_us: 2, prefill_us: 3, ..Prediction::default() };
+        let instance = InstanceId(4);
+        let to = Where { instance, resident_blocks: 1, fetch_blocks: 5, predicted, ..Where::default() };
+        let sent = Sent { to, reasons: vec![] };
         let missing = vec![Missing { start_blocks: 6, len_blocks: 4, why: Why::NeverSeen }];
         let answer = Answer::Sent(sent);
         let at = Timestamp(1);
@@ -422,22 +404,16 @@ mod tests {
         assert_eq!(recall.ended(9, InstanceId(4), said), None, "twice");
         let mut pair = decided(10);
         let Answer::Sent(sent) = &mut pair.answer else { panic!("it was sent") };
-        sent.goes_on = Some(InstanceId(6));
+        sent.to.goes_on = Some(InstanceId(6));
         recall.decided(pair);
         assert_eq!(recall.ended(10, InstanceId(4), said), None, "it computed the prompt only");
         assert!(recall.ended(10, InstanceId(6), said).is_some());
     }
 
-    fn at(instance: u32) -> Moved {
+    fn at(instance: u32) -> Where {
         let predicted = Prediction { tbt_us: 70, ..Prediction::default() };
-        Moved {
-            instance: InstanceId(instance),
-            goes_on: None,
-            resident_blocks: 3,
-            fetch_blocks: 0,
-            predicted,
-            parts: predicted,
-        }
+        let instance = InstanceId(instance);
+        Where { instance, resident_blocks: 3, predicted, parts: predicted, ..Where::default() }
     }
 
     #[test]
@@ -465,14 +441,14 @@ mod tests {
         assert!(!recall.is_elsewhere(9, (from, None)), "it is over");
         let known = recall.of(9).expect("known");
         let Answer::Sent(sent) = &known.answer else { panic!("it was sent") };
-        assert_eq!((sent.instance, known.moved.map(|moved| moved.decodes())), (from, Some(to)));
+        assert_eq!((sent.to.instance, known.moved.map(|moved| moved.decodes())), (from, Some(to)));
     }
 
     #[test]
     fn what_is_forgotten_ends_where_it_runs_and_limits_go_with_it() {
         let mut recall = Recall::default();
         recall.decided(Decided { tbt_max_us: 6_000, ..decided(1) });
-        recall.moved(1, Moved { goes_on: Some(InstanceId(7)), ..at(5) }, None);
+        recall.moved(1, Where { goes_on: Some(InstanceId(7)), ..at(5) }, None);
         assert_eq!([4, 5, 7].map(|nth| recall.limit_us(1, InstanceId(nth))), [0, 6_000, 6_000]);
         (0..REQUESTS_MAX as u64).for_each(|request| recall.decided(decided(100 + request)));
         assert!(recall.of(1).is_none());
@@ -548,7 +524,7 @@ mod tests {
         let mut pair = Decided { tbt_max_us: 9_000, taught_us: 9_500, ..decided(9) };
         recall.decided(Decided { tbt_max_us: 7_000, taught_us: 7_500, ..decided(8) });
         let Answer::Sent(sent) = &mut pair.answer else { panic!("it was sent") };
-        sent.goes_on = Some(InstanceId(6));
+        sent.to.goes_on = Some(InstanceId(6));
         recall.decided(pair);
         let rejected = Answer::Rejected(String::new());
         recall.decided(Decided { tbt_max_us: 5_000, answer: rejected, ..decided(7) });

@@ -55,6 +55,8 @@ struct Known {
     /// Leases that count, and since when their time goes.
     begun: BTreeMap<u64, Timestamp>,
     operations: BTreeMap<u64, u32>,
+    /// Those of them under which one has asked the book.
+    asked: BTreeSet<u64>,
     released: BTreeSet<u64>,
     /// When the book forgets a lease.
     book: BTreeMap<u64, Timestamp>,
@@ -129,6 +131,7 @@ fn run(steps: &[Step]) {
                 *count -= 1;
                 if *count == 0 {
                     known.operations.remove(&lease);
+                    known.asked.remove(&lease);
                 }
                 lender.finish(LeaseId(lease), &mut effects);
             }
@@ -187,7 +190,7 @@ fn begin(lender: &mut Lender, known: &mut Known, lease: u64, asks: bool, now: Ti
         known.released.remove(&lease);
         known.begun.entry(lease).or_insert(now);
         if asks {
-            known.book.insert(lease, now.after(LIMITS.lease));
+            ask(known, lease, now);
         }
         return;
     }
@@ -212,9 +215,17 @@ fn lend(lender: &mut Lender, known: &mut Known, lease: u64, bytes: u64, now: Tim
     if let Ok(loan) = answer {
         known.out.insert(loan, (lease, bytes, now));
         *known.kept.entry(lease).or_default() += bytes;
-        // What is lent was fetched under it, at the latest now.
-        known.book.entry(lease).or_insert(now.after(LIMITS.lease));
+        // What is lent was asked for by an operation that is under way, at the latest now.
+        if !known.asked.contains(&lease) {
+            ask(known, lease, now);
+        }
     }
+}
+
+/// The book begins a lease's time anew whenever it is asked under it.
+fn ask(known: &mut Known, lease: u64, now: Timestamp) {
+    known.asked.insert(lease);
+    known.book.insert(lease, now.after(LIMITS.lease));
 }
 
 fn copy(lender: &mut Lender, known: &mut Known, lease: u64, now: Timestamp) {
@@ -289,6 +300,23 @@ fn many_returns_go_at_once_and_none_after_the_node_is_lost() {
     assert!(borrower.may_read(last) && borrower.held() == 2);
     assert!(!borrower.give_back(last) && !borrower.may_read(last));
     assert!(borrower.take_returns(usize::MAX).is_empty());
+}
+
+/// The time of an idle lease is nearly over when it is used again: asking the book begins it anew, before anything is lent.
+#[test]
+fn a_lease_that_is_used_again_in_its_last_moment_keeps_what_is_lent() {
+    let third = LEASE_US / 3 - 1;
+    for asks in [false, true] {
+        let idle = [
+            Step::Begin(3, true),
+            Step::Finish(3),
+            Step::Wait(third),
+            Step::Wait(third),
+            Step::Wait(third - 500),
+        ];
+        run(&[&idle[..], &[Step::Begin(3, asks), Step::Lend(3, 1), Step::Wait(600), Step::Wait(third)]]
+            .concat());
+    }
 }
 
 proptest! {
