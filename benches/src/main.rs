@@ -5,8 +5,10 @@
 
 mod choose;
 mod decide;
+mod door;
 mod events;
 mod evict;
+mod failover;
 mod frame;
 mod get;
 mod hash;
@@ -16,8 +18,10 @@ mod layers;
 mod network;
 mod overlap;
 mod overload;
+mod prediction;
 mod prefill;
 mod proxy;
+mod replay;
 mod routing;
 mod serving;
 mod snapshot;
@@ -89,6 +93,8 @@ const BENCHES: &[Bench] = &[
     Bench { name: "host", about: host::ABOUT, run: host::run },
     Bench { name: "network", about: network::ABOUT, run: network::run },
     Bench { name: "proxy", about: proxy::ABOUT, run: proxy::run },
+    Bench { name: "failover", about: failover::ABOUT, run: failover::run },
+    Bench { name: "prediction", about: prediction::ABOUT, run: prediction::run },
     Bench { name: "routing", about: routing::ABOUT, run: routing::run },
     Bench { name: "tuning", about: tuning::ABOUT, run: tuning::run },
 ];

@@ -1,16 +1,16 @@
 //! A cluster of real processes at twice the rate at which it answers 256 requests at a time, with a node and the leading
 //! router killed on the way: what memory its nodes take, whether every request is answered, and what it still carries.
 //!
-//! Not here: the replay itself (`kvfleet replay`), which also sees that every byte is right.
+//! Not here: the replay itself (`kvfleet replay`), which also sees that every byte is right, and how it is called (`replay.rs`).
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::Path;
 
 use anyhow::{Context, ensure};
 use benches::{Better, Row, outcome};
 use serde::Deserialize;
 
 use crate::Effort;
+use crate::replay::Program;
 
 pub(crate) const ABOUT: &str = "kvfleet replay of generated consumers on three nodes of 128 MiB DRAM and 256 MiB SSD, blocks of 64 KiB: \
      first as many requests as are answered with 256 at a time, taken for the capacity, then arrivals at twice that rate, \
@@ -27,7 +27,6 @@ const SHAPE: &[&str] = &[
     "--ssd=256MiB",
     "--set=node.save_inflight_bytes=67108864",
     "--no-sequential",
-    "--quiet",
 ];
 const SEED: u64 = 2_026;
 
@@ -65,21 +64,13 @@ impl Report {
 }
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
-    let program = std::env::current_exe()?.with_file_name("kvfleet");
-    ensure!(
-        program.exists(),
-        "{} is missing: run `cargo build --profile dist -p kvfleet --bin kvfleet`, or this bench by `cargo xtask bench overload`",
-        program.display()
-    );
+    let program = Program::find("overload")?;
     let (mut memory, mut answered, mut carried) = (Vec::new(), Vec::new(), Vec::new());
     for seed in (SEED..).take(effort.runs) {
         eprintln!("overload: seed {seed}");
         let dir = tempfile::tempdir()?;
         let trace = dir.path().join("requests.jsonl");
-        let requests = effort.scaled(REQUESTS).to_string();
-        let generate =
-            ["trace", "gen", "--kind=consumer", "--requests", &requests, "--seed", &seed.to_string()];
-        call(Command::new(&program).args(generate).arg("--output").arg(&trace))?;
+        program.generate(("consumer", effort.scaled(REQUESTS), seed), &trace)?;
         let capacity =
             replay(&program, &trace, &dir.path().join("capacity"), &["--concurrency=256".to_owned()])?;
         let times = OVERLOAD * capacity.requests_per_s / arrivals_per_s(&trace)?;
@@ -116,31 +107,11 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     ])
 }
 
-fn replay(program: &Path, trace: &Path, report: &PathBuf, options: &[String]) -> anyhow::Result<Report> {
-    let mut command = Command::new(program);
-    command.arg("replay").arg(trace).args(SHAPE).args(options).arg("--report").arg(report);
-    // One that is not as it must be ends with an error too: its report says in which row.
-    let ended = call(&mut command);
-    let Ok(text) = std::fs::read_to_string(report.join("report.json")) else {
-        return ended.and(Err(anyhow::anyhow!("the replay wrote no report")));
-    };
-    let report: Report = serde_json::from_str(&text)?;
-    ensure!(report.wrong_bytes == 0, "wrong bytes: {text}");
+fn replay(program: &Program, trace: &Path, folder: &Path, options: &[String]) -> anyhow::Result<Report> {
+    let shape = SHAPE.iter().map(|option| (*option).to_owned());
+    let report: Report = program.replay(trace, folder, shape.chain(options.iter().cloned()))?;
+    ensure!(report.wrong_bytes == 0, "{} wrong bytes", report.wrong_bytes);
     Ok(report)
-}
-
-/// Runs a command whose table is only of interest when it fails.
-fn call(command: &mut Command) -> anyhow::Result<()> {
-    let output = command.output().context("cannot start kvfleet")?;
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    ensure!(
-        output.status.success(),
-        "{command:?} ended with {}:\n{}{}",
-        output.status,
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    Ok(())
 }
 
 /// Requests of a trace over the time in which they arrive, a second.

@@ -1,24 +1,16 @@
 //! What the OpenAI-compatible door adds to a request, and what a piece of a stream costs it.
 //!
-//! The router and its door have one thread, the engine and the callers have others, so that the door's CPU time can be told. Not here: the two ends (`proxy/engine.rs`).
-
-mod engine;
+//! The router and its door have one thread, the engine and the callers have others, so that the door's CPU time can be told. Not here: the door's thread (`door.rs`) and the two ends (`door/engine.rs`).
 
 use std::net::{SocketAddr, TcpListener};
-use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context, bail, ensure};
-use benches::{Better, Row, median, outcome, sorted, thread_cpu_time};
-use kvfleet_doors::{Doors, DoorsConfig, EndpointConfig, ModelConfig};
-use kvfleet_proto::pb;
-use kvfleet_router::{EnginesConfig, Router, RouterConfig, TlsConfig, VoterConfig};
-use tokio::runtime::{Builder, Runtime};
-use tokio::sync::{mpsc, oneshot};
+use benches::{Better, Row, median, outcome, sorted};
+use tokio::runtime::Builder;
 
 use crate::Effort;
-use crate::get::certificates;
-use engine::Caller;
+use crate::door::engine::{self, Caller};
+use crate::door::{Door, Loads};
 
 pub(crate) const ABOUT: &str = "the OpenAI-compatible door of a router, on one thread, between callers and an engine that streams: the time until the first byte of an answer \
      behind it (a prompt of 500 tokens rendered, cut, hashed and routed) over that of the engine itself, medians of requests one after the other, \
@@ -36,16 +28,14 @@ const STREAMS: u64 = 64;
 const STREAM_EVENTS: u64 = 600;
 /// Between two events of a stream.
 const PACE: Duration = Duration::from_millis(5);
-/// The instance that the engine is.
-const INSTANCE: u32 = 1;
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let dir = tempfile::tempdir()?;
     let ends = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let listener = ends.block_on(tokio::net::TcpListener::bind("127.0.0.1:0"))?;
     let engine = listener.local_addr()?;
-    ends.spawn(engine::serve(listener, PACE));
-    let door = Door::open(dir.path(), engine)?;
+    ends.spawn(engine::serve(listener, Duration::ZERO, PACE));
+    let door = Door::open(dir.path(), &[engine], Loads::Told)?;
     let relay = relay(engine)?;
     let body = body();
     let mut rows = Vec::new();
@@ -139,123 +129,4 @@ async fn streams(door: SocketAddr, body: &str, events: u64) -> anyhow::Result<()
         one.await??;
     }
     Ok(())
-}
-
-/// What is asked of the door's thread.
-enum Word {
-    Cpu(oneshot::Sender<Duration>),
-    Close,
-}
-
-/// A router with its door, in a thread of its own.
-struct Door {
-    address: SocketAddr,
-    words: mpsc::Sender<Word>,
-    thread: std::thread::JoinHandle<anyhow::Result<()>>,
-}
-
-impl Door {
-    fn open(dir: &Path, engine: SocketAddr) -> anyhow::Result<Door> {
-        let runtime = Builder::new_current_thread().enable_all().build()?;
-        let (words, asked) = mpsc::channel(1);
-        let (opened, address) = oneshot::channel();
-        let config = router_config(dir)?;
-        let thread = std::thread::spawn(move || serve(&runtime, config, engine, opened, asked));
-        match address.blocking_recv() {
-            Ok(address) => Ok(Door { address, words, thread }),
-            Err(_) => match thread.join() {
-                Ok(ended) => ended.and_then(|()| bail!("the door did not open")),
-                Err(_) => bail!("the door's thread broke down"),
-            },
-        }
-    }
-
-    /// CPU time of the door's thread.
-    fn cpu(&self) -> anyhow::Result<Duration> {
-        let (answer, time) = oneshot::channel();
-        self.words.blocking_send(Word::Cpu(answer))?;
-        Ok(time.blocking_recv()?)
-    }
-
-    fn close(self) -> anyhow::Result<()> {
-        self.words.blocking_send(Word::Close)?;
-        self.thread.join().map_err(|_| anyhow::anyhow!("the door's thread broke down"))?
-    }
-}
-
-fn router_config(dir: &Path) -> anyhow::Result<RouterConfig> {
-    let tls = certificates(dir)?;
-    let listen = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
-    Ok(RouterConfig {
-        id: 1,
-        listen: listen.clone(),
-        voters: vec![VoterConfig { id: 1, address: listen }],
-        data_dir: dir.join("router"),
-        tls: TlsConfig { ca: tls.ca, cert: tls.cert, key: tls.key },
-        shards: 1,
-        ..RouterConfig::default()
-    })
-}
-
-fn serve(
-    runtime: &Runtime,
-    config: RouterConfig,
-    engine: SocketAddr,
-    opened: oneshot::Sender<SocketAddr>,
-    mut asked: mpsc::Receiver<Word>,
-) -> anyhow::Result<()> {
-    runtime.block_on(async {
-        let registry = prometheus::Registry::new();
-        let router = Router::start(config, &registry).await?;
-        let desk = router.desk();
-        while desk.ready().is_err() {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-        }
-        let mut config = DoorsConfig {
-            models: vec![ModelConfig {
-                name: "m".into(),
-                tokenizer: Path::new(env!("CARGO_MANIFEST_DIR")).join("../doors/testdata/tokenizer.json"),
-                ..ModelConfig::default()
-            }],
-            endpoints: vec![EndpointConfig {
-                instance: INSTANCE,
-                url: format!("http://{engine}"),
-                // Below; it has no metrics.
-                reports_itself: true,
-                ..EndpointConfig::default()
-            }],
-            ..DoorsConfig::default()
-        };
-        config.openai.listen = "127.0.0.1:0".into();
-        let doors = Doors::open(&config, &EnginesConfig::default(), desk.clone(), &registry).await?;
-        let [(_, address)] = doors.addresses()[..] else { bail!("one door is open") };
-        report(&desk, 0)?;
-        ensure!(opened.send(address).is_ok(), "nobody waits for the door");
-        let mut ticks = tokio::time::interval(Duration::from_millis(100));
-        for sequence in 1.. {
-            tokio::select! {
-                _ = ticks.tick() => report(&desk, sequence)?,
-                word = asked.recv() => match word.context("nobody asks any more")? {
-                    // Who asked may have given up.
-                    Word::Cpu(answer) => drop(answer.send(thread_cpu_time())),
-                    Word::Close => break,
-                },
-            }
-        }
-        doors.shutdown().await;
-        router.shutdown().await;
-        Ok(())
-    })
-}
-
-/// The engine is idle.
-fn report(desk: &kvfleet_router::Desk, sequence: u64) -> anyhow::Result<()> {
-    let request = pb::ReportRequest {
-        instance: INSTANCE,
-        address: "engine".into(),
-        sequence,
-        started_us: 1,
-        ..pb::ReportRequest::default()
-    };
-    Ok(desk.report(request)?)
 }

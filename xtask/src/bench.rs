@@ -18,6 +18,9 @@ use crate::plot::{self, Dot};
 /// Profile of what is shipped.
 pub(crate) const PROFILE: &str = "dist";
 
+/// Benches that run the program itself.
+const OF_THE_PROGRAM: [&str; 2] = ["overload", "prediction"];
+
 /// What to run.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
@@ -64,7 +67,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     options.extend(args.json.then(|| "--json".to_owned()));
     options.extend(args.quick.then(|| "--quick".to_owned()));
     if !args.peers {
-        if args.name.as_deref() == Some("overload") {
+        if args.name.as_deref().is_some_and(|name| OF_THE_PROGRAM.contains(&name)) {
             build_release(&["kvfleet"])?;
         }
         return show(&mut benches(&[args.name.into_iter().collect(), options].concat()));
@@ -195,7 +198,7 @@ fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
         bail!("no bench is called {name:?}: `cargo xtask bench` lists them");
     };
     // Those that need more than what they are built of.
-    if ["ssd", "overload"].contains(&name) {
+    if name == "ssd" || OF_THE_PROGRAM.contains(&name) {
         prepare()?;
     }
     let section = section(bench.clone(), options)?;

@@ -16,28 +16,32 @@ const PIECES: &str = "x-pieces";
 
 const HEAD: &str = "HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n";
 
-/// What it says to whoever asks for its health, or for its metrics, of which it has none.
-const WELL: &[u8] = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n";
+/// What it says to whoever asks for its health or its metrics: nothing waits.
+const WELL: &str = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\n";
 
-/// Serves until the runtime ends.
-pub(super) async fn serve(listener: TcpListener, pace: Duration) {
+/// Serves until the runtime ends: the first piece after so long, the others at this pace.
+pub(crate) async fn serve(listener: TcpListener, first: Duration, pace: Duration) {
     while let Ok((stream, _)) = listener.accept().await {
         tokio::spawn(async move {
             // Who calls has gone: nothing is to be done for it.
-            let _ = answer(stream, pace).await;
+            let _ = answer(stream, first, pace).await;
         });
     }
 }
 
-async fn answer(mut stream: TcpStream, pace: Duration) -> anyhow::Result<()> {
+async fn answer(mut stream: TcpStream, first: Duration, pace: Duration) -> anyhow::Result<()> {
     stream.set_nodelay(true)?;
     let mut buffer = vec![];
     let piece = format!("{:x}\r\n{EVENT}\r\n", EVENT.len());
     loop {
         let Some(pieces) = request(&mut stream, &mut buffer).await? else {
-            stream.write_all(WELL).await?;
+            let well = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n{WELL}", WELL.len());
+            stream.write_all(well.as_bytes()).await?;
             continue;
         };
+        if !first.is_zero() {
+            tokio::time::sleep(first).await;
+        }
         stream.write_all(format!("{HEAD}{piece}").as_bytes()).await?;
         if pieces > 1 {
             let mut ticks = tokio::time::interval(pace);
@@ -78,14 +82,14 @@ fn position(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
 }
 
 /// A caller with a connection that stays.
-pub(super) struct Caller {
+pub(crate) struct Caller {
     stream: TcpStream,
     buffer: Vec<u8>,
     request: Vec<u8>,
 }
 
 impl Caller {
-    pub(super) async fn connect(address: std::net::SocketAddr, body: &str) -> anyhow::Result<Caller> {
+    pub(crate) async fn connect(address: std::net::SocketAddr, body: &str) -> anyhow::Result<Caller> {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         let head = format!(
@@ -97,23 +101,28 @@ impl Caller {
     }
 
     /// Asks for so many events and reads them; gives back when the first byte came.
-    pub(super) async fn ask(&mut self, pieces: u64) -> anyhow::Result<Duration> {
+    pub(crate) async fn ask(&mut self, pieces: u64) -> anyhow::Result<Duration> {
+        let mut first = None;
+        self.read(pieces, &mut first).await?;
+        first.context("there was a first byte")
+    }
+
+    /// The same, and notes when the first byte of a good answer came, also of one that breaks off.
+    pub(crate) async fn read(&mut self, pieces: u64, first: &mut Option<Duration>) -> anyhow::Result<()> {
         let at =
             position(&self.request, PIECES.as_bytes()).context("the head has no number")? + PIECES.len() + 2;
         self.request[at..at + 8].copy_from_slice(format!("{pieces:08}").as_bytes());
         self.buffer.clear();
         let started = Instant::now();
         self.stream.write_all(&self.request).await?;
-        let mut first = None;
-        let mut is_good = false;
         let mut events = 0;
         loop {
             ensure!(self.stream.read_buf(&mut self.buffer).await? > 0, "the answer broke off");
-            first.get_or_insert_with(|| {
-                is_good = self.buffer.starts_with(b"HTTP/1.1 200");
-                started.elapsed()
-            });
-            ensure!(is_good, "no answer: {}", String::from_utf8_lossy(&self.buffer));
+            if first.is_none() {
+                let text = String::from_utf8_lossy(&self.buffer);
+                ensure!(text.starts_with("HTTP/1.1 200"), "no answer: {text}");
+                *first = Some(started.elapsed());
+            }
             // Whole events are counted and forgotten, so that long answers are not searched again and again.
             while let Some(end) = position(&self.buffer, b"}\n\n") {
                 self.buffer.drain(..end + 3);
@@ -121,7 +130,7 @@ impl Caller {
             }
             if position(&self.buffer, b"\r\n0\r\n\r\n").is_some() {
                 ensure!(events == pieces, "{events} of {pieces} events came");
-                return first.context("there was a first byte");
+                return Ok(());
             }
         }
     }
