@@ -1,7 +1,7 @@
 //! Reasons for missing blocks, each made to happen in a cluster of real processes and told by `kvfleet why`.
 //!
 //! Not here: that routers tell every reason there is (`router/tests/cluster/why.rs`), that each is told as the document has it
-//! (`cli/src/why.rs`), and other weights (`weights.rs`).
+//! (`cli/src/why.rs`), other weights (`weights.rs`), engines that fetch nothing, and nodes of another identity, which no cluster lets in.
 
 use std::cell::Cell;
 use std::io::Write;
@@ -148,6 +148,14 @@ impl Scene {
         assert_eq!(told, format!("{text} ({reason})"));
     }
 
+    /// Decides a request of this prompt and has it served without saving anything: its number, and why not all came.
+    async fn fetched(&self, hashes: &[BlockHash]) -> (u64, Vec<String>) {
+        let (request, decision) = self.route(0, hashes).await;
+        let ran = self.serve((request, 0), hashes, pb::Decision { save_to: None, ..decision }).await;
+        assert_eq!(ran.wrong_bytes, 0, "a node gives away nothing that it has not checked");
+        (request, ran.misses)
+    }
+
     /// The line in which `kvfleet why` tells of this reason, without the numbers of blocks.
     fn told(&self, request: u64, reason: &str) -> Option<String> {
         let said = self.run(&["why", &request.to_string()]).ok();
@@ -241,11 +249,8 @@ async fn of_bytes_that_were_spoilt_on_a_disk_it_is_told_when_they_are_fetched_an
     let corrupt = until("bytes from the disk", async || {
         // What is still in DRAM is right, and what is on its way to the disk comes there later.
         spoil(&file);
-        let (request, decision) = scene.route(0, &all).await;
-        let unsaved = pb::Decision { save_to: None, ..decision };
-        let ran = scene.serve((request, 0), &all, unsaved).await;
-        assert_eq!(ran.wrong_bytes, 0, "a node gives away nothing that it has not checked");
-        ran.misses.iter().any(|miss| miss == "corrupt").then_some(request)
+        let (request, misses) = scene.fetched(&all).await;
+        misses.contains(&"corrupt".to_owned()).then_some(request)
     })
     .await;
     // The instance tells it with its next report.
@@ -257,6 +262,71 @@ async fn of_bytes_that_were_spoilt_on_a_disk_it_is_told_when_they_are_fetched_an
     scene.cluster.stop().await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn of_a_node_that_is_busy_or_stands_still_or_has_lost_its_disk_it_is_told_what_of_it() {
+    let scene = Scene::start(NodeCapacity { dram_blocks: 8, ssd_blocks: 256 }, |shape| {
+        // Over TCP nothing is read but by the node.
+        (shape.transport, shape.block_bytes) = (Transport::Tcp, 64 << 10);
+        // An instance waits for as long as computing takes.
+        (shape.fetch_floor_ms, shape.profile) = (20, "h100-8b".to_owned());
+        // No more than three or four blocks may be on their way at a time.
+        shape.overrides = vec!["node.fetch_inflight_bytes=262144".to_owned()];
+    })
+    .await;
+    let prompts = [64, 65, 66, 67].map(|seed| prompt(seed, 24));
+    for prompt in &prompts {
+        scene.saved(0, prompt).await;
+    }
+    let busy = until("a node that is busy", async || {
+        let [a, b, c, d] = &prompts;
+        let all: [_; 4] =
+            tokio::join!(scene.fetched(a), scene.fetched(b), scene.fetched(c), scene.fetched(d)).into();
+        all.into_iter().find_map(|(request, misses)| misses.contains(&"busy".to_owned()).then_some(request))
+    })
+    .await;
+    let told = until("busy", async || scene.told(busy, "busy")).await;
+    assert_eq!(told, "node-1 was busy (busy)");
+
+    // Two blocks are computed long before a node that says nothing is taken for dead.
+    let short = &prompts[0][..2];
+    let (request, decision) = scene.route(0, short).await;
+    let node = Pid::from_raw(scene.place.pid_of("node-1").unwrap()).unwrap();
+    kill_process(node, Signal::STOP).unwrap();
+    until("the node to stand still", async || stands_still(node).then_some(())).await;
+    let ran = scene.serve((request, 0), short, pb::Decision { save_to: None, ..decision }).await;
+    kill_process(node, Signal::CONT).unwrap();
+    assert_eq!((ran.hit_blocks, &ran.misses[..]), (0, &["too_late".to_owned()][..]));
+    let told = until("too_late", async || scene.told(request, "too_late")).await;
+    assert_eq!(told, "node-1 would have given them later than computing them takes (too_late)");
+
+    let file = scene.cluster.directory().join("node-1").join("segments.kvs");
+    let mut seeds = 68..;
+    let failed = until("a disk that cannot be read", async || {
+        // Others each time: what the node writes meanwhile makes the file longer again, and what was cut off is then wrong, and dropped.
+        let cut = prompt(seeds.next().unwrap(), 24);
+        let (request, decision) = scene.route(0, &cut).await;
+        scene.serve((request, 0), &cut, decision).await;
+        std::fs::OpenOptions::new().write(true).open(&file).unwrap().set_len(0).unwrap();
+        let (request, misses) = scene.fetched(&cut).await;
+        misses.contains(&"medium_failed".to_owned()).then_some(request)
+    })
+    .await;
+    let told = until("medium_failed", async || scene.told(failed, "medium_failed")).await;
+    assert_eq!(told, "node-1 could not read them from its medium (medium_failed)");
+    scene.cluster.stop().await;
+}
+
+/// Whether each thread of a process that was told to stop has: they do when they come to it.
+fn stands_still(process: Pid) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{}/task", process.as_raw_nonzero())).unwrap();
+    let is_still = |task: std::fs::DirEntry| {
+        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+        // Its state is behind its name, which is in brackets.
+        stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T'))
+    };
+    tasks.flatten().all(is_still)
+}
+
 /// Overwrites all of a file, which keeps its length.
 fn spoil(file: &std::path::Path) {
     let bytes = std::fs::metadata(file).unwrap().len();
@@ -266,7 +336,8 @@ fn spoil(file: &std::path::Path) {
         let left = usize::try_from(bytes - at).unwrap().min(page.len());
         file.write_all(&page[..left]).unwrap();
     }
-    file.sync_all().unwrap();
+    // It fails where the node wrote past the page cache at the same time, and is done again then.
+    let _ = file.sync_all();
 }
 
 #[tokio::test(flavor = "multi_thread")]
