@@ -72,6 +72,11 @@ impl Decoding {
             chunk_tokens: self.chunk_tokens,
         }
     }
+
+    /// The same, also of an engine that does not say.
+    fn chunk(self) -> f64 {
+        f64::from(if self.chunk_tokens == 0 { CHUNK_TOKENS } else { self.chunk_tokens })
+    }
 }
 
 /// The least limit between two tokens of the requests that were sent to an instance, as long as one of those is predicted to run. Those with more time are not
@@ -248,7 +253,7 @@ impl Climate {
     /// What comes of it at an instance where it waits so, and takes so long to compute.
     pub(super) fn at(&self, fleet: &Fleet, instance: &Instance, wait: &Wait, prefill_us: u64) -> Forecast {
         let load = &instance.load;
-        let Decoding { kv_tokens_max, kv_tokens, chunk_tokens, .. } = load.decoding;
+        let Decoding { kv_tokens_max, kv_tokens, .. } = load.decoding;
         let pace = load.pace.at(self.now);
         let step_of = |running: f64| step_us(&fleet.profile, self.steps, running) * pace;
         let before = f64::from(load.running) + wait.requests as f64;
@@ -259,8 +264,7 @@ impl Climate {
             (kv_tokens_max as f64 / self.mean_kv).max(load.running.into())
         };
         let step = step_of(before.min(most) + 1.0);
-        let chunk_tokens = if chunk_tokens == 0 { CHUNK_TOKENS } else { chunk_tokens };
-        let chunk_us = f64::from(chunk_tokens) * self.prompt_us_per_token;
+        let chunk_us = load.decoding.chunk() * self.prompt_us_per_token;
         // While it decodes, as many prompts come as came lately; those that wait are among them.
         let later_us = step * self.prompts / (1.0 - self.prompts);
         let own_us = wait.behind_us as f64 / f64::from(self.output_tokens.max(1));
@@ -321,6 +325,18 @@ impl Climate {
 }
 
 impl Fleet {
+    /// What a prompt of so many tokens that takes so long adds to the time of an instance. Each of the steps into which it is cut begins by itself, so to say, which is in how
+    /// long prompts are found to take; but where others decode, there are these steps anyway. Where hardly any time is left, a tenth more would be most of what is.
+    pub(super) fn added_us(&self, instance: &Instance, prefill_us: u64, tokens: u32, now: Timestamp) -> u64 {
+        let load = &instance.load;
+        if load.running == 0 {
+            return prefill_us;
+        }
+        let step_us = step_us(&self.profile, self.steps().at(now), load.running.into()) * load.pace.at(now);
+        // A cast saturates.
+        prefill_us.saturating_sub((f64::from(tokens) / load.decoding.chunk() * step_us) as u64)
+    }
+
     /// Whether a request whose prompt is computed may begin to decode at its instance, by what decodes and waits there now: how far apart its tokens come, in
     /// microseconds, or with that, why not. It may where that is not known (0) or does not matter (a limit of 0), and alone if there
     /// are times to learn that keep its limit. Of one that `runs_there` the report tells already.

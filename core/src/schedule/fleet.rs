@@ -270,13 +270,15 @@ impl Fleet {
     fn count(&mut self, decision: &Decision, prefill_us: u64, now: Timestamp) {
         let count = self.instances.len();
         if let Ok(rank) = self.instances.binary_search_by_key(&decision.instance, |known| known.id) {
+            let tokens = decision.recompute_tokens;
+            let added_us = self.added_us(&self.instances[rank], prefill_us, tokens, now);
             let known = &mut self.instances[rank];
             known.load.record(decision, Moment { now, reported_at: known.reported_at });
             if decision.handover.is_none() {
                 known.load.strictest.sent(decision, self.limits.tbt_kept_us, now);
             }
-            self.passing.sent(prefill_us, count, now);
-            let prompt = (decision.recompute_tokens, prefill_us);
+            self.passing.sent(added_us, count, now);
+            let prompt = (tokens, added_us);
             self.lengths.sent(decision.pacing.kv_tokens, prompt);
         }
         // Who goes on has nothing to compute, and one more that runs.

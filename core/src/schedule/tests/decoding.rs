@@ -299,6 +299,27 @@ fn of_a_pair_limits_count_where_it_goes_on() {
 }
 
 #[test]
+fn steps_that_there_are_anyway_are_no_time_that_prompts_add() {
+    let sent = |running: u32, chunk_tokens: u32| {
+        let load = busy(running, 0);
+        let load = load.with_decoding(Decoding { chunk_tokens, ..load.decoding });
+        let mut fleet = with_load(fleet(1), 1, load);
+        let decision = chosen(&asking(100, 100, 0), &PrefixMatch::default(), &fleet);
+        let Decision { recompute_tokens: tokens, parts: Prediction { prefill_us, .. }, .. } = decision;
+        let added_us = fleet.added_us(&fleet.instances()[0], prefill_us, tokens, NOW);
+        fleet.record(&decision, NOW);
+        (prefill_us - added_us, added_us, fleet.passing().share(NOW))
+    };
+    // A step of 200 takes three milliseconds, and the prompt has 1,000 tokens.
+    assert_eq!(sent(200, 250).0, 4 * 3_000);
+    assert_eq!(sent(200, 0).0, 1_000 * 3_000 / 8_192, "what engines are set to that do not say");
+    assert_eq!(sent(0, 250).0, 0, "nobody has them anyway");
+    let [(_, all_us, all), (_, added_us, share)] = [sent(0, 250), sent(200, 250)];
+    assert!((share / all - added_us as f64 / all_us as f64).abs() < 1e-9, "it counts as what it adds");
+    assert_eq!(sent(200, 1).1, 0, "no less than nothing");
+}
+
+#[test]
 fn no_callers_limit_keeps_others_away_by_more_than_the_routers_own() {
     let kept = |tbt_kept_us, limit_us| {
         let mut fleet = fleet(1);
