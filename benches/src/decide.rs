@@ -139,7 +139,13 @@ impl Router {
             };
             index.apply(&Command::Announce(blocks.chunks(RUN_BLOCKS).map(announce).collect()));
         }
-        let (fleet, admission) = (fleet(INSTANCES), Admission::default());
+        let (fleet, mut admission) = (fleet(INSTANCES), Admission::default());
+        // What waits is theirs, in parts from small to large: of a prompt that is held whole nothing is computed, and nobody would have anything waiting.
+        let waiting = fleet.waiting_tokens();
+        for tenant in 0..TENANTS {
+            let part = waiting * (tenant + 1) / (TENANTS * (TENANTS + 1) / 2);
+            admission.sent(TenantId(tenant as u32), u32::try_from(part)?, waiting, NOW);
+        }
         let mut router = Router { hasher, index, fleet, admission, chains, prompt_tokens, asked: 0 };
         for number in 0..8 {
             let tokens = router.prompt(number);
