@@ -601,6 +601,7 @@ pub(crate) unsafe fn reporter(
         return Err(Failure::Failed(format!("place {place:?}: {error}")));
     }
     let reporter = ReporterConfig {
+        manifest: None,
         instance: InstanceId(config.instance),
         address,
         host: host.unwrap_or_default(),

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kv_core::id::{InstanceId, NodeId};
+use kv_core::prefix::IdentityManifest;
 use kv_core::schedule::Role;
-use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
+use kvfleet_proto::{convert, pb};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
@@ -53,6 +54,8 @@ pub struct ReporterConfig {
     pub role: Role,
     /// Where it stands, the largest first, as in `zone-a/rack-7/host-3`; up to four names. Routers refuse reports with another.
     pub place: String,
+    /// What decides the bytes of the blocks that it makes, where more of it is known than its digest: where another identity is refused, it is told then in which fields.
+    pub manifest: Option<IdentityManifest>,
 }
 
 /// What an instance is doing right now.
@@ -122,6 +125,7 @@ impl Client {
             keeps_order: config.keeps_order,
             role: config.role as u32,
             place: config.place.clone(),
+            manifest: config.manifest.as_ref().map(convert::manifest_to_pb),
             started_us: u64::try_from(started.as_micros()).unwrap_or(u64::MAX),
             ..pb::ReportRequest::default()
         };

@@ -6,7 +6,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::InstanceId;
+use kv_core::id::{IdentityDigest, InstanceId};
+use kv_core::prefix::IdentityManifest;
 use kv_core::schedule::Unfit;
 use kvfleet_proto::pb;
 use kvfleet_router::{Besides, Desk};
@@ -24,6 +25,8 @@ pub(crate) struct Decider {
     objectives: Arc<BTreeMap<String, i32>>,
     /// Models that the configuration names.
     written: Arc<Written>,
+    /// Identities under which prompts are hashed.
+    hashed_under: Arc<[IdentityDigest]>,
 }
 
 /// Under what a request is sent.
@@ -177,13 +180,22 @@ struct Open {
 
 impl Decider {
     pub(crate) fn new(desk: Desk, endpoints: Endpoints) -> Decider {
-        Decider { desk, endpoints, objectives: Arc::default(), written: Arc::default() }
+        let (objectives, written, hashed_under) = Default::default();
+        Decider { desk, endpoints, objectives, written, hashed_under }
     }
 
     /// The same where the configuration names these models.
     pub(crate) fn with_models(self, models: &[ModelConfig]) -> Decider {
         let written = models.iter().map(|model| (model.name.clone(), !model.adapter.is_empty()));
         Decider { written: Arc::new(written.collect()), ..self }
+    }
+
+    /// The same where prompts are hashed under this identity, and those of adapters under theirs.
+    pub(crate) fn with_identity(self, base: &IdentityManifest, models: &[ModelConfig]) -> Decider {
+        let adapters = models.iter().map(|model| &model.adapter).filter(|adapter| !adapter.is_empty());
+        let of = |adapter: &String| IdentityManifest { adapter: adapter.clone(), ..base.clone() }.digest();
+        let hashed_under = std::iter::once(base.digest()).chain(adapters.map(of)).collect();
+        Decider { hashed_under, ..self }
     }
 
     /// The same with priorities for these objectives.
@@ -216,7 +228,7 @@ impl Decider {
         }
         let among = Some(pb::Among { instances: open.iter().map(|endpoint| endpoint.instance.0).collect() });
         let request = pb::RouteRequest { among, ..self.question(prompt, terms) };
-        let besides = Besides { unfit, again: terms.again };
+        let besides = Besides { unfit, again: terms.again, hashed_under: Arc::clone(&self.hashed_under) };
         let reply = self.desk.route_with(request, besides).await.map_err(|status| match status.code() {
             tonic::Code::InvalidArgument => Refusal::Invalid(status.message().to_owned()),
             _ => Refusal::Nobody { reason: status.message().to_owned(), retry_after: Duration::from_secs(1) },

@@ -113,6 +113,7 @@ impl Doors {
         let Opened { endpoints, admin } = endpoints::open(config, &desk, registry, &stop).await?;
         let objectives = config.objectives.iter().map(|of| (of.name.clone(), of.priority));
         let decider = Decider::new(desk, endpoints).with_objectives(objectives).with_models(&config.models);
+        let decider = decider.with_identity(&engines.identity.manifest(), &config.models);
         let (mut picker, mut openai) = (None, None);
         if config.openai.is_open() || config.picker.is_open() {
             check_identity(config, engines)?;

@@ -10,8 +10,8 @@ use kv_core::tier::{WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN};
 use kvfleet_proto::convert;
 use kvfleet_proto::pb::node_control_server::NodeControl;
 use kvfleet_proto::pb::{
-    AuditReply, AuditRequest, CopyBlocksReply, CopyBlocksRequest, NodeStatusReply, NodeStatusRequest, Seen,
-    SetWindowReply, SetWindowRequest, SettleReply, SettleRequest, WaitingRequest,
+    AuditReply, AuditRequest, CopyBlocksReply, CopyBlocksRequest, Manifest, NodeStatusReply,
+    NodeStatusRequest, Seen, SetWindowReply, SetWindowRequest, SettleReply, SettleRequest, WaitingRequest,
 };
 use kvfleet_proto::tls::{Identity, ROUTER_NAME};
 use kvfleet_transport::VisibleAt;
@@ -34,6 +34,8 @@ pub(crate) struct Control {
     pub(crate) store: StoreHandle,
     /// Tells who calls.
     pub(crate) identity: Identity,
+    /// Of the blocks that are kept.
+    pub(crate) manifest: Manifest,
     pub(crate) copier: Arc<Copier>,
 }
 
@@ -54,7 +56,10 @@ impl Control {
 impl NodeControl for Control {
     async fn node_status(&self, _: Request<NodeStatusRequest>) -> Result<Response<NodeStatusReply>, Status> {
         let status = self.store.try_ask(|reply| Ask::Status { reply }).await;
-        status.map(Response::new).map_err(|_| Status::resource_exhausted("the node is busy: ask again"))
+        let manifest = Some(self.manifest.clone());
+        status
+            .map(|status| Response::new(NodeStatusReply { manifest, ..status }))
+            .map_err(|_| Status::resource_exhausted("the node is busy: ask again"))
     }
 
     async fn audit(&self, request: Request<AuditRequest>) -> Result<Response<AuditReply>, Status> {

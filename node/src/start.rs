@@ -13,6 +13,7 @@ use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::tls::callers::members_only;
 use kvfleet_proto::tls::listen::incoming;
 use kvfleet_proto::tls::{Identity, Renewal, TlsError, TlsFiles};
+use kvfleet_proto::{convert, pb};
 use kvfleet_transport::renew::keep_renewed;
 use kvfleet_transport::shm::{ShmBindError, ShmServer};
 use kvfleet_transport::{BlockService, BoxFuture};
@@ -207,7 +208,7 @@ impl Node {
         let takes_no_copies = stop.child_token();
         let calls = control_calls(&config, &service, (&store, &identity), &metrics, &takes_no_copies);
         tasks.push(serve_control(control, calls, &stop));
-        let record = record(&config, data_addr, control_addr);
+        let (record, manifest) = (record(&config, data_addr, control_addr), manifest(&config));
         let host =
             quick.as_ref().map(|quick| host::serve(&config, &record.data_address, arena, blocks, quick));
         let host = host.transpose()?.flatten();
@@ -221,7 +222,7 @@ impl Node {
         }
         let evacuator = |life| Evacuator::new(&config, identity.clone(), store.clone(), life);
         let (standing, Reports { life, leaving, left }) = Standing::new(evacuator, takes_no_copies);
-        let link = Link { record, routers: config.routers, identity, store, life, leaving };
+        let link = Link { record, manifest, routers: config.routers, identity, store, life, leaving };
         tasks.push(tokio::spawn(until_left(link.run(stop.clone()), left)));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
         Ok(Node {
@@ -567,7 +568,8 @@ fn control_calls(
     let dialer = copies::dialer(identity);
     let (service, is_closed) = (Arc::clone(service), takes_no_copies.clone());
     let copier = Arc::new(Copier::new(service, dialer, config.copies, metrics.clone(), is_closed));
-    Control { store: store.clone(), identity: identity.clone(), copier }
+    let manifest = manifest(config);
+    Control { store: store.clone(), identity: identity.clone(), manifest, copier }
 }
 
 fn serve_control(listener: TcpListener, control: Control, stop: &CancellationToken) -> JoinHandle<()> {
@@ -581,6 +583,10 @@ fn serve_control(listener: TcpListener, control: Control, stop: &CancellationTok
             tracing::error!(%cause, "the control server ended");
         }
     })
+}
+
+fn manifest(config: &NodeConfig) -> pb::Manifest {
+    convert::manifest_to_pb(&config.identity.manifest())
 }
 
 fn record(config: &NodeConfig, data: SocketAddr, control: SocketAddr) -> NodeRecord {

@@ -18,6 +18,7 @@ mod fits;
 mod groups;
 mod ingest;
 mod liveness;
+mod manifests;
 mod metrics;
 mod pin_ends;
 mod raft;

@@ -37,6 +37,7 @@ use crate::fits;
 use crate::groups::{Group, Groups};
 use crate::ingest::{Gather, Ingest};
 use crate::liveness::{self, Silence};
+use crate::manifests::Manifests;
 use crate::metrics::Metrics;
 use crate::pin_ends;
 use crate::raft::boot::{self, Booted};
@@ -303,6 +304,7 @@ impl Parts<'_> {
         Arc::new(Shared {
             truth,
             cluster,
+            manifests: self.manifests(&peers, clock),
             peers,
             groups: self.groups.clone(),
             fleet,
@@ -328,6 +330,11 @@ impl Parts<'_> {
             draining: self.stop.child_token(),
             stop: self.stop.clone(),
         })
+    }
+
+    fn manifests(&self, peers: &Peers, clock: Clock) -> Arc<Manifests> {
+        let engines = self.config.engines.identity.manifest();
+        Manifests::new(engines, self.groups.clone(), peers.clone(), clock)
     }
 
     fn run_background(

@@ -201,17 +201,18 @@ fn role(shape: &Shape, number: u32) -> InstanceRole {
     }
 }
 
-/// Where an instance takes requests from the doors, if there are any.
+/// Where an instance takes requests from the doors, if there are any; and what it makes, in any case.
 fn openai(cluster: &Cluster, number: u32) -> OpenAiSection {
     let shape = cluster.shape();
-    let (Some(doors), Some(port)) = (&shape.openai, cluster.engine_ports.get(number as usize - 1)) else {
-        return OpenAiSection::default();
-    };
-    OpenAiSection {
-        listen: format!("127.0.0.1:{port}"),
-        models: doors.models.clone(),
-        manifest: IdentitySection::from(&shape.manifest()),
-        ..OpenAiSection::default()
+    let manifest = IdentitySection::from(&shape.manifest());
+    match (&shape.openai, cluster.engine_ports.get(number as usize - 1)) {
+        (Some(doors), Some(port)) => OpenAiSection {
+            listen: format!("127.0.0.1:{port}"),
+            models: doors.models.clone(),
+            manifest,
+            ..OpenAiSection::default()
+        },
+        _ => OpenAiSection { manifest, ..OpenAiSection::default() },
     }
 }
 

@@ -82,7 +82,7 @@ pub struct OpenAiSection {
     pub listen: String,
     /// Models with their tokenizers, as the routers' `doors.models`; without one every name is taken, and text is told apart by its text.
     pub models: Vec<ModelConfig>,
-    /// The manifest whose digest `identity` is, as the routers' `engines.identity`.
+    /// The manifest whose digest `identity` is, as the routers' `engines.identity`: they are told of it, so that they can say in which field it differs from the nodes'.
     pub manifest: IdentitySection,
     /// File with the secret of prompts, as the routers' `engines.secret_file`.
     pub secret_file: PathBuf,

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::{InstanceId, NodeId};
+use kv_core::id::{IdentityDigest, InstanceId, NodeId};
 use kvfleet_client::{Client, InstanceLoad, Reporter, ReporterConfig};
 
 use super::config::InstanceConfig;
@@ -31,6 +31,9 @@ pub(super) fn begin(
         keeps_order: config.time_scale > 0.0,
         role: config.role().unwrap_or_default(),
         place: config.place.clone(),
+        // Who takes no prompts need not have written it.
+        manifest: Some(config.openai.manifest.manifest())
+            .filter(|manifest| Some(manifest.digest()) == IdentityDigest::from_hex(&config.identity)),
     };
     // Without a capacity nobody can tell what of it is taken.
     let kv_tokens_max = config.kv_tokens_max;

@@ -1,13 +1,14 @@
 //! Requests of OpenAI's clients through a whole cluster: hits of what others asked, and an instance that dies under load.
 
 use std::net::SocketAddr;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvfleet::cluster::{Cluster, NodeCapacity, OpenAiShape, Shape};
 use kvfleet::process::Role;
-use kvfleet_doors::BreakerConfig;
+use kvfleet_doors::{BreakerConfig, ModelConfig};
 use parking_lot::Mutex;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -97,6 +98,14 @@ fn chat(question: &str) -> Value {
     ]})
 }
 
+/// What `kvfleet why` tells of a request.
+fn why(place: &Place, cluster: &Cluster, request: u64) -> Value {
+    let (routers, tls) = (cluster.router_addresses().join(","), cluster.certificates());
+    let request = request.to_string();
+    let words = ["why", &request, "--json", "--cluster", &routers, "--tls-dir", tls.to_str().unwrap()];
+    serde_json::from_str(&tokio::task::block_in_place(|| place.run(&words)).ok()).unwrap()
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_prompt_that_begins_as_another_is_fetched_and_why_tells_it() {
     let place = Place::new();
@@ -118,16 +127,9 @@ async fn a_prompt_that_begins_as_another_is_fetched_and_why_tells_it() {
         }
         assert!(Instant::now() < until, "{second:?}");
     };
-    let routers = cluster.router_addresses().join(",");
-    let tls = cluster.certificates();
-    let why = |request: u64| {
-        let request = request.to_string();
-        let words = ["why", &request, "--json", "--cluster", &routers, "--tls-dir", tls.to_str().unwrap()];
-        serde_json::from_str::<Value>(&tokio::task::block_in_place(|| place.run(&words)).ok()).unwrap()
-    };
     // The door's router has the story, and hears of the hits with the instance's next report.
     let story = loop {
-        let story = why(second.request);
+        let story = why(&place, &cluster, second.request);
         if !story["hit_blocks"].is_null() {
             break story;
         }
@@ -136,6 +138,48 @@ async fn a_prompt_that_begins_as_another_is_fetched_and_why_tells_it() {
     assert_eq!(story["instance"], second.instance);
     assert!(story["predicted_tbt_us"].as_u64().unwrap() > 0, "{story:#}");
     assert!(story["hit_blocks"].as_u64().unwrap() * 16 > tokens - 3 * 16, "{story:#}");
+    cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_prompts_that_are_hashed_under_another_identity_it_is_told_in_which_field_it_differs() {
+    let place = Place::new();
+    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../doors/testdata/tokenizer.json");
+    let cluster = cluster(&place, |shape| {
+        let models = vec![ModelConfig { name: "m".to_owned(), tokenizer, ..ModelConfig::default() }];
+        (shape.routers, shape.openai) = (1, Some(OpenAiShape { port: 0, models }));
+        shape.overrides = vec!["router.engines.identity.dtype=fp8".to_owned()];
+    })
+    .await;
+    let prompt: Vec<u32> = (1..100).collect();
+    let body = json!({"model": "m", "max_tokens": 1, "prompt": prompt});
+    let answer = ask(door(&cluster, 1), "/v1/completions", &body).await;
+    assert_eq!(answer.status, 200, "a cache that is of no use turns nobody away: {answer:?}");
+    // A node may be asked again after two seconds where it did not answer at once.
+    let until = Instant::now() + PATIENCE;
+    let story = loop {
+        let story = why(&place, &cluster, answer.request);
+        assert_eq!(story["missing"][0]["reason"], "identity_differs", "{story:#}");
+        if story["missing"][0]["text"].as_str().unwrap().contains("it differs in") {
+            break story;
+        }
+        assert!(Instant::now() < until, "{story:#}");
+    };
+    let text =
+        "hashed under another identity than the nodes': it differs in dtype (\"fp8\" and not \"bf16\")";
+    assert_eq!(story["missing"][0]["text"], text, "{story:#}");
+    // The engine reads prompts itself and may find them; the router does not.
+    let again = ask(door(&cluster, 1), "/v1/completions", &body).await;
+    let story = why(&place, &cluster, again.request);
+    assert_eq!(
+        (&story["fetch_blocks"], &story["missing"][0]["text"]),
+        (&json!(0), &json!(text)),
+        "{story:#}"
+    );
+    let log = cluster.directory().join("logs").join("router-1.log");
+    let log = std::fs::read_to_string(log).unwrap();
+    let warnings = log.lines().filter(|line| line.contains("prompts are hashed under another identity"));
+    assert_eq!(warnings.count(), 1, "{log}");
     cluster.stop().await;
 }
 

@@ -1,10 +1,12 @@
 //! Reasons for missing blocks, each made to happen in a cluster of real processes and told by `kvfleet why`.
 //!
 //! Not here: that routers tell every reason there is (`router/tests/cluster/why.rs`), that each is told as the document has it
-//! (`cli/src/why.rs`), other weights (`weights.rs`), engines that fetch nothing, and nodes of another identity, which no cluster lets in.
+//! (`cli/src/why.rs`), other weights (`weights.rs`), doors of another identity (`doors.rs`), and engines that fetch nothing.
 
 use std::cell::Cell;
+use std::fs::File;
 use std::io::Write;
+use std::process::Stdio;
 use std::time::Duration;
 
 use kv_core::id::{BlockHash, Category, RequestId, TenantId};
@@ -57,11 +59,11 @@ impl Scene {
         tokio::task::block_in_place(|| self.place.run(&[words, &reach[..]].concat()))
     }
 
-    /// Decides a request of this prompt, under a number of its own.
-    async fn route(&self, tenant: u32, hashes: &[BlockHash]) -> (u64, pb::Decision) {
+    /// A request of this prompt, under a number of its own.
+    fn call(&self, tenant: u32, hashes: &[BlockHash]) -> RouteCall {
         let request = self.requests.get() + 1;
         self.requests.set(request);
-        let call = RouteCall {
+        RouteCall {
             request: RequestId(request),
             tenant: TenantId(tenant),
             category: Category::default(),
@@ -73,7 +75,13 @@ impl Scene {
             identity: self.cluster.shape().manifest().digest(),
             after: Vec::new(),
             fresh: true,
-        };
+        }
+    }
+
+    /// Decides a request of this prompt.
+    async fn route(&self, tenant: u32, hashes: &[BlockHash]) -> (u64, pb::Decision) {
+        let call = self.call(tenant, hashes);
+        let request = call.request.0;
         match self.client.route(call).await.unwrap() {
             RouteAnswer::Decided(decision) => (request, decision),
             other => panic!("{other:?}"),
@@ -81,26 +89,9 @@ impl Scene {
     }
 
     /// Has a decided request computed by its instance, and what was computed saved where the decision says.
-    async fn serve(
-        &self,
-        (request, tenant): (u64, u32),
-        hashes: &[BlockHash],
-        decision: pb::Decision,
-    ) -> pb::RunReply {
+    async fn serve(&self, of: (u64, u32), hashes: &[BlockHash], decision: pb::Decision) -> pb::RunReply {
         let channel = channel(&decision.instance_address, &self.cluster.identity().unwrap()).unwrap();
-        let run = pb::RunRequest {
-            request,
-            tenant,
-            category: None,
-            hashes: hashes.iter().flat_map(|hash| hash.0).collect(),
-            block_tokens: BLOCK_TOKENS,
-            input_tokens: u32::try_from(hashes.len()).unwrap() * BLOCK_TOKENS,
-            output_tokens: 1,
-            decision: Some(decision),
-            wait_save: true,
-            traceparent: String::new(),
-        };
-        run_on_instance(channel, run).await.unwrap()
+        run_on_instance(channel, run_request(of, hashes, decision)).await.unwrap()
     }
 
     /// Has a prompt computed and saved, and waits until the index lists all of it.
@@ -173,6 +164,25 @@ impl Scene {
             panic!("{reason} is not told: {all}")
         });
         assert!(told.starts_with(text), "{told}");
+    }
+}
+
+fn run_request(
+    (request, tenant): (u64, u32),
+    hashes: &[BlockHash],
+    decision: pb::Decision,
+) -> pb::RunRequest {
+    pb::RunRequest {
+        request,
+        tenant,
+        category: None,
+        hashes: hashes.iter().flat_map(|hash| hash.0).collect(),
+        block_tokens: BLOCK_TOKENS,
+        input_tokens: u32::try_from(hashes.len()).unwrap() * BLOCK_TOKENS,
+        output_tokens: 1,
+        decision: Some(decision),
+        wait_save: true,
+        traceparent: String::new(),
     }
 }
 
@@ -398,5 +408,68 @@ async fn of_blocks_that_were_promised_and_of_a_node_that_died_it_is_told_what_be
     .await;
     let told = scene.told(request, "node_lost").unwrap();
     assert_eq!(told, "node-1, which had them, is not live (node_lost)");
+    scene.cluster.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn of_an_instance_that_makes_other_blocks_than_nodes_keep_it_is_told_in_which_field_they_differ() {
+    let capacity = NodeCapacity { dram_blocks: 64, ssd_blocks: 0 };
+    let mut scene = Scene::start(capacity, |_| {}).await;
+    let held = prompt(80, BLOCKS);
+    scene.saved(0, &held).await;
+    // In its place comes one that was told of another element type.
+    scene.cluster.kill((Role::Instance, 1)).await.unwrap();
+    let other = IdentityManifest { dtype: "fp8".to_owned(), ..scene.cluster.shape().manifest() };
+    let config = scene.cluster.directory().join("config").join("instance-1.toml");
+    let identity = format!("identity={}", other.digest());
+    let words = ["instance", "--config", config.to_str().unwrap(), "--follow-parent"];
+    let changed = ["--set", &identity, "--set", "openai.manifest.dtype=fp8"];
+    let mut command = scene.place.command(&[words, changed].concat());
+    // It stops when its standard input ends, however this test does.
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+    let ran = until("an instance of another identity", async || {
+        let (request, decision) = scene.route(0, &held).await;
+        if decision.fetch_blocks == 0 {
+            return None;
+        }
+        let channel = channel(&decision.instance_address, &scene.cluster.identity().unwrap()).unwrap();
+        let ran = run_on_instance(channel, run_request((request, 0), &held, decision)).await.ok()?;
+        Some((request, ran))
+    });
+    let (request, ran) = ran.await;
+    assert_eq!((ran.hit_blocks, &ran.misses[..]), (0, &["identity_differs".to_owned()][..]));
+    // The instance tells of it with its next report, and a node that did not answer at once is asked again after two seconds.
+    let told = until("the fields", async || {
+        scene.told(request, "identity_differs").filter(|told| told.contains("it differs in"))
+    });
+    let told = told.await;
+    let fields = r#"it differs in dtype ("bf16" and not "fp8")"#;
+    assert_eq!(told, format!("node-1 serves another identity than instance-1: {fields} (identity_differs)"));
+
+    // A node that would keep such blocks is not taken in.
+    let node = scene.cluster.directory().join("config").join("node-1.toml");
+    let data = format!("data_dir={}", scene.place.path("node-2").display());
+    let words =
+        ["node", "--config", node.to_str().unwrap(), "--follow-parent", "--set", "id=2", "--set", &data];
+    let mut command = scene.place.command(&[&words[..], &["--set", "identity.dtype=fp8"]].concat());
+    let log = File::create(scene.place.path("node-2.log")).unwrap();
+    let mut refused = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
+    let line = until("a node of another identity to be refused", async || {
+        let log = std::fs::read_to_string(scene.place.path("node-2.log")).unwrap();
+        let is_it =
+            |line: &&str| line.contains("the routers refuse this node") && line.contains("it differs in");
+        log.lines().find(is_it).map(str::to_owned)
+    });
+    let line = line.await;
+    assert!(line.contains("in dtype") && line.contains("fp8") && line.contains("bf16"), "{line}");
+    refused.kill().unwrap();
+    refused.wait().unwrap();
+
+    // One that asks under its own identity is told at once.
+    let asked = RouteCall { identity: other.digest(), ..scene.call(0, &held) };
+    let refused = scene.client.route(asked).await.unwrap_err().to_string();
+    assert!(refused.contains(r#" in dtype ("fp8" and not "bf16"): use the model manifest"#), "{refused}");
+    child.kill().unwrap();
+    child.wait().unwrap();
     scene.cluster.stop().await;
 }

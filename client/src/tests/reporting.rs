@@ -15,6 +15,7 @@ use crate::{Client, InstanceLoad, ReporterConfig};
 
 fn reporter_config(links: bool) -> ReporterConfig {
     ReporterConfig {
+        manifest: None,
         instance: InstanceId(3),
         address: "i:3".to_owned(),
         host: "here".to_owned(),

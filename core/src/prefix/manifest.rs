@@ -3,6 +3,8 @@
 //! Not here: how keys come from the digest (`keys.rs`). The encoding is fixed: a change of it is a
 //! change of every key of every cluster, and takes a new domain string.
 
+use std::fmt;
+
 use crate::id::IdentityDigest;
 
 /// Largest block in tokens. A larger one would make the unit of eviction coarser than one turn of a
@@ -72,6 +74,24 @@ impl Default for IdentityManifest {
     }
 }
 
+/// A field in which two manifests differ, named and written as in configuration files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Difference {
+    /// Which.
+    pub field: &'static str,
+    /// What it is in the one.
+    pub own: String,
+    /// What it is in the other.
+    pub other: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { field, own, other } = self;
+        write!(f, "{field} ({own} and not {other})")
+    }
+}
+
 /// Why a manifest cannot be served.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
@@ -117,6 +137,47 @@ impl IdentityManifest {
             return Err(ManifestError::Rank { rank: self.rank, tp: self.tp, pp: self.pp });
         }
         Ok(())
+    }
+
+    /// The fields in which this manifest is another one than `other`, in the order of their declaration.
+    #[must_use]
+    pub fn differences(&self, other: &IdentityManifest) -> Vec<Difference> {
+        let pairs = self.fields().into_iter().zip(other.fields());
+        let difference = |((field, own), (_, other))| Difference { field, own, other };
+        pairs.filter(|(own, other)| own != other).map(difference).collect()
+    }
+
+    /// Every field as configuration files have it. The destructuring makes a forgotten one a compile error.
+    fn fields(&self) -> [(&'static str, String); 12] {
+        let Self {
+            model,
+            weights_digest,
+            dtype,
+            layout,
+            layers,
+            tp,
+            pp,
+            rank,
+            block_tokens,
+            rope,
+            key_form,
+            adapter,
+        } = self;
+        let text = |text: &String| format!("{text:?}");
+        [
+            ("model", text(model)),
+            ("weights_digest", text(weights_digest)),
+            ("dtype", text(dtype)),
+            ("layout", text(layout)),
+            ("layers", layers.to_string()),
+            ("tp", tp.to_string()),
+            ("pp", pp.to_string()),
+            ("rank", rank.to_string()),
+            ("block_tokens", block_tokens.to_string()),
+            ("rope", text(rope)),
+            ("raw_keys", (*key_form == KeyForm::Raw).to_string()),
+            ("adapter", text(adapter)),
+        ]
     }
 
     /// The manifest in sixteen bytes, as nodes and routers compare it.

@@ -25,4 +25,4 @@ mod tests;
 pub use chain::Chain;
 pub use hasher::PrefixHasher;
 pub use kernel::Level;
-pub use manifest::{BLOCK_TOKENS_MAX, IdentityManifest, KeyForm, ManifestError};
+pub use manifest::{BLOCK_TOKENS_MAX, Difference, IdentityManifest, KeyForm, ManifestError};

@@ -28,6 +28,8 @@ pub enum Why {
         /// Which, if that is certain.
         node: Option<NodeId>,
     },
+    /// Their hashes are of another identity than the nodes', so nothing that is held is found by them.
+    OtherIdentity,
     /// They are held, and are faster to compute than to fetch.
     SlowerThanRecompute,
     /// They are held, and the instance's engine cannot fetch.
@@ -116,6 +118,7 @@ impl Why {
             Why::NodeLost { .. } => 5,
             Why::SlowerThanRecompute => 6,
             Why::FetchesNothing => 7,
+            Why::OtherIdentity => 7 + Told::IdentityDiffers as usize,
             Why::NotFetched { told, .. } => 7 + *told as usize,
         };
         Why::NAMES[place]
@@ -137,6 +140,10 @@ impl fmt::Display for Why {
             }
             Why::NodeLost { node: Some(node) } => write!(f, "{node}, which had them, is not live"),
             Why::NodeLost { node: None } => write!(f, "a node that has left or started anew had them"),
+            Why::OtherIdentity => write!(
+                f,
+                "hashed under another identity than the nodes': compare `engines.identity` of the router with `identity` of the nodes"
+            ),
             Why::SlowerThanRecompute => write!(f, "held, and faster to compute than to fetch"),
             Why::FetchesNothing => write!(f, "held, and the instance's engine fetches nothing"),
             Why::NotFetched { node, told } => {
@@ -274,6 +281,7 @@ mod tests {
         let all: Vec<Why> =
             [Why::NeverSeen].into_iter().chain(evicted).chain(others).chain(not_fetched).collect();
         assert_eq!(all.iter().map(Why::name).collect::<Vec<_>>(), Why::NAMES);
+        assert_eq!(Why::OtherIdentity.name(), "identity_differs", "asked for or fetched");
         for (number, told) in (1..).zip(Told::ALL) {
             assert_eq!((Told::from_number(number), told as u32), (Some(told), number));
         }

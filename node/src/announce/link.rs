@@ -39,6 +39,8 @@ const CONTROL: u16 = 0;
 /// What the task needs.
 pub(crate) struct Link {
     pub(crate) record: NodeRecord,
+    /// Whose digest the record has.
+    pub(crate) manifest: pb::Manifest,
     pub(crate) routers: Vec<String>,
     pub(crate) identity: tls::Identity,
     pub(crate) store: StoreHandle,
@@ -245,7 +247,8 @@ impl Session {
     }
 
     async fn join(&mut self, client: &mut RouterClient<Channel>) -> Result<Epoch, Ended> {
-        let call = client.join(convert::join_to_pb(&self.link.record));
+        let manifest = Some(self.link.manifest.clone());
+        let call = client.join(pb::JoinRequest { manifest, ..convert::join_to_pb(&self.link.record) });
         let reply = match timeout(CALL_TIMEOUT * 3, call).await {
             Ok(Ok(reply)) => reply.into_inner(),
             Ok(Err(status)) => return Err(ended(&status)),

@@ -88,6 +88,8 @@ impl Store {
             seen_categories: self.parts.shared.seen.borrow().categories().count() as u64,
             fleet_categories: self.fleet_categories as u64,
             memory_peak_bytes: crate::memory::peak_bytes("self").unwrap_or(0),
+            // The store knows nothing of it: whoever answers adds it.
+            manifest: None,
         }
     }
 

@@ -203,6 +203,8 @@ pub fn join_to_pb(record: &NodeRecord) -> pb::JoinRequest {
         has_instance: record.instance.is_some(),
         identity: record.identity.0.to_vec(),
         block_bytes: record.block_bytes,
+        // Of which the record has the digest alone.
+        manifest: None,
     }
 }
 

@@ -1,11 +1,12 @@
 //! Conversions between wire types and `kv-core` types, and the one error they share.
 //!
 //! One file per subject: `index` (what goes into the replicated index), `schedule` (what surrounds
-//! a route call), `copies` (what nodes copy) and `statistics` (what nodes saw of categories). Not here: meaning. A message that converts may still
+//! a route call), `copies` (what nodes copy), `manifest` (what decides the bytes of blocks) and `statistics` (what nodes saw of categories). Not here: meaning. A message that converts may still
 //! be refused by whoever gets it.
 
 mod copies;
 mod index;
+mod manifest;
 mod schedule;
 mod statistics;
 
@@ -15,10 +16,12 @@ pub use index::{
     hashes_from_bytes, hashes_to_bytes, identity_field, join_to_pb, node_digest_from_bytes,
     node_digest_to_bytes, node_record_from_pb, parent_from_bytes, parent_to_bytes, tier_field,
 };
+pub use manifest::{manifest_from_pb, manifest_to_pb};
 pub use schedule::{category_from_parts, category_from_pb, category_to_parts, category_to_pb, holder_tier};
 pub use statistics::{statistics_from_pb, statistics_to_pb};
 
 use kv_core::evict::statistics::Unsound;
+use kv_core::prefix::ManifestError;
 
 /// Bytes of one hash on the wire.
 pub const HASH_BYTES: usize = 16;
@@ -74,6 +77,19 @@ pub enum ConvertError {
         /// The number.
         number: u32,
     },
+    /// A text that nobody needs so long.
+    #[error("{field} has {bytes} bytes, the limit is {limit}: shorten it")]
+    TooLong {
+        /// The field.
+        field: &'static str,
+        /// Its length in bytes.
+        bytes: usize,
+        /// The most it may have.
+        limit: usize,
+    },
+    /// A manifest of no model.
+    #[error("manifest: {0}")]
+    Manifest(#[from] ManifestError),
     /// Statistics that cannot have been counted.
     #[error("statistics: {0}")]
     Unsound(#[from] Unsound),

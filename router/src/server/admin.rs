@@ -52,7 +52,7 @@ fn refused(refusal: &Refusal) -> Status {
 /// A node starts: it gets a fresh epoch and what it must respect.
 pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Result<pb::JoinReply, Status> {
     let record = convert::node_record_from_pb(request).map_err(check::invalid)?;
-    let node = record.node;
+    let (node, identity) = (record.node, record.identity);
     leader_only(shared.control())?;
     if let Some(refusal) = rival(shared, &record) {
         return Err(refusal);
@@ -62,6 +62,7 @@ pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Res
         Applied::Joined(epoch) => {
             tracing::info!(%node, %epoch, address = request.data_address, "joined");
             shared.silence.lock().heard(node, epoch, shared.clock.now());
+            shared.manifests.joined(identity, request.manifest.as_ref());
             let directives = told_at(&shared.directives.borrow(), shared.unix.now_ms());
             let shards = shared.cluster.shards.into();
             // Of a later state than the join's, perhaps: then its epoch is over, and the node joins again.
@@ -70,9 +71,24 @@ pub(super) async fn join(shared: &Arc<Shared>, request: &pb::JoinRequest) -> Res
             let fleet = shared.fits.told.borrow().as_deref().cloned();
             Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards, generation, fleet })
         }
+        Applied::Refused(refusal @ Refusal::Identity { .. }) => {
+            Err(other_identity(shared, request, &refusal).await)
+        }
         Applied::Refused(refusal) => Err(refused(&refusal)),
         other => Err(Status::internal(format!("a join was answered by {other:?}"))),
     }
+}
+
+/// Refuses a node of another identity and, if it said what that stands for, tells it the fields.
+async fn other_identity(shared: &Shared, request: &pb::JoinRequest, refusal: &Refusal) -> Status {
+    let fields = match refusal {
+        Refusal::Identity { theirs, .. } => {
+            shared.manifests.differing_as_told(*theirs, request.manifest.as_ref()).await
+        }
+        _ => None,
+    };
+    let fields = fields.map(|fields| format!("; it differs in {fields}")).unwrap_or_default();
+    Status::permission_denied(format!("{refusal}{fields}"))
 }
 
 /// Whether another host has a node of this number that was heard just now. Without this the two would end each other's epochs;

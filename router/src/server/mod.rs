@@ -40,6 +40,7 @@ use crate::fits::FleetFits;
 use crate::groups::{Group, Groups};
 use crate::ingest::Ingest;
 use crate::liveness::Silence;
+use crate::manifests::Manifests;
 use crate::metrics::Metrics;
 use crate::raft::Cluster;
 use crate::raft::handle::{LeaderAt, ProposeError};
@@ -80,6 +81,8 @@ pub(crate) struct Shared {
     pub(crate) tbt_max_us: u64,
     /// What was decided lately.
     pub(crate) recall: Mutex<Recall>,
+    /// Of instances and nodes, as they say, for what is told of identities that differ.
+    pub(crate) manifests: Arc<Manifests>,
     /// Prefixes that instances compute and told nothing of yet.
     pub(crate) sent: Mutex<SentPrefixes>,
     /// What instances were sent that they will never tell of.
@@ -234,7 +237,7 @@ impl pb::router_server::Router for RouterService {
     }
 
     async fn why(&self, request: Request<pb::WhyRequest>) -> Answer<pb::WhyReply> {
-        Ok(Response::new(why::why(&self.shared, request.get_ref())))
+        Ok(Response::new(why::why(&self.shared, request.get_ref()).await))
     }
 
     async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {

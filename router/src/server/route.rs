@@ -2,9 +2,12 @@
 //!
 //! Not here: the choice (`kv_core::schedule`) and the load's bookkeeping (`crate::view::fleet`).
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Epoch, InstanceId, NodeId, RequestId, TenantId, Tier, Timestamp};
+use kv_core::id::{
+    BlockHash, Epoch, IdentityDigest, InstanceId, NodeId, RequestId, TenantId, Tier, Timestamp,
+};
 use kv_core::index::Index;
 use kv_core::schedule::{
     self, Candidate, Coming, Decision, Decoding, Domain, Eligible, Fleet, Handover, Held, LinkKey, LinkPath,
@@ -32,6 +35,9 @@ pub struct Besides {
     pub unfit: Vec<(InstanceId, Unfit)>,
     /// Whether it was decided before, under the same number, and does not run there: what was counted of it is taken back.
     pub again: bool,
+    /// Under which identities its prompt may have been hashed in this process, so that the router can tell when none of them is the nodes'; none where
+    /// that is not known.
+    pub hashed_under: Arc<[IdentityDigest]>,
 }
 
 /// Answers a route call, under a span that continues the caller's trace.
@@ -51,7 +57,7 @@ async fn decide(
     shared: &Shared,
     caller: &Caller,
     request: pb::RouteRequest,
-    Besides { mut unfit, again }: Besides,
+    Besides { mut unfit, again, hashed_under }: Besides,
 ) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
     let (ttft_max_us, tbt_max_us) = (ttft_max_us(shared, &request), tbt_max_us(shared, &request));
@@ -59,8 +65,11 @@ async fn decide(
     may_narrow(caller, &request)?;
     fresh::may(shared, caller, request.fresh)?;
     ready(shared, &hashes, &request.after, request.fresh).await?;
+    if let Some((ours, theirs)) = foreign(shared, &request.identity)? {
+        // Behind a pointer, since it hardly ever happens and every call would carry it.
+        return Err(Box::pin(other_identity(shared, ours, theirs)).await);
+    }
     let control = shared.control().published.read();
-    check_identity(&control.index, &request.identity)?;
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
     if again {
@@ -94,8 +103,15 @@ async fn decide(
     }
     let (control_index, is_text) = (&control.index, request.text);
     let is_tenants = caller.share().is_some();
-    let known =
-        Known { request: &asked, hashes: &hashes, control: control_index, held_blocks, is_text, is_tenants };
+    let known = Known {
+        request: &asked,
+        hashes: &hashes,
+        control: control_index,
+        held_blocks,
+        is_text,
+        is_foreign: !is_text && is_foreign(shared, control_index, (&hashes, &hashed_under)),
+        is_tenants,
+    };
     // Whoever sent it has the story of that, and of who else could have taken it.
     if !(request.runs_there && request.sent_there) {
         // What runs there was counted when it was sent, and of a tenant's perhaps a part.
@@ -316,19 +332,36 @@ pub(super) fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<
     })
 }
 
-/// A request of another identity can have no hit here; saying so beats a silent miss. Which weights of it the instance has loaded
-/// is for the nodes to ask, of whoever fetches and saves: frontends that name the manifest need not be told of a change.
-fn check_identity(index: &Index, identity: &[u8]) -> Result<(), Status> {
+/// The cluster's identity and the request's, if they differ. Which weights of it the instance has loaded is for the nodes to ask, of whoever fetches
+/// and saves: frontends that name the manifest need not be told of a change.
+fn foreign(shared: &Shared, identity: &[u8]) -> Result<Option<(IdentityDigest, IdentityDigest)>, Status> {
     if identity.is_empty() {
-        return Ok(());
+        return Ok(None);
     }
     let theirs = convert::identity_field("identity", identity).map_err(check::invalid)?;
-    match index.identity() {
-        Some(ours) if theirs.generation_over(ours).is_none() => Err(check::invalid(format!(
-            "identity {theirs} differs from the cluster's {ours}: use the model manifest the nodes were started with"
-        ))),
-        _ => Ok(()),
-    }
+    let identity = shared.control().published.read().index.identity();
+    let other = identity.filter(|ours| theirs.generation_over(*ours).is_none());
+    Ok(other.map(|ours| (ours, theirs)))
+}
+
+/// Whether these hashes are of another identity than the nodes'.
+fn is_foreign(
+    shared: &Shared,
+    index: &Index,
+    (hashes, hashed_under): (&[BlockHash], &[IdentityDigest]),
+) -> bool {
+    // Of no hashes nothing can be said: a prompt under a salt that no tenant has comes without.
+    let nodes = index.identity().filter(|_| !hashes.is_empty());
+    nodes.is_some_and(|nodes| shared.manifests.are_foreign(hashed_under, nodes))
+}
+
+/// A request of another identity can have no hit here; saying so beats a silent miss.
+async fn other_identity(shared: &Shared, ours: IdentityDigest, theirs: IdentityDigest) -> Status {
+    let fields = shared.manifests.differing(theirs).await.map(|fields| format!(" in {fields}"));
+    check::invalid(format!(
+        "identity {theirs} differs from the cluster's {ours}{}: use the model manifest the nodes were started with",
+        fields.unwrap_or_default()
+    ))
 }
 
 fn decision_to_pb(
@@ -411,6 +444,8 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
         return Err(check::invalid("address is empty: say where the instance takes requests, host:port"));
     }
     let part = part(&request)?;
+    // There only for what is told to people: a report is not lost for one that cannot be read.
+    let manifest = request.manifest.and_then(|manifest| convert::manifest_from_pb(manifest).ok());
     check::at_most("number of link samples", request.links.len(), SAMPLES_MAX)?;
     let (instance, now) = (InstanceId(request.instance), shared.clock.now());
     // An instance that leaves has ended what it said in this life.
@@ -443,6 +478,7 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
         }
         Receipt::Accepted => {
             shared.guessed.lock().lives(instance, counts_from, now);
+            shared.manifests.reported(instance, manifest.filter(|_| !request.leaving));
             why::came(shared, instance, &request.outcomes);
             let standing = shared.residency.read().standing(instance, now);
             if standing.is_some_and(|standing| standing.epoch < counts_from) {

@@ -6,7 +6,9 @@ use std::time::Duration;
 
 use kv_core::id::{BlockHash, InstanceId, NodeId, Timestamp};
 use kv_core::index::Index;
-use kv_core::schedule::{Counted, Decision, Found, Missing, Paced, Rejection, RouteRequest, Told, missing};
+use kv_core::schedule::{
+    Counted, Decision, Found, Missing, Paced, Rejection, RouteRequest, Told, Why, missing,
+};
 use kvfleet_proto::pb;
 
 use super::{Shared, millis};
@@ -27,6 +29,8 @@ pub(super) struct Known<'a> {
     pub(super) held_blocks: u32,
     /// Whether its blocks are pieces of text, which nobody holds and nobody misses.
     pub(super) is_text: bool,
+    /// Whether its hashes are of another identity than the nodes'.
+    pub(super) is_foreign: bool,
     /// Whether it comes with a certificate of its tenant's own.
     pub(super) is_tenants: bool,
 }
@@ -91,6 +95,10 @@ fn missing_of(shared: &Shared, known: &Known<'_>, decision: &Decision) -> Vec<Mi
     let there = found.held_blocks.max(found.served_blocks);
     if found.served_blocks >= found.blocks {
         return Vec::new();
+    }
+    if known.is_foreign {
+        let (start_blocks, len_blocks) = (found.served_blocks, found.blocks - found.served_blocks);
+        return vec![Missing { start_blocks, len_blocks, why: Why::OtherIdentity }];
     }
     let lost = holders::lost(&shared.groups, known.control, known.hashes, there);
     let group = holders::answering(&shared.groups, known.hashes);
@@ -170,7 +178,7 @@ pub(crate) fn first_token(shared: &Shared, request: u64, instance: InstanceId, a
 }
 
 /// Tells the story of a request.
-pub(super) fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
+pub(super) async fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
     let known = shared.recall.lock().of(request.request).cloned();
     let Some(decided) = known else { return pb::WhyReply::default() };
     let age: Duration = shared.clock.now().since(decided.at);
@@ -179,7 +187,7 @@ pub(super) fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
         tenant: decided.tenant.0,
         age_ms: millis(age),
         blocks: decided.blocks,
-        missing: decided.missing.iter().map(missing_to_pb).collect(),
+        missing: missing_to_pb(shared, &decided).await,
         ..pb::WhyReply::default()
     };
     let reply = match &decided.answer {
@@ -204,7 +212,36 @@ pub(super) fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
     }
 }
 
-fn missing_to_pb(missing: &Missing) -> pb::MissingBlocks {
+/// All that is missing, and of another identity also the fields, if they are known.
+async fn missing_to_pb(shared: &Shared, decided: &Decided) -> Vec<pb::MissingBlocks> {
+    let mut all: Vec<_> = decided.missing.iter().map(missing_as_told).collect();
+    for (missing, told) in decided.missing.iter().zip(&mut all) {
+        let text = match missing.why {
+            Why::OtherIdentity => other_identity(shared).await,
+            Why::NotFetched { node, told: Told::IdentityDiffers } => {
+                not_the_same(shared, node, decided).await
+            }
+            _ => None,
+        };
+        if let Some(text) = text {
+            told.text = text;
+        }
+    }
+    all
+}
+
+async fn other_identity(shared: &Shared) -> Option<String> {
+    let fields = shared.manifests.of_engines_and_nodes().await?;
+    Some(format!("hashed under another identity than the nodes': it differs in {fields}"))
+}
+
+async fn not_the_same(shared: &Shared, node: NodeId, decided: &Decided) -> Option<String> {
+    let instance = decided.computes()?;
+    let fields = shared.manifests.of_nodes_and(instance).await?;
+    Some(format!("{node} serves another identity than {instance}: it differs in {fields}"))
+}
+
+fn missing_as_told(missing: &Missing) -> pb::MissingBlocks {
     pb::MissingBlocks {
         start_blocks: missing.start_blocks,
         len_blocks: missing.len_blocks,

@@ -46,6 +46,17 @@ pub(crate) struct Decided {
     pub(crate) counted: Option<Counted>,
 }
 
+impl Decided {
+    /// Who computes its prompt; nobody where it was turned away.
+    pub(crate) fn computes(&self) -> Option<InstanceId> {
+        match (self.moved, &self.answer) {
+            (Some(moved), _) => Some(moved.instance),
+            (None, Answer::Sent(sent)) => Some(sent.to.instance),
+            (None, Answer::Rejected(_)) => None,
+        }
+    }
+}
+
 /// Where a request runs, and with what.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Where {

@@ -291,6 +291,7 @@ pub fn join_request(node: u32) -> pb::JoinRequest {
         has_instance: true,
         identity: vec![7; 16],
         block_bytes: 4_096,
+        manifest: None,
     }
 }
 

@@ -8,6 +8,7 @@ mod copies;
 mod engines;
 mod harness;
 mod hot;
+mod identities;
 mod learnt;
 mod links;
 mod moved;

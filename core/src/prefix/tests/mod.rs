@@ -58,6 +58,35 @@ fn neighbours() -> Vec<IdentityManifest> {
 }
 
 #[test]
+fn manifests_differ_in_the_fields_in_which_they_do() {
+    let base = IdentityManifest::default();
+    let all = neighbours();
+    let fields = all.iter().map(|other| match &other.differences(&base)[..] {
+        [one] => one.field,
+        others => panic!("{others:?}"),
+    });
+    let names = [
+        "model",
+        "weights_digest",
+        "dtype",
+        "layout",
+        "layers",
+        "tp",
+        "pp",
+        "rank",
+        "block_tokens",
+        "rope",
+        "raw_keys",
+        "adapter",
+    ];
+    assert_eq!(fields.collect::<Vec<_>>(), names);
+    let two = IdentityManifest { dtype: "fp8".to_owned(), key_form: KeyForm::Raw, ..base.clone() };
+    let told: Vec<String> = two.differences(&base).iter().map(ToString::to_string).collect();
+    assert_eq!(told, ["dtype (\"fp8\" and not \"bf16\")", "raw_keys (true and not false)"]);
+    assert_eq!(base.differences(&base), []);
+}
+
+#[test]
 fn known_answers() {
     // Pinned: if one of these changes, every key of every running cluster changes with it.
     assert_eq!(IdentityManifest::default().digest().to_string(), "159561dc877044a96a91c7fdd3cc980b");

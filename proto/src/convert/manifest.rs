@@ -1,0 +1,113 @@
+//! Identity manifests, to and from the wire.
+//!
+//! Not here: what they mean (`kv_core::prefix`), and how configuration files have them (`crate::identity`).
+
+use kv_core::prefix::{IdentityManifest, KeyForm};
+
+use super::ConvertError;
+use crate::identity::IdentitySection;
+use crate::pb;
+
+/// Longest text of a field, in bytes.
+const TEXT_BYTES_MAX: usize = 256;
+
+/// Reads a manifest.
+///
+/// # Errors
+/// When a text is too long, or it is the manifest of no model.
+pub fn manifest_from_pb(manifest: pb::Manifest) -> Result<IdentityManifest, ConvertError> {
+    let pb::Manifest {
+        model,
+        weights_digest,
+        dtype,
+        layout,
+        layers,
+        tp,
+        pp,
+        rank,
+        block_tokens,
+        rope,
+        raw_keys,
+        adapter,
+    } = manifest;
+    for (field, text) in [
+        ("manifest.model", &model),
+        ("manifest.weights_digest", &weights_digest),
+        ("manifest.dtype", &dtype),
+        ("manifest.layout", &layout),
+        ("manifest.rope", &rope),
+        ("manifest.adapter", &adapter),
+    ] {
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(ConvertError::TooLong { field, bytes: text.len(), limit: TEXT_BYTES_MAX });
+        }
+    }
+    let key_form = if raw_keys { KeyForm::Raw } else { KeyForm::Rotated };
+    let manifest = IdentityManifest {
+        model,
+        weights_digest,
+        dtype,
+        layout,
+        layers,
+        tp,
+        pp,
+        rank,
+        block_tokens,
+        rope,
+        key_form,
+        adapter,
+    };
+    manifest.validate()?;
+    Ok(manifest)
+}
+
+/// Writes a manifest.
+#[must_use]
+pub fn manifest_to_pb(manifest: &IdentityManifest) -> pb::Manifest {
+    let section = IdentitySection::from(manifest);
+    pb::Manifest {
+        model: section.model,
+        weights_digest: section.weights_digest,
+        dtype: section.dtype,
+        layout: section.layout,
+        layers: section.layers,
+        tp: section.tp,
+        pp: section.pp,
+        rank: section.rank,
+        block_tokens: section.block_tokens,
+        rope: section.rope,
+        raw_keys: section.raw_keys,
+        adapter: section.adapter,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    #[test]
+    fn a_manifest_survives_the_wire_and_one_of_no_model_is_refused() {
+        let manifest = IdentityManifest {
+            model: "m".to_owned(),
+            weights_digest: "w".to_owned(),
+            dtype: "fp8".to_owned(),
+            layout: "l".to_owned(),
+            layers: 7,
+            tp: 4,
+            pp: 2,
+            rank: 5,
+            block_tokens: 16,
+            rope: "r".to_owned(),
+            key_form: KeyForm::Raw,
+            adapter: "a".to_owned(),
+        };
+        let wire = manifest_to_pb(&manifest);
+        assert_eq!(manifest_from_pb(wire.clone()).unwrap(), manifest);
+        let refused = |wire: pb::Manifest| manifest_from_pb(wire).unwrap_err().to_string();
+        let error = refused(pb::Manifest { rank: 8, ..wire.clone() });
+        assert_eq!(error, "manifest: rank is 8, but tp 4 x pp 2 has ranks 0 to 7: choose one of them");
+        let error = refused(pb::Manifest { rope: "r".repeat(257), ..wire });
+        assert_eq!(error, "manifest.rope has 257 bytes, the limit is 256: shorten it");
+    }
+}
