@@ -153,6 +153,11 @@ fn render(story: &Story) -> String {
         );
     }
     match story.hit_blocks {
+        // An engine that plans for itself fetches also what the router took it to have.
+        Some(hit) if hit > story.fetch_blocks => {
+            let _ =
+                writeln!(text, "  {hit} blocks came: its engine fetched more than the router reckoned with");
+        }
         Some(hit) => {
             let _ = writeln!(text, "  {hit} of the blocks to be fetched came");
         }
@@ -225,6 +230,12 @@ mod tests {
         assert!(text.contains("other tokens predicted 9.0 ms apart, and came 9.5 ms apart\n"), "{text}");
         let text = render(&story(9, "r:1".into(), came));
         assert!(text.contains("predicted after 3.5 ms, and came after 4.0 ms\n  3 of the blocks"), "{text}");
+        let more = pb::WhyReply { came: true, hit_blocks: 6, ..reply() };
+        let text = render(&story(9, "r:1".into(), more));
+        assert!(
+            text.contains("  6 blocks came: its engine fetched more than the router reckoned with\n"),
+            "{text}"
+        );
         let elsewhere = pb::WhyReply { answered_by: Some(5), ..reply() };
         let text = render(&story(9, "r:1".into(), elsewhere));
         assert!(text.contains("4 to be fetched\n  answered by instance-5 in its place\n"), "{text}");

@@ -411,7 +411,9 @@ async fn a_large_fetch_is_read_over_all_rails_under_one_lease_and_comes_in_order
     // What is small leaves the other rail to others.
     let before = rails.read();
     suite::fetch(path.as_ref(), fetch_request(&hashes(15))).await.unwrap();
-    assert_eq!(rails.read().iter().zip(before).filter(|(after, before)| *after > before).count(), 1);
+    // All of it over one; over the other a link may be tried meanwhile, with less.
+    let whole = |(after, before): &(&u64, u64)| *after - before >= 15 * 4000;
+    assert_eq!(rails.read().iter().zip(before).filter(whole).count(), 1);
 }
 
 /// Nothing is asked over a link that only helps others, so to the node it is idle.
