@@ -601,6 +601,7 @@ pub(crate) unsafe fn reporter(
         return Err(Failure::Failed(format!("place {place:?}: {error}")));
     }
     let reporter = ReporterConfig {
+        // Callers in C name a digest and no more.
         manifest: None,
         instance: InstanceId(config.instance),
         address,

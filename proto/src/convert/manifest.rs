@@ -16,46 +16,31 @@ const TEXT_BYTES_MAX: usize = 256;
 /// # Errors
 /// When a text is too long, or it is the manifest of no model.
 pub fn manifest_from_pb(manifest: pb::Manifest) -> Result<IdentityManifest, ConvertError> {
-    let pb::Manifest {
-        model,
-        weights_digest,
-        dtype,
-        layout,
-        layers,
-        tp,
-        pp,
-        rank,
-        block_tokens,
-        rope,
-        raw_keys,
-        adapter,
-    } = manifest;
     for (field, text) in [
-        ("manifest.model", &model),
-        ("manifest.weights_digest", &weights_digest),
-        ("manifest.dtype", &dtype),
-        ("manifest.layout", &layout),
-        ("manifest.rope", &rope),
-        ("manifest.adapter", &adapter),
+        ("manifest.model", &manifest.model),
+        ("manifest.weights_digest", &manifest.weights_digest),
+        ("manifest.dtype", &manifest.dtype),
+        ("manifest.layout", &manifest.layout),
+        ("manifest.rope", &manifest.rope),
+        ("manifest.adapter", &manifest.adapter),
     ] {
         if text.len() > TEXT_BYTES_MAX {
             return Err(ConvertError::TooLong { field, bytes: text.len(), limit: TEXT_BYTES_MAX });
         }
     }
-    let key_form = if raw_keys { KeyForm::Raw } else { KeyForm::Rotated };
     let manifest = IdentityManifest {
-        model,
-        weights_digest,
-        dtype,
-        layout,
-        layers,
-        tp,
-        pp,
-        rank,
-        block_tokens,
-        rope,
-        key_form,
-        adapter,
+        model: manifest.model,
+        weights_digest: manifest.weights_digest,
+        dtype: manifest.dtype,
+        layout: manifest.layout,
+        layers: manifest.layers,
+        tp: manifest.tp,
+        pp: manifest.pp,
+        rank: manifest.rank,
+        block_tokens: manifest.block_tokens,
+        rope: manifest.rope,
+        key_form: if manifest.raw_keys { KeyForm::Raw } else { KeyForm::Rotated },
+        adapter: manifest.adapter,
     };
     manifest.validate()?;
     Ok(manifest)

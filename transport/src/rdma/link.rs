@@ -27,13 +27,13 @@ use crate::tcp::{Occupied, TcpPath};
 use crate::{MissReason, PathError};
 
 /// Bytes of the board that are read.
-const BOARD_BYTES: u32 = 8;
+pub(super) const BOARD_BYTES: u32 = 8;
 
 /// Memory for boards, each of which takes a cache line: as many as a process has links, generously.
 const BOARDS_BYTES: u64 = 256 << 10;
 
 /// Bytes that are read before a link counts: more than the largest packet, so that networks show which of them lose such.
-const TRIAL_BYTES: u32 = 8 << 10;
+pub(super) const TRIAL_BYTES: u32 = 8 << 10;
 
 /// Memory for trials: links are made a few at once, and one that is dead keeps its place until the card gives up.
 const TRIALS_BYTES: u64 = 32 * TRIAL_BYTES as u64;
