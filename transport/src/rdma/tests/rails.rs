@@ -420,8 +420,8 @@ async fn a_large_fetch_is_read_over_all_rails_under_one_lease_and_comes_in_order
     let frame_bytes = u32::try_from(frame(hash(0), 4000).bytes.len()).unwrap();
     let transfers = rails.world.fabric.transfers().split_off(before.2);
     assert_eq!(transfers.iter().filter(|transfer| transfer.len == frame_bytes).count(), 100, "each once");
-    // What is small leaves the other rail to others.
     assert_eq!(rails.took_part(before.2), 2);
+    // What is small leaves the other rail to others.
     let before = rails.world.fabric.transfers().len();
     suite::fetch(path.as_ref(), fetch_request(&hashes(15))).await.unwrap();
     assert_eq!(rails.took_part(before), 1);
