@@ -50,7 +50,8 @@ pub(super) fn begin(
             kv_tokens_max,
             kv_tokens: now.kv_tokens.min(kv_tokens_max),
             tbt_us: working.tbt_us(Instant::now(), within),
-            ..InstanceLoad::default()
+            // A prompt is one step, however long it is.
+            chunk_tokens: u32::MAX,
         }
     })
 }

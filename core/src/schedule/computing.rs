@@ -3,8 +3,8 @@
 //! They are factors of the profile's. The one that all three have in common is learnt soonest, and how much each is another as more is seen, all by least squares over requests whose first
 //! token was seen, the older counting less. A request that waits says little of computing, and whatever is wrong about waiting must not be taken for it: one counts by the share of its time
 //! that is computing, to the fourth power. Of the others none counts as further off than half of them are, so that it is the usual one that is fitted and not the mean with a few that come
-//! late for other reasons. Where most take less than half or more than twice the time, it is what was believed that is wrong, a profile of other machines say: then
-//! every request counts as it came, and those before it hardly.
+//! late for other reasons. Where most take less than seven tenths of the time or more than 1.4 times as long, it is what was believed that is wrong, a profile of other machines say: then,
+//! and until some more were seen, every request counts as it came, and those before it hardly.
 //!
 //! Not here: what waiting and transfer are off by, and predictions in sum (`learnt.rs`), which instance is slower than others (`speed.rs`), and what a profile is (`profile.rs`).
 
@@ -15,7 +15,10 @@ const HALF_LIFE: f64 = 256.0;
 const LOST_HALF_LIFE: f64 = 16.0;
 
 /// What is believed is wrong if requests take so many octaves more or less than predicted, in the mean.
-const LOST: f64 = 1.0;
+const LOST: f64 = 0.5;
+
+/// So many requests after that was last so, what is believed is taken to be found: by then three quarters of what is known are of requests since.
+const LOST_FOR: f64 = 2.0 * LOST_HALF_LIFE;
 
 /// For that, none counts as further off than this: it takes half of what comes, and no few that tell nonsense.
 const OFF_OCTAVES_MOST: f64 = 2.0 * LOST;
@@ -54,19 +57,24 @@ const ATTENTION: usize = PARTS - 1;
 /// Factors of what the profile says of each part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Computing {
-    /// Sums of products of parts, in milliseconds, each over what was predicted.
+    /// Sums of products of parts, in milliseconds, each over what the parts would take together if all of them were as the profile says: over what is predicted, a
+    /// request would count the more the less was predicted when it came.
     products: [[f64; PARTS]; PARTS],
     /// The same of parts with what was observed.
     observed: [f64; PARTS],
     /// Requests that these are of, by what they count.
     seen: f64,
     factors: [f64; PARTS],
-    /// What is believed of all parts.
+    /// The one that all parts have in common.
+    common: f64,
+    /// What is believed of it.
     believed: f64,
     /// How much it is worth that the parts are off alike, in requests.
     alike: f64,
     /// By how many octaves requests take longer than predicted, in the mean of the last few.
     off_octaves: f64,
+    /// Requests until what is believed counts as found again; 0 where it is not lost.
+    lost_for: f64,
     /// What half of the requests are off by, as a share of what was predicted.
     usual: f64,
 }
@@ -78,9 +86,11 @@ impl Default for Computing {
             observed: [0.0; PARTS],
             seen: 0.0,
             factors: [1.0; PARTS],
+            common: 1.0,
             believed: 1.0,
             alike: ALIKE_AT_FIRST,
             off_octaves: 0.0,
+            lost_for: 0.0,
             usual: 0.1,
         }
     }
@@ -106,22 +116,26 @@ impl Computing {
         let took = (ttft_us as f64 / 1e3 - others).clamp(expected / OFF_MOST, expected * OFF_MOST);
         let octaves = (took / expected).log2().clamp(-OFF_OCTAVES_MOST, OFF_OCTAVES_MOST);
         self.off_octaves += (octaves - self.off_octaves) * (1.0 - kept(LOST_HALF_LIFE, counts));
-        let is_lost = self.off_octaves.abs() > LOST;
+        let is_off = self.off_octaves.abs() > LOST;
+        self.lost_for = if is_off { LOST_FOR } else { (self.lost_for - counts).max(0.0) };
+        let is_lost = self.lost_for > 0.0;
         let kept = kept(if is_lost { LOST_HALF_LIFE } else { HALF_LIFE }, counts);
         let took = if is_lost { took } else { self.usual(took, expected, counts) };
+        // By the profile, but for how far each part is off beside the others.
+        let by_profile = expected / self.common;
         for row in 0..PARTS {
             for column in 0..PARTS {
-                let product = x[row] * x[column] / expected;
+                let product = x[row] * x[column] / by_profile;
                 self.products[row][column] = self.products[row][column] * kept + product * counts;
             }
-            self.observed[row] = self.observed[row] * kept + x[row] * took / expected * counts;
+            self.observed[row] = self.observed[row] * kept + x[row] * took / by_profile * counts;
         }
         self.seen = self.seen * kept + counts;
         self.alike = (self.alike * kept).max(ALIKE);
         let before = self.in_all();
-        let all = self.solve();
+        self.common = self.solve();
         let moved = if is_lost { counts } else { 1.0 - (-counts / BELIEF_HALF_LIFE).exp2() };
-        self.believed *= (all / self.believed).powf(moved);
+        self.believed *= (self.common / self.believed).powf(moved);
         (!is_lost).then(|| self.in_all() / before)
     }
 
@@ -145,7 +159,7 @@ impl Computing {
         let Computing { products, observed, believed, alike, .. } = *self;
         let (all, left) = (products.iter().flatten().sum::<f64>(), observed.iter().sum::<f64>());
         // Of computing as it was believed to be, so many milliseconds.
-        let prior = PRIOR_MS / (believed * believed);
+        let prior = PRIOR_MS / believed;
         let common = ((left + prior * believed) / (all + prior)).clamp(1.0 / MOST, MOST);
         let seen = self.seen.max(1.0);
         for _ in 0..8 {

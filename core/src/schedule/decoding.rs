@@ -73,9 +73,13 @@ impl Decoding {
         }
     }
 
-    /// The same, also of an engine that does not say.
+    /// Tokens of prompts in a step, also of an engine that does not say.
+    pub(super) fn chunk_tokens(self) -> u32 {
+        if self.chunk_tokens == 0 { CHUNK_TOKENS } else { self.chunk_tokens }
+    }
+
     fn chunk(self) -> f64 {
-        f64::from(if self.chunk_tokens == 0 { CHUNK_TOKENS } else { self.chunk_tokens })
+        f64::from(self.chunk_tokens())
     }
 }
 

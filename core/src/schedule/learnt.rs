@@ -1,13 +1,14 @@
 //! What observed times to first token teach about predicted ones.
 //!
 //! A prediction is a sum: waiting, transfer, prefill, and what those take who come later and go before. Each of the first three is as right as what it is made
-//! of (how fast prompts are computed, reports that are a moment old, lanes that others use too), and is off by a factor that changes slowly. These factors are found by
+//! of (how fast prompts are computed, reports that are a moment old, lanes that others use too), and is off by a factor that changes slowly. That of prefill is for prompts that were
+//! read as text, of which nobody knows how many tokens are computed: of all others `computing.rs` learns how long that takes, and what comes late waited. These factors are found by
 //! least squares over the requests whose first token was seen, the older counting less, drawn towards 1 as long as few were seen, and no request
 //! counting as further off than most are: half of all requests are passed by nobody, and a few wait many times as long as was predicted. What those few
 //! add is in the fourth factor, by which predictions are right in sum. Not here: the prediction (`cost.rs`, `passing.rs`), how fast prompts are computed (`computing.rs`), and who sees first tokens (whoever
 //! serves them).
 
-use super::decision::Prediction;
+use super::decision::{Prediction, Prompt};
 use super::steps::fresh;
 use crate::id::Timestamp;
 
@@ -30,8 +31,10 @@ const SPREAD_MIN: f64 = 0.05;
 /// Requests after which one counts half for what predictions are off by.
 const SPREAD_HALF_LIFE: f64 = 64.0;
 
-/// How much the belief is worth that those who pass take what is predicted of them: so many milliseconds that came as predicted.
-const PASSED_PRIOR_MS: f64 = 20_000.0;
+/// How much the belief is worth that those who pass take what is predicted of them: that of so many requests whose whole time came as predicted, at first and
+/// when as many were seen as count. In requests and no time: where prompts take milliseconds, what is believed for seconds is never outweighed.
+const PASSED_PRIOR: f64 = 16.0;
+const PASSED_PRIOR_LEAST: f64 = 4.0;
 
 /// How much the belief in predicted times between tokens is worth: that of so many requests that came as predicted.
 const TBT_PRIOR: f64 = 16.0;
@@ -48,6 +51,10 @@ pub struct Learnt {
     spread: f64,
     /// What was predicted for those who pass, and what was observed beyond the rest, in milliseconds.
     passed: [f64; 2],
+    /// How much the belief in the former is worth by now, in requests.
+    passed_prior: f64,
+    /// Mean of what is predicted of the rest, in milliseconds; 0 before one was seen.
+    rest_ms: f64,
     /// Times between tokens as predicted and as observed, in milliseconds, and of how many requests.
     tbt: [f64; 3],
     /// When the last of these ended.
@@ -62,6 +69,8 @@ impl Default for Learnt {
             factors: [1.0; 3],
             spread: 1.0,
             passed: [0.0; 2],
+            passed_prior: PASSED_PRIOR,
+            rest_ms: 0.0,
             tbt: [0.0; 3],
             tbt_at: None,
         }
@@ -80,11 +89,13 @@ impl Learnt {
         // One that hung for an hour says nothing of the others.
         let observed = (ttft_us as f64 / 1e3).min(all * FACTOR_MAX * FACTOR_MAX);
         let kept = (-1.0 / HALF_LIFE).exp2();
-        let expected: f64 = (0..3).map(|part| x[part] * self.factors[part]).sum();
+        let factors = self.factors_of(parts);
+        let expected: f64 = (0..3).map(|part| x[part] * factors[part]).sum();
         let off = (observed - expected) / expected;
         let most = (SPREADS * self.spread).max(SPREAD_MIN);
         self.spread += (off.abs().min(1.0) - self.spread) * (1.0 - (-1.0 / SPREAD_HALF_LIFE).exp2());
         let usual = expected * (1.0 + off.clamp(-most, most));
+        let (x, usual) = if is_text(parts) { (x, usual) } else { ([x[0], x[1], 0.0], usual - x[2]) };
         for row in 0..3 {
             for column in 0..3 {
                 self.products[row][column] = self.products[row][column] * kept + x[row] * x[column] / all;
@@ -94,6 +105,15 @@ impl Learnt {
         self.factors = self.solved();
         self.passed[0] = self.passed[0] * kept + parts.passed_us as f64 / 1e3;
         self.passed[1] = self.passed[1] * kept + observed - expected;
+        self.passed_prior = (self.passed_prior * kept).max(PASSED_PRIOR_LEAST);
+        self.rest_ms =
+            if self.rest_ms > 0.0 { expected + (self.rest_ms - expected) * kept } else { expected };
+    }
+
+    /// Those of a request's parts.
+    fn factors_of(&self, parts: &Prediction) -> [f64; 3] {
+        let [queue, transfer, prefill] = self.factors;
+        [queue, transfer, if is_text(parts) { prefill } else { 1.0 }]
     }
 
     /// Prefill is predicted to take so many times as long by now: of the requests before, it would have been so, too.
@@ -144,7 +164,11 @@ impl Learnt {
     /// right in sum.
     fn passed(&self) -> f64 {
         let [predicted, seen] = self.passed;
-        ((seen + PASSED_PRIOR_MS) / (predicted + PASSED_PRIOR_MS)).clamp(0.0, FACTOR_MAX)
+        let prior = self.passed_prior * self.rest_ms;
+        if prior <= 0.0 {
+            return 1.0;
+        }
+        ((seen + prior) / (predicted + prior)).clamp(0.0, FACTOR_MAX)
     }
 
     /// (products + prior) · factors = observed + prior, by Gauss-Seidel from the factors before: they hardly move.
@@ -167,7 +191,7 @@ impl Learnt {
     #[must_use]
     pub fn apply(&self, parts: &Prediction, now: Timestamp) -> Prediction {
         let scaled = |us: u64, factor: f64| (us as f64 * factor).round() as u64;
-        let [queue, transfer, prefill] = self.factors;
+        let [queue, transfer, prefill] = self.factors_of(parts);
         Prediction {
             queue_us: scaled(parts.queue_us, queue),
             transfer_us: scaled(parts.transfer_us, transfer),
@@ -180,10 +204,15 @@ impl Learnt {
         }
     }
 
-    /// Of waiting, transfer and prefill, and of those who come later and go before.
+    /// Of waiting, transfer and the prefill of what is read as text, and of those who come later and go before.
     #[must_use]
     pub fn factors(&self) -> [f64; 4] {
         let [queue, transfer, prefill] = self.factors;
         [queue, transfer, prefill, self.passed()]
     }
+}
+
+/// Whether how many tokens of the prompt are computed is a guess.
+fn is_text(parts: &Prediction) -> bool {
+    parts.prompt == Prompt::default()
 }

@@ -44,9 +44,6 @@ pub struct Load {
 /// Requests that [`Sent`] tells apart; where more wait, some are taken together with those that come next to them.
 const SENT_MAX: usize = 32;
 
-/// By how much what is begun may be further than a report says: engines tell of whole steps, and a step with a part of a prompt in it takes as long.
-const UNTOLD_MAX_US: u64 = 100_000;
-
 /// For so long after its last report an instance is taken to go on: two report intervals (five a second), so that one that is late makes no difference. One that
 /// is silent for longer may have died, and would look the better the longer it is dead.
 pub(super) const GOES_ON_MAX: Duration = Duration::from_millis(400);
@@ -82,6 +79,12 @@ struct One {
 }
 
 impl One {
+    /// How long a step takes that has so many tokens of it, at most: all are taken for alike.
+    fn step_us(&self, chunk_tokens: u32) -> u64 {
+        let (prefill_us, tokens) = (u64::from(self.prefill_us), u64::from(self.tokens.max(1)));
+        prefill_us * tokens.min(chunk_tokens.into()) / tokens
+    }
+
     /// One of several is not among them any more.
     fn less_one(&mut self) {
         let less = |all: u32| all - all / self.requests.max(1);
@@ -118,6 +121,10 @@ pub(super) struct Sent {
     done_us: u64,
     /// When that was.
     as_of: Timestamp,
+    /// When the last report came.
+    told_at: Timestamp,
+    /// For how long what is begun is computed beyond `done_us`, which reports that nothing was done took back.
+    late_us: u64,
 }
 
 /// What is computed before a request.
@@ -228,6 +235,7 @@ impl Sent {
             let own_us = self.done_us.saturating_sub(before_us).min(self.all[nth].prefill_us.into());
             self.done_us -= own_us;
             self.begun -= 1;
+            self.late_us = 0;
         }
         self.all.copy_within(nth + 1..self.len, nth);
         self.len -= 1;
@@ -241,9 +249,10 @@ impl Sent {
         self.begun = self.begun.saturating_sub(1);
     }
 
-    /// So many tokens are left.
-    fn shrink_to(&mut self, tokens: u64) {
+    /// So many tokens are left, by a report that came at this time; a step has so many of prompts, at most.
+    fn shrink_to(&mut self, tokens: u64, chunk_tokens: u32, now: Timestamp) {
         let mut done = self.tokens().saturating_sub(tokens);
+        let is_further = done > 0;
         let mut gone_us = 0;
         let done_us = self.done_us;
         while done > 0 {
@@ -262,14 +271,31 @@ impl Sent {
             self.begun = self.begun.max(1);
             break;
         }
-        // Engines tell of whole steps: what is begun may be further than the report says, and by no more than one of these.
         self.begun = self.begun.min(1);
         // What waits again was begun as its blocks came.
         self.all[self.begun..self.len].sort_by_key(|one| one.turn);
-        let first_us = sum_us(&self.all[..self.begun]);
-        self.done_us = done_us.saturating_sub(gone_us).min(UNTOLD_MAX_US).min(first_us);
+        // Engines tell of whole steps: what is begun may be further than the report says, and by no more than one of these.
+        let step_us = self.all[..self.begun].first().map_or(0, |one| one.step_us(chunk_tokens));
+        let since_us = micros(now.since(self.told_at));
+        self.told_at = self.told_at.max(now);
+        if is_further {
+            // The step before ended behind the last report.
+            self.done_us = done_us.saturating_sub(gone_us).min(step_us).min(since_us);
+            self.late_us = 0;
+        } else {
+            self.is_no_further(step_us);
+        }
         // What runs has its room, and the report says how much.
         self.all[..self.begun].iter_mut().for_each(|one| one.kv_tokens = 0);
+    }
+
+    /// A report says that the same step runs still, which takes so long. One that should be over is late, and taken to be so for as long again: a slow instance
+    /// looks as if it went on by itself, and one that hangs as if it had not begun.
+    fn is_no_further(&mut self, step_us: u64) {
+        let runs_us = self.done_us.saturating_add(self.late_us);
+        let over_us = runs_us.saturating_sub(step_us);
+        self.done_us = runs_us.min(step_us).saturating_sub(over_us);
+        self.late_us = runs_us - self.done_us;
     }
 
     /// Until all of it is computed.
@@ -398,7 +424,7 @@ impl Load {
     pub fn after(self, before: &Load, now: Timestamp) -> Self {
         let mut sent = before.sent;
         sent.advance(now);
-        sent.shrink_to(self.tokens_ahead());
+        sent.shrink_to(self.tokens_ahead(), self.decoding.chunk_tokens(), now);
         Self { sent, pace: before.pace, speed: before.speed, strictest: before.strictest, ..self }
     }
 

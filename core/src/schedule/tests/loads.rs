@@ -36,10 +36,12 @@ fn waiting_time_is_prefill_steps_and_running_requests() {
 fn recording_counts_what_must_be_computed_and_nothing_else() {
     let fleet = fleet(1);
     let decision = chosen(&request(4), &prefix(&[(3, &[(1, Tier::Dram)])]), &fleet);
-    let mut load = Load::reported(100, 2, 3);
+    let reported = Load::reported(100, 2, 3).after(&Load::default(), NOW);
+    let mut load = reported;
     load.record(&decision, TOLD);
     load.record(&decision, TOLD);
-    assert_eq!(load, Load { routed_tokens: 20, routed: 2, ..Load::reported(100, 2, 3).after(&load, NOW) });
+    assert_eq!(load, Load { routed_tokens: 20, routed: 2, sent: load.sent, ..reported });
+    assert_ne!(load.sent, reported.sent);
     let mut full = Load { routed: u32::MAX, routed_tokens: u64::MAX, ..Load::default() };
     full.record(&decision, TOLD);
     assert_eq!((full.routed, full.routed_tokens), (u32::MAX, u64::MAX));

@@ -204,23 +204,29 @@ fn a_few_first_tokens_teach_little_and_nonsense_not_more() {
 
 #[test]
 fn few_that_are_passed_make_no_other_look_late_and_count_in_sum() {
-    let mut learnt = Learnt::default();
-    let parts = |at: u64| Prediction {
-        queue_us: 100_000 + at % 7 * 50_000,
-        transfer_us: 0,
-        prefill_us: 50_000 + at % 11 * 100_000,
-        passed_us: at % 11 * 10_000,
-        ..Prediction::default()
+    let factors = |times: u64| {
+        let mut learnt = Learnt::default();
+        let parts = |at: u64| Prediction {
+            queue_us: (100_000 + at % 7 * 50_000) / times,
+            transfer_us: 0,
+            prefill_us: (50_000 + at % 11 * 100_000) / times,
+            passed_us: at % 11 * 10_000 / times,
+            ..Prediction::default()
+        };
+        // Each tenth waits another five times as long; all others come as predicted.
+        let came = |at: u64| {
+            let alone = Prediction { passed_us: 0, ..parts(at) };
+            if at.is_multiple_of(10) { 6 * alone.ttft_us() } else { alone.ttft_us() }
+        };
+        (0..4_000).for_each(|at| learnt.observe(&parts(at), came(at)));
+        learnt.factors()
     };
-    // Each tenth waits another five times as long; all others come as predicted.
-    let came = |at: u64| {
-        let alone = Prediction { passed_us: 0, ..parts(at) };
-        if at.is_multiple_of(10) { 6 * alone.ttft_us() } else { alone.ttft_us() }
-    };
-    (0..4_000).for_each(|at| learnt.observe(&parts(at), came(at)));
-    let [queue, _, prefill, passed] = learnt.factors();
-    assert!([queue, prefill].iter().all(|factor| (0.9..1.15).contains(factor)), "{queue} {prefill}");
-    assert!(passed > 2.0, "{passed}");
+    // Where all of it is shorter they count as much.
+    for times in [1, 20] {
+        let [queue, _, prefill, passed] = factors(times);
+        assert!([queue, prefill].iter().all(|factor| (0.9..1.15).contains(factor)), "{queue} {prefill}");
+        assert!(passed > 2.0, "{passed} where all is {times} times shorter");
+    }
 }
 
 #[test]
@@ -240,11 +246,55 @@ fn between_two_reports_an_instance_goes_on() {
     // The first is over and the second begun, which nobody passes any more.
     assert_eq!([301, 399].map(|ms| waits(&load, 1, ms)), [(99, 1), (1, 1)]);
     assert_eq!(waits(&load, 1, 10_000), (0, 0));
-    // A report that all of it waits still is believed, but for the step that runs.
-    let told = Load::reported(450, 0, 0).after(&load, later(400));
-    assert_eq!(waits(&told, 1, 400), (200, 2));
     let told = Load::reported(100, 0, 0).after(&load, later(380));
     assert_eq!(waits(&told, 1, 380), (20, 1), "what was over is, and the step has run for a while");
+}
+
+/// What a newcomer that goes first waits for, in milliseconds, after reports of what is left of a prompt of 300 ms, at these times and in steps of so many tokens.
+fn left_ms(chunk_tokens: u32, reports: &[(u64, u64)]) -> u64 {
+    let later = |ms: u64| NOW.after(Duration::from_millis(ms));
+    let mut load = Load::default();
+    load.record(&sent(900, 300), TOLD);
+    let mut now = NOW;
+    for (ms, tokens) in reports {
+        now = later(*ms);
+        let decoding = Decoding { chunk_tokens, ..Decoding::default() };
+        load = Load::reported(*tokens, 0, 0).with_decoding(decoding).after(&load, now);
+    }
+    let newcomer = Newcomer { turn: Timestamp(0), by_right: None, transfer_us: 0, prefill_us: 1 };
+    wait((&ROUND, 1.0), &load, &newcomer, Moment { now, reported_at: now }).us / 1_000
+}
+
+#[test]
+fn a_report_that_nothing_is_done_takes_back_no_more_than_the_step_that_runs() {
+    // Where a prompt is one step, none of it is done until all of it is: so with the chunks of an engine that does not say how many tokens they have.
+    for chunk_tokens in [300, u32::MAX, 0] {
+        let left = |reports: &[(u64, u64)]| left_ms(chunk_tokens, reports);
+        assert_eq!([left(&[(60, 300)]), left(&[(60, 300), (290, 300)])], [240, 10], "{chunk_tokens}");
+    }
+    // In steps of 100, the first should be over after 100.
+    assert_eq!(left_ms(100, &[(60, 300)]), 240);
+    assert_eq!(left_ms(100, &[(60, 300), (100, 300)]), 200);
+}
+
+#[test]
+fn a_step_that_is_late_is_taken_to_be_late_for_as_long_again() {
+    let left = |at: &[u64]| left_ms(100, &at.iter().map(|ms| (*ms, 300)).collect::<Vec<_>>());
+    // However many reports say so; one that hangs looks as if it had not begun.
+    assert_eq!([left(&[110]), left(&[130]), left(&[60, 120, 130]), left(&[150])], [210, 230, 230, 250]);
+    assert_eq!([left(&[200]), left(&[200, 400]), left(&[200, 400, 5_000])], [300; 3]);
+    // Once it is over, the next one is not late.
+    assert_eq!(left_ms(100, &[(150, 300), (170, 200), (200, 200)]), 170);
+}
+
+#[test]
+fn what_runs_since_a_step_that_ended_began_behind_the_report_before() {
+    assert_eq!(left_ms(100, &[(20, 300), (120, 200)]), 180);
+    // Sooner than predicted, and later.
+    assert_eq!(left_ms(100, &[(90, 300), (95, 200)]), 200);
+    assert_eq!(left_ms(100, &[(200, 300), (250, 200)]), 200);
+    // By what was predicted it would run for 65 ms, and that is longer than since the report before.
+    assert_eq!(left_ms(100, &[(90, 300), (95, 270)]), 265);
 }
 
 #[test]
@@ -307,7 +357,7 @@ fn what_was_begun_as_blocks_came_waits_by_turn_after_a_report_that_nothing_is_do
         let parts = Prediction { transfer_us: transfer_ms * 1_000, ..decision.parts };
         load.record(&Decision { parts, ..decision }, TOLD);
     }
-    // All three are begun by then, by their blocks: 100, 50, 20.
+    // All three are begun by then, by their blocks: 100, 50, 20. The first is 15 ms late, so it takes 15 more.
     let later = NOW.after(Duration::from_millis(215));
     let told = Load::reported(220, 0, 0).after(&load, later);
     let waits = |turn_ms: u64| {
@@ -316,7 +366,7 @@ fn what_was_begun_as_blocks_came_waits_by_turn_after_a_report_that_nothing_is_do
         let wait = wait((&ROUND, 1.0), &told, &newcomer, Moment { now: later, reported_at: later });
         (wait.us / 1_000, wait.delays_us)
     };
-    assert_eq!([10, 30, 60].map(waits), [(100, 2), (110, 1), (120, 0)]);
+    assert_eq!([10, 30, 60].map(waits), [(15, 2), (25, 1), (35, 0)]);
 }
 
 #[test]
