@@ -2,7 +2,7 @@
 //!
 //! Not here: what they mean (`kv_core::prefix`), and how configuration files have them (`crate::identity`).
 
-use kv_core::prefix::{IdentityManifest, KeyForm};
+use kv_core::prefix::IdentityManifest;
 
 use super::ConvertError;
 use crate::identity::IdentitySection;
@@ -28,7 +28,7 @@ pub fn manifest_from_pb(manifest: pb::Manifest) -> Result<IdentityManifest, Conv
             return Err(ConvertError::TooLong { field, bytes: text.len(), limit: TEXT_BYTES_MAX });
         }
     }
-    let manifest = IdentityManifest {
+    let section = IdentitySection {
         model: manifest.model,
         weights_digest: manifest.weights_digest,
         dtype: manifest.dtype,
@@ -39,9 +39,10 @@ pub fn manifest_from_pb(manifest: pb::Manifest) -> Result<IdentityManifest, Conv
         rank: manifest.rank,
         block_tokens: manifest.block_tokens,
         rope: manifest.rope,
-        key_form: if manifest.raw_keys { KeyForm::Raw } else { KeyForm::Rotated },
+        raw_keys: manifest.raw_keys,
         adapter: manifest.adapter,
     };
+    let manifest = section.manifest();
     manifest.validate()?;
     Ok(manifest)
 }
@@ -69,6 +70,8 @@ pub fn manifest_to_pb(manifest: &IdentityManifest) -> pb::Manifest {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kv_core::prefix::KeyForm;
+
     use super::*;
 
     #[test]

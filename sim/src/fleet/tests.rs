@@ -321,7 +321,13 @@ fn where_more_is_offered_than_is_served_requests_are_turned_away_and_the_others_
     assert!(goodput.ratio() > 0.9, "{production:?} against {best:?}");
     let all: Vec<_> = goodput.all_ratios().collect();
     assert_eq!((all.len(), all[0].0), (2, goodput.ratio()));
-    assert!(all[1].0 > 0.9 && all[1] != all[0], "{all:?}");
+    assert!(all[1].0 > 0.9, "{all:?}");
+    // Ratios of counts may well be the same in two draws: what else comes of them is not.
+    let second = [Draw { rate: 1.01, seed: 2 }];
+    let second = crate::routers::goodput(&workload, &setup, (3.0, capacity), limits, &second).unwrap();
+    let ratios = (second.ratio(), second.ratio_by_ttft().unwrap_or_default());
+    assert_eq!(ratios, all[1]);
+    assert_ne!(second.production, *production);
 }
 
 #[test]
