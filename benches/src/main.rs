@@ -11,6 +11,8 @@ mod evict;
 mod failover;
 mod frame;
 mod get;
+#[cfg(feature = "gpu")]
+mod gpu;
 mod hash;
 mod host;
 mod index;
@@ -81,6 +83,8 @@ const BENCHES: &[Bench] = &[
     Bench { name: "decide", about: decide::ABOUT, run: decide::run },
     Bench { name: "events", about: events::ABOUT, run: events::run },
     Bench { name: "ssd", about: ssd::ABOUT, run: ssd::run },
+    #[cfg(feature = "gpu")]
+    Bench { name: "gpu", about: gpu::ABOUT, run: gpu::run },
     Bench { name: "start", about: start::ABOUT, run: start::run },
     Bench { name: "evict", about: evict::ABOUT, run: evict::run },
     Bench { name: "tiers", about: tiers::ABOUT, run: tiers::run },

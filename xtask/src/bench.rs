@@ -21,10 +21,13 @@ pub(crate) const PROFILE: &str = "dist";
 /// Benches that run the program itself.
 const OF_THE_PROGRAM: [&str; 2] = ["overload", "prediction"];
 
+/// Needs a GPU and what the benches have for one: no part of the document, which is of machines without.
+const OF_A_GPU: &str = "gpu";
+
 /// What to run.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
-    /// Name of a bench; without one, their names and what they compare are listed. With --peers: index
+    /// Name of a bench; without one, their names and what they compare are listed, but for `gpu`, which needs one. With --peers: index
     /// (when nothing is named), growth, tier, consensus (needs etcd: add `-- --install`), or all of these and the
     /// bench of snapshots.
     #[arg(conflicts_with = "all")]
@@ -106,7 +109,11 @@ fn show(command: &mut Command) -> anyhow::Result<()> {
 /// The benches with these arguments, built as the program is shipped if need be.
 fn benches(options: &[String]) -> Command {
     let mut command = release_run();
-    command.args(["--quiet", "--package", "benches", "--"]).args(options);
+    command.args(["--quiet", "--package", "benches"]);
+    if options.first().is_some_and(|name| name == OF_A_GPU) {
+        command.args(["--features", "gpu"]);
+    }
+    command.arg("--").args(options);
     command
 }
 

@@ -11,6 +11,7 @@
 use std::collections::VecDeque;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, result, sys};
 
@@ -100,6 +101,9 @@ pub struct CudaDevice {
     lost: Option<DeviceError>,
 }
 
+/// A device was lost in this process: CUDA reports its error for each context that is asked for from then on, also where the one that broke is over and was reset.
+static IS_OVER: AtomicBool = AtomicBool::new(false);
+
 /// Why a copy could not begin.
 enum Refusal {
     /// Nothing of it began.
@@ -122,12 +126,12 @@ impl CudaDevice {
         let count = match CudaContext::device_count() {
             Ok(count) => usize::try_from(count).unwrap_or(0),
             Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => 0,
-            Err(cause) => return Err(lost(&cause)),
+            Err(cause) => return Err(no_context(&cause)),
         };
         if ordinal >= count {
             return Ok(None);
         }
-        let context = CudaContext::new(ordinal).map_err(|cause| lost(&cause))?;
+        let context = CudaContext::new(ordinal).map_err(|cause| no_context(&cause))?;
         let stream = || {
             let stream = context.new_stream().map_err(|cause| lost(&cause))?;
             Ok::<Stream, DeviceError>(Stream { stream, running: VecDeque::new() })
@@ -136,6 +140,13 @@ impl CudaDevice {
         let kernels = Kernels::open(&context);
         let (memory, registered, refused) = (Vec::new(), Vec::new(), Vec::new());
         Ok(Some(CudaDevice { context, streams, kernels, memory, registered, refused, lost: None }))
+    }
+
+    /// The same without its kernel: slices are copied one by one, as where there is no libnvrtc.
+    #[must_use]
+    pub fn without_kernels(mut self) -> CudaDevice {
+        self.kernels = None;
+        self
     }
 
     /// Lets copies read and write device memory that this device did not allocate.
@@ -214,6 +225,7 @@ impl CudaDevice {
         });
         let ended = ended.collect();
         self.lost = Some(cause);
+        IS_OVER.store(true, Ordering::Relaxed);
         ended
     }
 }
@@ -225,6 +237,15 @@ fn holds(ranges: &[(sys::CUdeviceptr, usize)], address: u64, len: usize) -> bool
         let end = offset.and_then(|offset| offset.checked_add(len as u64));
         end.is_some_and(|end| end <= *bytes as u64)
     })
+}
+
+/// Of a device that was asked for.
+fn no_context(cause: &DriverError) -> DeviceError {
+    if IS_OVER.load(Ordering::Relaxed) {
+        let what = "CUDA gives a process that lost a GPU no other context: start the node again";
+        return DeviceError::Lost(format!("{cause}; {what}"));
+    }
+    lost(cause)
 }
 
 fn lost(cause: &DriverError) -> DeviceError {
@@ -374,7 +395,98 @@ impl Drop for CudaDevice {
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::process::Command;
+    use std::time::{Duration, Instant};
+
+    use super::super::device::{Hop, Piece};
     use super::*;
+
+    /// The same program, for a test that needs a process of its own.
+    const ALONE: &str = "KVFLEET_TEST_ALONE";
+
+    /// Nothing is ever there.
+    const NOWHERE: u64 = 0x1000;
+
+    fn wait(device: &mut CudaDevice, number: u64) -> Ended<Pinned> {
+        let start = Instant::now();
+        loop {
+            if let Some(ended) = device.ended().into_iter().find(|ended| ended.number == number) {
+                return ended;
+            }
+            assert!(start.elapsed() < Duration::from_secs(20), "copy {number} never ends");
+            std::thread::yield_now();
+        }
+    }
+
+    /// Bytes go to the device and come back.
+    fn works(device: &mut CudaDevice) {
+        let memory = device.allocate(1 << 20).unwrap();
+        let mut staging = device.staging(4096).unwrap();
+        staging.as_mut().iter_mut().zip(0u32..).for_each(|(byte, at)| *byte = (at * 7) as u8);
+        let piece = || Piece { device: memory + 512, host: 0..4096 };
+        device.begin(1, Copy::In(staging, piece()));
+        let mut staging = wait(device, 1).staging.unwrap();
+        let sent = staging.as_ref().to_vec();
+        staging.as_mut().fill(0);
+        device.begin(2, Copy::Out(staging, piece()));
+        let ended = wait(device, 2);
+        assert_eq!((ended.result, ended.staging.unwrap().as_ref()), (Ok(()), &sent[..]));
+    }
+
+    #[test]
+    fn a_context_that_broke_goes_with_all_its_memory_where_there_is_a_gpu() {
+        // A process has one context, so others must not have theirs here.
+        if std::env::var_os(ALONE).is_none() {
+            let name =
+                "tiers::gpu::cuda::tests::a_context_that_broke_goes_with_all_its_memory_where_there_is_a_gpu";
+            let alone = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", name, "--nocapture"])
+                .env(ALONE, "1")
+                .output()
+                .unwrap();
+            let said = [alone.stdout, alone.stderr].map(|said| String::from_utf8_lossy(&said).into_owned());
+            println!("{}", said.concat());
+            assert!(alone.status.success());
+            return;
+        }
+        let Some(mut device) = CudaDevice::open(0).unwrap() else {
+            return println!("SKIPPED: there is no driver or no GPU here");
+        };
+        if device.kernels.is_none() {
+            return println!("SKIPPED: without a kernel the driver refuses what would break a context");
+        }
+        works(&mut device);
+        let memory = device.allocate(1 << 30).unwrap();
+        // SAFETY: not held: nothing is there, and what comes of that is the test.
+        unsafe { device.register(NOWHERE, 4096) };
+        let staging = device.staging(4096).unwrap();
+        device.begin(3, Copy::Within(vec![Hop { from: memory, to: NOWHERE, len: 64 }]));
+        device.begin(4, Copy::In(staging, Piece { device: memory, host: 0..4096 }));
+        let ended = wait(&mut device, 3);
+        assert!(matches!(ended.result, Err(DeviceError::Lost(_))), "{ended:?}");
+        assert!(matches!(device.staging(4096), Err(DeviceError::Lost(_))));
+        device.begin(5, Copy::Within(vec![Hop { from: memory, to: memory + 64, len: 64 }]));
+        let ended = wait(&mut device, 5);
+        assert!(matches!(ended.result, Err(DeviceError::Lost(_))), "{ended:?}");
+        drop(device);
+        // All of its memory goes with the context, and that is over: nothing here refers to it any more.
+        let (mut number, mut flags, mut is_active) = (0, 0, -1);
+        // SAFETY: plain numbers, written before they are read.
+        let asked = unsafe {
+            sys::cuDeviceGet(&mut number, 0)
+                .result()
+                .and_then(|()| sys::cuDevicePrimaryCtxGetState(number, &mut flags, &mut is_active).result())
+        };
+        assert_eq!((asked, is_active), (Ok(()), 0));
+        // CUDA gives no other one to this process.
+        let again = CudaDevice::open(0).map(drop).unwrap_err().to_string();
+        assert!(
+            again.ends_with("CUDA gives a process that lost a GPU no other context: start the node again"),
+            "{again}"
+        );
+        println!("{again}");
+    }
 
     #[test]
     fn a_range_is_known_only_where_all_of_it_is() {

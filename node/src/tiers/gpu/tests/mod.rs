@@ -34,6 +34,7 @@ fn a_gpu_passes_the_suite_where_there_is_one() {
             println!("on {}", device.name());
             drop(device);
             suite::run(|| open().unwrap());
+            suite::run(|| open().unwrap().without_kernels());
         }
         None => println!("SKIPPED on a GPU: there is no driver or no GPU here"),
     }
