@@ -7,6 +7,8 @@
 mod announcing;
 mod copies;
 mod draining;
+#[cfg(feature = "gpu")]
+mod gpu;
 mod killed;
 mod paths;
 mod serving;

@@ -355,8 +355,3 @@ fn figure(registry: &Registry, name: &str) -> String {
     let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
     text.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned()
 }
-
-async fn status(world: &World, node: &Node) -> pb::NodeStatusReply {
-    let mut control = world.control(node.control_addr()).await;
-    control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner()
-}

@@ -4,7 +4,7 @@ use crate::world::*;
 use kv_core::id::{LeaseId, Tier};
 use kv_core::tier::WINDOW_SPAN;
 use kvfleet_errors_doc::says;
-use kvfleet_node::{Node, NodeConfig};
+use kvfleet_node::NodeConfig;
 use kvfleet_proto::convert;
 use kvfleet_proto::pb;
 use kvfleet_transport::FetchAnswer;
@@ -15,11 +15,6 @@ fn window(waiting: &[std::ops::Range<u64>]) -> pb::SetWindowRequest {
         starts_after_ms: 0,
     };
     pb::SetWindowRequest { router: 1, waiting: waiting.iter().map(request).collect() }
-}
-
-async fn status(world: &World, node: &Node) -> pb::NodeStatusReply {
-    let mut control = world.control(node.control_addr()).await;
-    control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner()
 }
 
 #[tokio::test]

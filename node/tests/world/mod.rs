@@ -95,6 +95,12 @@ pub async fn control_as(identity: &Identity, address: SocketAddr) -> NodeControl
     }
 }
 
+/// What a node says of itself.
+pub async fn status(world: &World, node: &Node) -> pb::NodeStatusReply {
+    let mut control = world.control(node.control_addr()).await;
+    control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner()
+}
+
 fn files(dir: &FilePath, who: &str) -> TlsFiles {
     let file = |kind: &str| dir.join(format!("{who}.{kind}"));
     TlsFiles { ca: dir.join("ca.pem"), cert: file("pem"), key: file("key") }
