@@ -57,6 +57,7 @@ fn decide(id: u64, matched: &PrefixMatch, fleet: &Fleet) {
         ttft_max_us: 0,
         tbt_max_us: 0,
         standing: Default::default(),
+        is_text: false,
     };
     let _ = black_box(choose(black_box(&request), black_box(matched), black_box(fleet), NOW));
 }

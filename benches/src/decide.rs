@@ -187,6 +187,7 @@ impl Router {
             ttft_max_us: 0,
             tbt_max_us: 0,
             standing: self.admission.standing(tenant, 0, &self.fleet, NOW),
+            is_text: false,
         };
         let decision = choose(&request, &matched, &self.fleet, NOW).ok()?;
         self.admission.admit(&Offer::of(&decision, (tenant, 0), None), NOW).ok()?;

@@ -74,7 +74,7 @@ fn compare(effort: &Effort, (layers, slice_bytes): (usize, u32)) -> anyhow::Resu
         }
     }
     let names = [
-        ("put", "limit: written and read, unchecked"),
+        ("put", "all written, then all read, unchecked"),
         ("get", "limit: read, unchecked"),
         ("scatter", "slices one by one"),
         ("scatter", "limit: whole blocks"),

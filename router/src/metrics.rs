@@ -181,7 +181,7 @@ impl SoftMetrics {
         let latencies = IntGaugeVec::new(Opts::new(name, help), labels)?;
         registry.register(Box::new(latencies.clone()))?;
         let name = "kvfleet_ttft_prediction_factor";
-        let help = "By what predicted waiting, transfer, prefill and those who come later and go before are multiplied, and before that the profile's times of a prompt's step, its tokens and their context, as first tokens taught";
+        let help = "By what predicted waiting, transfer, prefill (of prompts read as text) and those who come later and go before are multiplied, and before that the profile's times of a prompt's step, its tokens and their context, as first tokens taught";
         let factors = GaugeVec::new(Opts::new(name, help), &["part"])?;
         registry.register(Box::new(factors.clone()))?;
         Ok(SoftMetrics {

@@ -57,8 +57,8 @@ const ATTENTION: usize = PARTS - 1;
 /// Factors of what the profile says of each part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Computing {
-    /// Sums of products of parts, in milliseconds, each over what the parts would take together if all of them were as the profile says: over what is predicted, a
-    /// request would count the more the less was predicted when it came.
+    /// Sums of products of parts, in milliseconds, each over what was predicted in the measure of the profile, as if all parts together took what that says: over what is
+    /// predicted itself, a request would count the more the less was predicted when it came.
     products: [[f64; PARTS]; PARTS],
     /// The same of parts with what was observed.
     observed: [f64; PARTS],
@@ -117,7 +117,7 @@ impl Computing {
         let octaves = (took / expected).log2().clamp(-OFF_OCTAVES_MOST, OFF_OCTAVES_MOST);
         self.off_octaves += (octaves - self.off_octaves) * (1.0 - kept(LOST_HALF_LIFE, counts));
         let is_off = self.off_octaves.abs() > LOST;
-        self.lost_for = if is_off { LOST_FOR } else { (self.lost_for - counts).max(0.0) };
+        self.lost_for = if is_off { LOST_FOR } else { (self.lost_for - 1.0).max(0.0) };
         let is_lost = self.lost_for > 0.0;
         let kept = kept(if is_lost { LOST_HALF_LIFE } else { HALF_LIFE }, counts);
         let took = if is_lost { took } else { self.usual(took, expected, counts) };

@@ -520,19 +520,6 @@ impl Decision {
     pub fn ttft_us(&self) -> u64 {
         self.predicted.ttft_by_us(self.handover)
     }
-
-    /// The same of a prompt that was read as text: what is resident is a guess.
-    #[must_use]
-    pub fn of_text(mut self) -> Decision {
-        // How many tokens it has, and how many of them are there already, is a guess.
-        (self.parts.prompt, self.predicted.prompt) = (Prompt::default(), Prompt::default());
-        for reason in &mut self.reasons {
-            if let Reason::Resident { blocks } = *reason {
-                *reason = Reason::Guessed { blocks };
-            }
-        }
-        self
-    }
 }
 
 /// No instance can take the request now.

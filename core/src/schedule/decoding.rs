@@ -192,6 +192,8 @@ pub(super) struct Climate {
     steps: [f64; 2],
     /// Before and behind whom it goes.
     pub(super) standing: Standing,
+    /// It was read as text.
+    pub(super) is_text: bool,
     /// How fast prompts are computed, as far as that was learnt.
     pub(super) speeds: HardwareProfile,
     pub(super) now: Timestamp,
@@ -219,6 +221,7 @@ impl Climate {
             kv_tokens,
             limit_us: request.tbt_max_us,
             standing: request.standing,
+            is_text: request.is_text,
             prompts: fleet.passing().share(now),
             prompt_us_per_token: lengths.prompt_us_per_token(&speeds),
             steps: fleet.steps().at(now),
@@ -239,6 +242,7 @@ impl Climate {
             kv_tokens: 0,
             limit_us,
             standing: Standing::default(),
+            is_text: false,
             prompts: fleet.passing().share(now),
             prompt_us_per_token: lengths.prompt_us_per_token(&speeds),
             steps: fleet.steps().at(now),

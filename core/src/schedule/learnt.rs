@@ -53,8 +53,8 @@ pub struct Learnt {
     passed: [f64; 2],
     /// How much the belief in the former is worth by now, in requests.
     passed_prior: f64,
-    /// Mean of what is predicted of the rest, in milliseconds; 0 before one was seen.
-    rest_ms: f64,
+    /// What was predicted of the rest, in milliseconds, and of how many requests.
+    rest: [f64; 2],
     /// Times between tokens as predicted and as observed, in milliseconds, and of how many requests.
     tbt: [f64; 3],
     /// When the last of these ended.
@@ -70,7 +70,7 @@ impl Default for Learnt {
             spread: 1.0,
             passed: [0.0; 2],
             passed_prior: PASSED_PRIOR,
-            rest_ms: 0.0,
+            rest: [0.0; 2],
             tbt: [0.0; 3],
             tbt_at: None,
         }
@@ -106,8 +106,7 @@ impl Learnt {
         self.passed[0] = self.passed[0] * kept + parts.passed_us as f64 / 1e3;
         self.passed[1] = self.passed[1] * kept + observed - expected;
         self.passed_prior = (self.passed_prior * kept).max(PASSED_PRIOR_LEAST);
-        self.rest_ms =
-            if self.rest_ms > 0.0 { expected + (self.rest_ms - expected) * kept } else { expected };
+        self.rest = [self.rest[0] * kept + expected, self.rest[1] * kept + 1.0];
     }
 
     /// Those of a request's parts.
@@ -164,10 +163,11 @@ impl Learnt {
     /// right in sum.
     fn passed(&self) -> f64 {
         let [predicted, seen] = self.passed;
-        let prior = self.passed_prior * self.rest_ms;
-        if prior <= 0.0 {
+        let [rest_ms, requests] = self.rest;
+        if rest_ms <= 0.0 {
             return 1.0;
         }
+        let prior = self.passed_prior * rest_ms / requests;
         ((seen + prior) / (predicted + prior)).clamp(0.0, FACTOR_MAX)
     }
 

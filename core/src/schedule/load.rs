@@ -123,7 +123,7 @@ pub(super) struct Sent {
     as_of: Timestamp,
     /// When the last report came.
     told_at: Timestamp,
-    /// For how long what is begun is computed beyond `done_us`, which reports that nothing was done took back.
+    /// For how long the first of them is computed beyond `done_us`: what reports that nothing was done took back, and what went by when all that was begun should be over.
     late_us: u64,
 }
 
@@ -186,11 +186,14 @@ impl Sent {
                 return;
             }
             at = at.after(Duration::from_micros(busy_us));
-            let Some((next, ready)) = first_ready(self.waiting(), at).filter(|(_, ready)| *ready <= now)
-            else {
-                return;
-            };
-            at = at.max(ready);
+            let next = first_ready(self.waiting(), at).filter(|(_, ready)| *ready <= now);
+            // All that was begun is over by then, unless a report says that it is late.
+            let until = next.map_or(now, |(_, ready)| ready);
+            if self.begun > 0 {
+                self.late_us = self.late_us.saturating_add(micros(until.since(at)));
+            }
+            let Some((next, _)) = next else { return };
+            at = at.max(until);
             self.all[self.begun..=self.begun + next].rotate_right(1);
             self.begun += 1;
         }
@@ -202,6 +205,7 @@ impl Sent {
         }
         if self.len == SENT_MAX && !self.join() {
             self.pop();
+            self.late_us = 0;
         }
         let at = self.begun + self.waiting().partition_point(|other| other.turn <= one.turn);
         self.all.copy_within(at..self.len, at + 1);
@@ -235,7 +239,9 @@ impl Sent {
             let own_us = self.done_us.saturating_sub(before_us).min(self.all[nth].prefill_us.into());
             self.done_us -= own_us;
             self.begun -= 1;
-            self.late_us = 0;
+            if nth == 0 {
+                self.late_us = 0;
+            }
         }
         self.all.copy_within(nth + 1..self.len, nth);
         self.len -= 1;

@@ -103,6 +103,8 @@ pub struct RouteRequest {
     pub tbt_max_us: u64,
     /// Before and behind whom it goes.
     pub standing: Standing,
+    /// It was read as text: how many tokens it has, and how many of them are there already, is a guess.
+    pub is_text: bool,
 }
 
 /// Leading blocks of the request that an instance has in GPU memory.
@@ -391,7 +393,8 @@ fn costed(
     // Room comes free while the work ahead is done and blocks come.
     let room_us = forecast.room_us.saturating_sub(wait.us.max(transfer_us));
     let tbt_us = forecast.tbt_us;
-    let prompt = Prompt { context_tokens: plan.context_tokens, new_tokens: plan.recompute_tokens };
+    let known = Prompt { context_tokens: plan.context_tokens, new_tokens: plan.recompute_tokens };
+    let prompt = if climate.is_text { Prompt::default() } else { known };
     let parts = Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us, prompt };
     let predicted = fleet.learnt.apply(&parts, now);
     let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us, now);

@@ -165,7 +165,9 @@ fn why_sources(choice: &Choice<'_>, plan: &Plan) -> SmallVec<[Reason; 4]> {
     let fetches = choice.asking.fetches;
     say(plan.held_blocks == 0 && fetches, Reason::NothingHeld);
     say(!fetches, Reason::FetchesNothing);
-    say(plan.resident_blocks > 0, Reason::Resident { blocks: plan.resident_blocks });
+    let blocks = plan.resident_blocks;
+    let is_text = choice.request.is_text;
+    say(blocks > 0, if is_text { Reason::Guessed { blocks } } else { Reason::Resident { blocks } });
     say(plan.overlap_blocks > 0, Reason::OwnOverlap { blocks: plan.overlap_blocks });
     say(remote > 0, Reason::RemoteFetch { blocks: remote });
     say(cut > 0, Reason::RecomputeCheaper { blocks: cut });

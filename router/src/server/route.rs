@@ -88,8 +88,7 @@ async fn decide(
     let eligible = Eligible { among: among.as_deref(), without: &without, unfit: &unfit, runs_there };
     let choose = |fleet: &Fleet, standing| {
         let asked = RouteRequest { standing, ..asked };
-        let chosen = schedule::choose_among(&asked, held, eligible, fleet, now);
-        if request.text { chosen.map(Decision::of_text) } else { chosen }
+        schedule::choose_among(&asked, held, eligible, fleet, now)
     };
     let chosen = match request.runs_there {
         true => shared.fleet.plan(choose),
@@ -329,6 +328,7 @@ pub(super) fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<
         ttft_max_us: 0,
         tbt_max_us: request.tbt_max_us,
         standing: schedule::Standing::default(),
+        is_text: request.text,
     })
 }
 

@@ -478,6 +478,7 @@ mod tests {
             ttft_max_us: 0,
             tbt_max_us: 0,
             standing: Default::default(),
+            is_text: false,
         };
         let matched = PrefixMatch::default();
         let choose = |fleet: &Fleet, _: Standing| schedule::choose(&request, &matched, fleet, Timestamp(2));
@@ -502,6 +503,7 @@ mod tests {
                 ttft_max_us: 0,
                 tbt_max_us: 0,
                 standing: Default::default(),
+                is_text: false,
             };
             let matched = PrefixMatch::default();
             let eligible = Eligible { among, ..Eligible::default() };

@@ -373,6 +373,7 @@ impl<'a> Fleet<'a> {
             ttft_max_us: 0,
             tbt_max_us: 0,
             standing: Default::default(),
+            is_text: false,
         };
         let now = Timestamp(now_ns / 1_000);
         let coming = self.view.coming(&asked, prompt, now);
@@ -552,7 +553,10 @@ impl<'a> Fleet<'a> {
             chunk_tokens: self.setup.batch.chunk_tokens,
         };
         // Stand-ins without a GPU memory tell nothing of one.
-        let decoding = if self.setup.engines == Engines::Batching { decoding } else { Decoding::default() };
+        let decoding = match self.setup.engines {
+            Engines::Batching => decoding,
+            _ => Decoding { chunk_tokens: decoding.chunk_tokens, ..Decoding::default() },
+        };
         let load = Load::reported(engine.queue_tokens(), running, waiting).with_decoding(decoding);
         let in_use = engine.memory.in_use();
         self.view.reported(InstanceId(instance), load, in_use, Timestamp(now_ns / 1_000));

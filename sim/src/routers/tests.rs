@@ -100,6 +100,7 @@ impl Scene {
             ttft_max_us: 0,
             tbt_max_us: 0,
             standing: Default::default(),
+            is_text: false,
         };
         let (matched, resident) = (&self.matched(), self.resident.as_slice());
         let ask = Ask { request, matched, resident, coming: &[], now: Timestamp(0) };

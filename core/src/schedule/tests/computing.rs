@@ -145,3 +145,25 @@ fn one_of(profile: HardwareProfile) -> Fleet {
     fleet.put_instance(instance(1));
     fleet
 }
+
+#[test]
+fn what_text_takes_longer_is_learnt_of_text_and_predicted_of_text_alone() {
+    let h100 = HardwareProfile::by_name("h100-8b").unwrap();
+    let mut fleet = one_of(h100);
+    let chosen = |fleet: &mut Fleet, nth: u64, is_text: bool| {
+        let now = NOW.after(Duration::from_millis(500 * nth));
+        fleet.put_instance(Instance { reported_at: now, ..instance(1) });
+        let request = RouteRequest { request: RequestId(nth), is_text, ..request(64) };
+        choose(&request, &PrefixMatch::default(), fleet, now).unwrap()
+    };
+    for nth in 0..400 {
+        let decision = chosen(&mut fleet, nth, true);
+        let now = NOW.after(Duration::from_millis(500 * nth));
+        fleet.record(&decision, now);
+        fleet.first_token(decision.instance, &decision.parts, 2 * decision.parts.prefill_us, now);
+    }
+    let times = |decision: &Decision| decision.predicted.prefill_us as f64 / decision.parts.prefill_us as f64;
+    let [text, known] = [true, false].map(|is_text| times(&chosen(&mut fleet, 400, is_text)));
+    assert!((1.5..=2.05).contains(&text), "{text}");
+    assert_eq!(known, 1.0, "of which it is known how many tokens are computed");
+}

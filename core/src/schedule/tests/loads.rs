@@ -41,7 +41,10 @@ fn recording_counts_what_must_be_computed_and_nothing_else() {
     load.record(&decision, TOLD);
     load.record(&decision, TOLD);
     assert_eq!(load, Load { routed_tokens: 20, routed: 2, sent: load.sent, ..reported });
-    assert_ne!(load.sent, reported.sent);
+    // What the report tells of nobody knows is taken for like ours: 100 tokens beside 20.
+    let last = Newcomer { turn: Timestamp(u64::MAX), by_right: None, transfer_us: 0, prefill_us: 0 };
+    let ahead = load.ahead(&last, TOLD).unwrap();
+    assert_eq!((ahead.work_us, ahead.known), (6 * 2 * decision.parts.prefill_us, 2));
     let mut full = Load { routed: u32::MAX, routed_tokens: u64::MAX, ..Load::default() };
     full.record(&decision, TOLD);
     assert_eq!((full.routed, full.routed_tokens), (u32::MAX, u64::MAX));

@@ -60,6 +60,7 @@ pub(super) fn request(blocks: u32) -> RouteRequest {
         ttft_max_us: 0,
         tbt_max_us: 0,
         standing: Default::default(),
+        is_text: false,
     }
 }
 

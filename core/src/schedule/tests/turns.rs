@@ -230,6 +230,24 @@ fn few_that_are_passed_make_no_other_look_late_and_count_in_sum() {
 }
 
 #[test]
+fn the_first_request_of_all_says_no_more_of_the_usual_time_than_others() {
+    for first_ms in [1, 100, 60_000] {
+        let mut learnt = Learnt::default();
+        let parts = |prefill_ms: u64, passed_ms: u64| Prediction {
+            prefill_us: prefill_ms * 1_000,
+            passed_us: passed_ms * 1_000,
+            ..Prediction::default()
+        };
+        learnt.observe(&parts(first_ms, 0), first_ms * 1_000);
+        // Each tenth waits a second longer: of all together twice what is predicted of those who pass.
+        let came_ms = |at: u64| if at.is_multiple_of(10) { 1_100 } else { 100 };
+        (0..600).for_each(|at| learnt.observe(&parts(100, 50), 1_000 * came_ms(at)));
+        let [.., passed] = learnt.factors();
+        assert!((1.5..=2.1).contains(&passed), "{passed} after a first one of {first_ms} ms");
+    }
+}
+
+#[test]
 fn between_two_reports_an_instance_goes_on() {
     let later = |ms: u64| NOW.after(Duration::from_millis(ms));
     let waits = |load: &Load, turn_ms: u64, ms: u64| {
@@ -283,6 +301,12 @@ fn a_step_that_is_late_is_taken_to_be_late_for_as_long_again() {
     // However many reports say so; one that hangs looks as if it had not begun.
     assert_eq!([left(&[110]), left(&[130]), left(&[60, 120, 130]), left(&[150])], [210, 230, 230, 250]);
     assert_eq!([left(&[200]), left(&[200, 400]), left(&[200, 400, 5_000])], [300; 3]);
+    // Also where it is all that there is, and should have been over long ago.
+    let left = |at: &[u64]| left_ms(u32::MAX, &at.iter().map(|ms| (*ms, 300)).collect::<Vec<_>>());
+    assert_eq!(
+        [left(&[330]), left(&[330, 400]), left(&[700]), left(&[400, 800, 5_000])],
+        [30, 100, 300, 300]
+    );
     // Once it is over, the next one is not late.
     assert_eq!(left_ms(100, &[(150, 300), (170, 200), (200, 200)]), 170);
 }
