@@ -63,8 +63,9 @@ impl Door {
     pub(crate) fn figure(&self, name: &str, instance: u32) -> Option<f64> {
         let family = self.registry.gather().into_iter().find(|family| family.name() == name)?;
         let instance = instance.to_string();
-        let is_its =
-            |one: &&prometheus::proto::Metric| one.get_label().iter().any(|label| label.value() == instance);
+        let is_its = |one: &&prometheus::proto::Metric| {
+            one.get_label().iter().any(|label| label.name() == "instance" && label.value() == instance)
+        };
         family.get_metric().iter().find(is_its).map(|one| one.get_gauge().get_value())
     }
 

@@ -9,7 +9,7 @@ use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_node::arena::{Arena, ArenaShape, Purpose, SizeClasses};
 use kvfleet_node::tiers::gpu::cuda::CudaDevice;
 use kvfleet_node::tiers::gpu::device::{Copy, Device, Hop, Piece};
-use kvfleet_node::tiers::gpu::{Done, GpuRecord, GpuShape, GpuTier};
+use kvfleet_node::tiers::gpu::{CHUNK_BYTES, CHUNKS, Done, GpuRecord, GpuShape, GpuTier, JOBS_MAX};
 use kvfleet_proto::frame::{KeyForm, seal};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -18,11 +18,6 @@ use crate::Effort;
 
 pub(crate) const ABOUT: &str = "blocks put into a GPU's memory (and read back), read from it and scattered within it by the GPU tier, all checked, as a node has it; \
      against plain copies of the same bytes through page-locked memory, slices copied one by one, and one copy of a whole block";
-
-/// As a node has them.
-const CHUNK_BYTES: usize = 1 << 20;
-const CHUNKS: usize = 16;
-const JOBS_MAX: usize = 16;
 
 /// Blocks that differ, and how often each is used in a run.
 const BLOCKS: u64 = 128;

@@ -39,11 +39,10 @@ use crate::serve::{Keeps, Service, Terms};
 use crate::server::Control;
 use crate::standing::{Reports, Standing};
 use crate::store::{
-    Capacities, GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store,
-    StoreHandle,
+    Capacities, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle,
 };
-use crate::tiers::gpu::GpuShape;
 use crate::tiers::gpu::thread::{GpuReport, GpuThread};
+use crate::tiers::gpu::{CHUNK_BYTES, CHUNKS, GpuShape, JOBS_MAX};
 use crate::tiers::ssd::budget::WriteBudget;
 use crate::tiers::ssd::pace::Pace;
 use crate::tiers::ssd::{
@@ -56,11 +55,6 @@ const LOAD_SLOTS: usize = 16;
 
 /// Slots of any class beyond the DRAM capacity for saves whose room is still being made by demotions.
 const SAVE_SLOTS: usize = 16;
-
-/// Length of a page-locked buffer for copies to and from a GPU, and how many there are: enough under way to keep a link of
-/// 64 GB/s busy for as long as the thread sleeps between two looks.
-const GPU_CHUNK_BYTES: usize = 1 << 20;
-const GPU_CHUNKS: usize = 16;
 
 /// Leases at once. A lease is one request; a node serves some thousand at a time, and an abandoned one
 /// lives for ten seconds.
@@ -373,8 +367,8 @@ pub(crate) fn gpu_shape(config: &NodeConfig) -> GpuLayout {
     let slabs = usize::try_from(config.gpu_bytes).unwrap_or(usize::MAX) / slab_bytes.max(1);
     let beside = classes.slabs_for(LIFTS_MAX);
     let capacity = Capacity::Bytes((slabs.saturating_sub(beside) * slab_bytes) as u64);
-    let (chunk_bytes, chunks) = (GPU_CHUNK_BYTES, GPU_CHUNKS);
-    GpuLayout { shape: GpuShape { classes, slabs, chunk_bytes, chunks, jobs_max: GPU_JOBS_MAX }, capacity }
+    let (chunk_bytes, chunks) = (CHUNK_BYTES, CHUNKS);
+    GpuLayout { shape: GpuShape { classes, slabs, chunk_bytes, chunks, jobs_max: JOBS_MAX }, capacity }
 }
 
 pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {

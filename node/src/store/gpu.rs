@@ -19,20 +19,17 @@ use super::packing::Held;
 use crate::arena::{Purpose, SlotMut};
 use crate::tiers::gpu::device::DeviceError;
 use crate::tiers::gpu::thread::{GpuReport, GpuThread, Job};
-use crate::tiers::gpu::{GpuFault, GpuRecord};
-
-/// Blocks on their way at once, in both directions.
-pub(crate) const GPU_JOBS_MAX: usize = 2 * LIFTS_MAX;
+use crate::tiers::gpu::{GpuFault, GpuRecord, JOBS_MAX};
 
 /// Slots of DRAM for what is read from the GPU and keeps its place there. It is on no account of DRAM, and has its slot until
 /// its last reader has done with it, which may take long: so they are counted, and the arena has as many more.
-pub(crate) const GPU_READS_MAX: usize = GPU_JOBS_MAX;
+pub(crate) const GPU_READS_MAX: usize = JOBS_MAX;
 
 /// After a failure the GPU takes no blocks for this long, then it is tried again; each try that fails doubles it, as for
 /// the SSD.
 pub(crate) const GPU_RETRY: Duration = SSD_RETRY;
 
-/// Of these, those that nobody waits for.
+/// Of the blocks on their way, those that nobody waits for.
 const BACKGROUND_MAX: usize = LIFTS_MAX;
 
 /// How the device is.
@@ -135,7 +132,7 @@ impl Gpu {
             return GpuRoom { read: true, lower: true, lift: true };
         }
         let background = self.moves.values().filter(|move_| !move_.is_read).count();
-        let is_free = self.moves.len() < GPU_JOBS_MAX;
+        let is_free = self.moves.len() < JOBS_MAX;
         let is_idle = is_free && background < BACKGROUND_MAX;
         // One share is the GPU's own.
         let may_pass = Arc::strong_count(&self.passing) <= GPU_READS_MAX;

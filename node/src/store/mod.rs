@@ -34,7 +34,7 @@ pub use asks::Ask;
 pub use desk::{Full, StoreHandle};
 pub(crate) use fetching::LoadBudget;
 pub use fetching::{FetchPlan, Planned, PlannedBytes};
-pub(crate) use gpu::{GPU_JOBS_MAX, GPU_READS_MAX, GPU_RETRY, Gpu};
+pub(crate) use gpu::{GPU_READS_MAX, GPU_RETRY, Gpu};
 pub(crate) use saving::SlotSizes;
 pub use saving::{OfferPlan, Reserved};
 pub use windows::WaitingRequest;

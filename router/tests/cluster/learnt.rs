@@ -18,7 +18,14 @@ async fn world() -> (Cluster, Registry) {
 
 /// Where a prompt goes of which nobody has anything.
 async fn route(cluster: &Cluster, request: u64) -> pb::Decision {
-    let asked = pb::RouteRequest { request, block_tokens: 16, input_tokens: 20_000, ..Default::default() };
+    decided(
+        cluster,
+        pb::RouteRequest { request, block_tokens: 16, input_tokens: 20_000, ..Default::default() },
+    )
+    .await
+}
+
+async fn decided(cluster: &Cluster, asked: pb::RouteRequest) -> pb::Decision {
     let reply = cluster.client(1).route(asked).await.unwrap().into_inner();
     match reply.answer {
         Some(pb::route_reply::Answer::Decision(decision)) => decision,
@@ -34,7 +41,9 @@ fn prefill_us(decision: &pb::Decision) -> u64 {
 fn factor(registry: &Registry, part: &str) -> Option<f64> {
     let families = registry.gather();
     let family = families.iter().find(|family| family.name() == "kvfleet_ttft_prediction_factor")?;
-    let is_it = |one: &&prometheus::proto::Metric| one.get_label().iter().any(|label| label.value() == part);
+    let is_it = |one: &&prometheus::proto::Metric| {
+        one.get_label().iter().any(|label| label.name() == "part" && label.value() == part)
+    };
     Some(family.get_metric().iter().find(is_it)?.get_gauge().get_value())
 }
 
@@ -88,6 +97,40 @@ async fn first_tokens_that_come_late_lengthen_what_is_predicted() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn text_whose_first_tokens_come_late_lengthens_what_is_predicted_of_text_alone() {
+    let (cluster, registry) = world().await;
+    let mut client = cluster.client(1);
+    let text = |request| pb::RouteRequest {
+        request,
+        block_tokens: 16,
+        input_tokens: 20_000,
+        text: true,
+        ..Default::default()
+    };
+    client.report(load(1, 1)).await.unwrap();
+    let before = prefill_us(&route(&cluster, 1).await);
+    for request in 2..102 {
+        client.report(load(1, 2 * request)).await.unwrap();
+        decided(&cluster, text(request)).await;
+        let outcome = pb::Outcome { request, ttft_us: 2 * before, ..Default::default() };
+        client
+            .report(pb::ReportRequest { outcomes: vec![outcome], ..load(1, 2 * request + 1) })
+            .await
+            .unwrap();
+    }
+    client.report(load(1, 204)).await.unwrap();
+    assert_eq!(prefill_us(&route(&cluster, 102).await), before, "how many tokens it computes is known");
+    let after = prefill_us(&decided(&cluster, text(103)).await);
+    assert!((before * 3 / 2..=before * 2).contains(&after), "{before} µs became {after} µs");
+    until("the factor to be shown that text has", || async {
+        let factor = factor(&registry, "prefill").unwrap_or_default();
+        (factor * before as f64 / after as f64 - 1.0).abs().lt(&0.01).then_some(())
+    })
+    .await;
+    cluster.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_instance_that_keeps_an_order_gets_turns_behind_what_may_pass() {
     let (cluster, _registry) = world().await;
     let mut client = cluster.client(1);
@@ -127,13 +170,8 @@ async fn who_goes_before_others_and_who_asks_for_little_has_a_turn_before_now() 
             input_tokens: 20_000,
             ..Default::default()
         };
-        let reply = cluster.client(1).route(asked).await.unwrap().into_inner();
-        match reply.answer {
-            Some(pb::route_reply::Answer::Decision(decision)) => {
-                (decision.turn_ms, 4 * prefill_us(&decision) / 1_000)
-            }
-            other => panic!("{other:?}"),
-        }
+        let decision = decided(&cluster, asked).await;
+        (decision.turn_ms, 4 * prefill_us(&decision) / 1_000)
     };
     // Half a minute before what its time and its stretch make of it, and behind.
     let begun_ms = now_ms();

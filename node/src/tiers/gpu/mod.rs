@@ -24,12 +24,23 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use kv_core::tier::LIFTS_MAX;
 use kvfleet_proto::frame::{Frame, FrameError, SLICES_MAX};
 
 use crate::arena::slabs::{Place, Slabs};
 use crate::arena::{Purpose, SizeClasses, SlotMut};
 use device::{Device, DeviceError};
 use jobs::{Job, Work};
+
+/// Length of a page-locked buffer for copies to and from a GPU, in bytes.
+pub const CHUNK_BYTES: usize = 1 << 20;
+
+/// How many of them a node has: enough under way to keep a link of 64 GB/s busy for as long as the thread sleeps
+/// between two looks.
+pub const CHUNKS: usize = 16;
+
+/// Blocks on their way at once in a node, in both directions.
+pub const JOBS_MAX: usize = 2 * LIFTS_MAX;
 
 /// How the tier is cut.
 #[derive(Clone, Debug)]
