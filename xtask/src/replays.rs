@@ -92,6 +92,8 @@ const PARTS: [Part; 12] = [
             ABOVE,
             "--times-alone",
             "10,5",
+            "--draws",
+            "3",
         ],
     ),
     generated(
@@ -107,6 +109,8 @@ const PARTS: [Part; 12] = [
             ABOVE,
             "--times-alone",
             "10,5",
+            "--draws",
+            "5",
         ],
     ),
     recorded(
