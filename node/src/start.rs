@@ -367,8 +367,8 @@ pub(crate) fn gpu_shape(config: &NodeConfig) -> GpuLayout {
     let slabs = usize::try_from(config.gpu_bytes).unwrap_or(usize::MAX) / slab_bytes.max(1);
     let beside = classes.slabs_for(LIFTS_MAX);
     let capacity = Capacity::Bytes((slabs.saturating_sub(beside) * slab_bytes) as u64);
-    let (chunk_bytes, chunks) = (CHUNK_BYTES, CHUNKS);
-    GpuLayout { shape: GpuShape { classes, slabs, chunk_bytes, chunks, jobs_max: JOBS_MAX }, capacity }
+    let shape = GpuShape { classes, slabs, chunk_bytes: CHUNK_BYTES, chunks: CHUNKS, jobs_max: JOBS_MAX };
+    GpuLayout { shape, capacity }
 }
 
 pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {

@@ -80,10 +80,12 @@ fn report() -> pb::ReportRequest {
     pb::ReportRequest { instance: 6, address: "i:6".into(), sequence: 1, started_us: 1, ..Default::default() }
 }
 
+/// One that is level: until it is, a question waits for that, and one that is asked later may be ready sooner.
 async fn one_router() -> Cluster {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     cluster.client(1).report(report()).await.unwrap();
+    cluster.client(1).route(pb::RouteRequest { fresh: true, ..question(0) }).await.unwrap();
     cluster
 }
 
