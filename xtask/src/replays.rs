@@ -123,7 +123,7 @@ const PARTS: [Part; 12] = [
 /// Where the lines of parts are kept, so that one can be run again without the others.
 const ROWS: &str = "docs/routers/rows";
 
-/// Loads below what a fleet gets through. At the least of them nobody waits: what is left is computing.
+/// Loads below what a fleet gets through. At the least of them hardly anybody waits: nearly all that is left is computing.
 const BELOW: &str = "0.05,0.5,0.8,0.95";
 
 /// Loads above it.

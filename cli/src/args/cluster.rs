@@ -57,7 +57,7 @@ pub struct ShapeArgs {
     /// Log filter of the processes, as in RUST_LOG; their logs lie in the data directory.
     #[arg(long, value_name = "FILTER", default_value = "info")]
     pub log: String,
-    /// Set one key of every router, as router.KEY=VALUE, node.KEY=VALUE or instance.KEY=VALUE.
+    /// Set one key of every router, node or instance: router.KEY=VALUE, node.KEY=VALUE or instance.KEY=VALUE.
     #[arg(long = "set", value_name = "ROLE.KEY=VALUE")]
     pub overrides: Vec<String>,
 }

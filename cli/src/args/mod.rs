@@ -70,7 +70,7 @@ pub enum Command {
     Status(StatusArgs),
     /// Why a request ran where it did, and why blocks of its prompt were missing.
     Why(WhyArgs),
-    /// Characterise or generate request traces.
+    /// Characterise or generate request traces, and replay them under eviction policies and on fleets in virtual time.
     #[command(subcommand)]
     Trace(TraceCommand),
     /// Keep blocks wherever they are until unpinned.

@@ -1,6 +1,6 @@
 //! How many files a process may have open, connections among them: as many as whoever started it allows.
 //!
-//! Not here: what they are divided among (`proto/src/tls/listen.rs`, `transport/src/accepting.rs`), which is read when a
+//! Not here: what they are divided among (`proto/src/tls/listen.rs`, `proto/src/accepting.rs`), which is read when a
 //! service begins to listen.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};

@@ -3,7 +3,7 @@
 //!
 //! Not here: who holds the prefix (`index/`), how loads and links are learnt (the router's view), and
 //! what is done with the decision (the client). TTFT = transfer + queue + prefill, after Algorithm 1 of
-//! Mooncake (FAST '25); `cost.rs` says how each part is predicted.
+//! Mooncake (FAST '25), and what is waited for besides (`Prediction::ttft_us`); `cost.rs` says how each part is predicted.
 
 mod admit;
 mod coming;

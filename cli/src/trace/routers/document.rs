@@ -22,7 +22,7 @@ fn in_time_text(all: &[Overload]) -> String {
         };
         let _ = writeln!(
             text,
-            "\n## {traffic}, {requests} requests, {instances} instances, {:.0} % load: requests in time\n\nIn time: {limits}. The others turn away what is predicted above a share of either limit, the best of eighteen pairs for this load. {} of the best of them, and {} of the best of those that look at first tokens alone.\n",
+            "\n## {traffic}, {requests} requests, {instances} instances, {:.0} % load: requests in time\n\nIn time: {limits}. The others turn away what is predicted above a share of either limit, the best for this load of six shares of the first, each with two of the other besides where tokens come too far apart without. {} of the best of them, and {} of the best of those that look at first tokens alone.\n",
             goodput.load * 100.0,
             ratio(goodput.all_ratios().map(|of| of.0), 3),
             ratio(goodput.all_ratios().map(|of| of.1), 3),
@@ -53,7 +53,8 @@ const HEAD: &str = "# Routers
 Written by `cargo xtask routers`; do not edit. The production scheduler and ten others, each after its published description
 (`sim/src/routers/`), on equal fleets in virtual time (`sim/src/fleet/`): continuous batching with chunked prefill, GPU memory with a prefix
 cache, nodes with production tiers and policies, lanes with queues, word of all of it as late as it comes. Nothing below is measured on a GPU.
-That such a fleet decides as real processes do, and hits as much, `kvfleet crosscheck` shows (`docs/adr/0069-held-against-real-processes.md`).
+That routers, nodes and stand-in instances in it decide as real processes do, and hit as much, `kvfleet crosscheck` shows (`docs/adr/0069-held-against-real-processes.md`);
+batching, decoding and GPU memory have no real counterpart there.
 Traffic that is called by its kind is generated (`kvfleet trace gen`).
 
 The others fetch from their *own* node, as engines with a tier in their host's memory do (Mooncake's moves the longest prefix where it is worth it), or
@@ -61,7 +62,7 @@ from a *pool* of all nodes, as the production scheduler does, so that routers di
 instance fetches is planned by the production planner. Instances begin what waits in the order of the production scheduler's turns, the shorter prompts
 sooner (`core/src/schedule/turn.rs`); under the others, which have no such order, and in the lines *in order of coming*, in that. Load is a share of what the
 fleet with a pool keeps up with when the least loaded instance takes each request: nobody waits for a first token far beyond the last arrival. A recorded trace of an hour is served in one copy for every four instances;
-where fewer requests are named than it has (12,031), each copy is of its first ones. At 5 % load nobody waits, and what is left is computing and moving what nobody can avoid: the mean there is what choosing can come near to and not go much below.
+where fewer requests are named than it has (12,031), each copy is of its first ones. At 5 % load hardly anybody waits (on four instances, behind prompts of seconds), and nearly all that is left is computing and moving what nobody can avoid: the mean there is what choosing can come near to and not go much below.
 ";
 
 /// Of several draws the median with the least and the greatest, or the only one.
