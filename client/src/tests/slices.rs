@@ -176,6 +176,16 @@ async fn before_its_turn_the_read_buffer_takes_the_leading_layers_of_all_blocks(
         let cluster = cluster(false);
         let mut fetch = cluster.fetch(buffer);
         let mut told = Told::default();
+        let is_there = |told: &Told| match layers {
+            4 => told.end.is_some(),
+            0 => !told.whole.is_empty(),
+            _ => told.layers() == [layers; 5],
+        };
+        while !is_there(&told) {
+            told.hear(
+                timeout(PATIENCE, fetch.next()).await.expect("it comes in time").expect("there is more"),
+            );
+        }
         while let Ok(Some(event)) = timeout(A_WHILE, fetch.next()).await {
             told.hear(event);
         }

@@ -83,7 +83,6 @@ impl Door {
             reports_itself: true,
             ..EndpointConfig::default()
         };
-        self.endpoints.iter().for_each(|authority| is_there(authority));
         let endpoints = self.endpoints.iter().enumerate().map(listed).collect();
         let mut config = DoorsConfig { endpoints, picker, ..DoorsConfig::default() };
         // Asked once whether they are there.
@@ -105,16 +104,18 @@ impl Door {
     }
 }
 
-/// Somebody answers there whether he is well, for as long as the process lives; whoever listens there already does that himself. Nothing is sent
-/// to an engine that nobody is at, and Envoy alone sends requests to these.
-fn is_there(authority: &str) {
-    let Ok(listener) = std::net::TcpListener::bind(authority) else { return };
+/// Where somebody answers whether he is well, for as long as the process lives, and nothing else: to an engine that nobody is at no request is
+/// sent, and these get none, since Envoy alone sends them.
+pub fn engine() -> String {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let authority = listener.local_addr().unwrap().to_string();
     std::thread::spawn(move || {
         for mut stream in listener.incoming().flatten() {
             let _ = stream.read(&mut [0; 4_096]); // whatever was asked
             let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
         }
     });
+    authority
 }
 
 impl Opened {

@@ -7,7 +7,7 @@ use kvfleet_proto::envoy::mode::processing_mode::BodySendMode;
 use kvfleet_proto::pb;
 
 use super::door::{DRAWN, Door, Opened, completion};
-use super::streams::{Call, ENDPOINTS, body, door, map, metadata, post, said};
+use super::streams::{Call, body, door, map, metadata, post, said};
 use crate::harness::until;
 
 /// A request of an Envoy that sends bodies of responses so, when it has been told where it goes; and its number.
@@ -107,7 +107,7 @@ async fn what_envoy_sent_elsewhere_counts_where_it_is_answered() {
     };
     let story = async || door.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
     assert_eq!((story().await.instance, story().await.answered_by), (2, None));
-    call.say(answered(ENDPOINTS[0])).await;
+    call.say(answered(&door.endpoints[0])).await;
     for nth in 0..5 {
         call.say(event("a", nth == 4)).await;
         while !matches!(call.next().await.unwrap().unwrap().response, Some(Response::ResponseBody(_))) {}
@@ -118,7 +118,7 @@ async fn what_envoy_sent_elsewhere_counts_where_it_is_answered() {
     assert_eq!((told.instance, told.answered_by, told.output_tokens), (2, Some(1), 5));
     drop(call);
     // The one that was picked answers, or one that nobody knows: it stays where it was sent.
-    for by in [ENDPOINTS[1], "10.9.9.9:1"] {
+    for by in [door.endpoints[1].as_str(), "10.9.9.9:1"] {
         let (mut call, request) = asked(&opened, BodySendMode::None).await;
         call.say(answered(by)).await;
         while !matches!(call.next().await.unwrap().unwrap().response, Some(Response::ResponseHeaders(_))) {}

@@ -7,9 +7,10 @@ use kvfleet_proto::envoy::ext_proc::body_mutation::Mutation;
 use kvfleet_proto::envoy::ext_proc::processing_request::Request;
 use kvfleet_proto::envoy::ext_proc::processing_response::Response;
 use kvfleet_proto::envoy::mode::processing_mode::BodySendMode;
+use kvfleet_proto::envoy::well_known::value::Kind;
 use prost::Message;
 
-use super::streams::{Call, ENDPOINTS, destination, door};
+use super::streams::{Call, destination, door};
 
 const RECORDED: &str = include_str!("../../testdata/envoy-1.40.0.txt");
 
@@ -42,9 +43,9 @@ struct Outcome {
 }
 
 /// Says what Envoy said, and its last word when it had an answer to what came before.
-async fn replayed(opened: &super::door::Opened, name: &str) -> Outcome {
+async fn replayed(opened: &super::door::Opened, mut messages: Vec<ProcessingRequest>) -> Outcome {
     let mut call = Call::open(opened).await.unwrap();
-    let (mut messages, mut outcome) = (recorded(name), Outcome::default());
+    let mut outcome = Outcome::default();
     let is_response =
         |message: &ProcessingRequest| matches!(message.request, Some(Request::ResponseHeaders(_)));
     let last = messages.iter().position(is_response).map(|at| messages.split_off(at)).unwrap_or_default();
@@ -85,6 +86,24 @@ async fn replayed(opened: &super::door::Opened, name: &str) -> Outcome {
     outcome
 }
 
+/// A request that may go to one engine. The one that was recorded names an engine of that day.
+fn within(engine: &str) -> Vec<ProcessingRequest> {
+    let mut messages = recorded("a subset");
+    let hints = messages.iter_mut().filter_map(|message| {
+        message.metadata_context.as_mut()?.filter_metadata.get_mut("envoy.lb.subset_hint")
+    });
+    let mut named = 0;
+    for hint in hints {
+        let name =
+            hint.fields.get_mut("x-gateway-destination-endpoint-subset").expect("Envoy sends the subset");
+        assert!(matches!(&name.kind, Some(Kind::StringValue(engine)) if engine.starts_with("127.0.0.1:")));
+        name.kind = Some(Kind::StringValue(engine.to_owned()));
+        named += 1;
+    }
+    assert!(named > 0, "Envoy sends the subset");
+    messages
+}
+
 /// The body that Envoy sent.
 fn sent(name: &str) -> Vec<u8> {
     let bodies = recorded(name).into_iter().filter_map(|message| match message.request {
@@ -96,41 +115,24 @@ fn sent(name: &str) -> Vec<u8> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_an_envoy_said_is_answered_as_it_needs() {
-    let mut door = door().await;
-    // The subset that was recorded names an engine of that day: this one has its address.
-    let subset = recorded("a subset")
-        .iter()
-        .find_map(|message| {
-            let fields =
-                &message.metadata_context.as_ref()?.filter_metadata.get("envoy.lb.subset_hint")?.fields;
-            match fields["x-gateway-destination-endpoint-subset"].kind.clone()? {
-                kvfleet_proto::envoy::well_known::value::Kind::StringValue(text) => Some(text),
-                _ => None,
-            }
-        })
-        .expect("Envoy sends the subset");
-    door.endpoints = [subset.clone(), ENDPOINTS[1].to_owned()];
+    let door = door().await;
+    let [first, second] = &door.endpoints;
     let opened = door.open(|config| config.endpoints_max = 1).await;
     for name in ["a prompt", "several pieces"] {
-        let expected = Outcome {
-            destination: ENDPOINTS[1].into(),
-            body: sent(name),
-            ended: true,
-            refused: 0,
-            responses: 1,
-        };
-        assert_eq!(replayed(&opened, name).await, expected, "{name}");
+        let expected =
+            Outcome { destination: second.clone(), body: sent(name), ended: true, refused: 0, responses: 1 };
+        assert_eq!(replayed(&opened, recorded(name)).await, expected, "{name}");
     }
     assert!(recorded("several pieces").len() > 4, "headers, pieces, a response");
-    let inside = replayed(&opened, "a subset").await;
-    assert_eq!((inside.destination, inside.body), (subset.clone(), sent("a subset")));
-    let outside = replayed(&opened, "a subset of strangers").await;
+    let inside = replayed(&opened, within(first)).await;
+    assert_eq!((&inside.destination, inside.body), (first, sent("a subset")));
+    let outside = replayed(&opened, recorded("a subset of strangers")).await;
     assert_eq!(outside, Outcome { refused: 503, ..Outcome::default() });
-    let without = replayed(&opened, "no body").await;
+    let without = replayed(&opened, recorded("no body")).await;
     assert!(!without.destination.is_empty() && without.body.is_empty() && without.responses == 1);
     // Nothing of it is sent back: Envoy has it.
-    let whole = replayed(&opened, "in one piece").await;
-    let expected = Outcome { destination: ENDPOINTS[1].into(), responses: 1, ..Outcome::default() };
+    let whole = replayed(&opened, recorded("in one piece")).await;
+    let expected = Outcome { destination: second.clone(), responses: 1, ..Outcome::default() };
     assert_eq!(whole, expected);
     // Who answered was said with each response, as an attribute; on that day these were other engines.
     assert_eq!(opened.counted("kvfleet_doors_picker_picked_total"), 5);

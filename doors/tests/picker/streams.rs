@@ -17,13 +17,11 @@ use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Code, Status, Streaming};
 
-use super::door::{DRAWN, Door, Opened, completion};
+use super::door::{DRAWN, Door, Opened, completion, engine};
 use crate::harness::{HANG, until};
 
-pub const ENDPOINTS: [&str; 2] = ["127.0.0.1:18001", "127.0.0.1:18002"];
-
 pub async fn door() -> Door {
-    Door::start(ENDPOINTS.map(str::to_owned)).await
+    Door::start([engine(), engine()]).await
 }
 
 pub struct Call {
@@ -109,7 +107,7 @@ async fn asked(opened: &Opened, first: ProcessingRequest, text: &str) -> Call {
 async fn requests_go_to_who_has_their_prefix_and_the_others_are_named_behind_it() {
     let door = door().await;
     let opened = door.open(|config| config.conformance = true).await;
-    let [first, second] = ENDPOINTS;
+    let [first, second] = &door.endpoints;
     let mut call = asked(&opened, post(), &completion(DRAWN, false)).await;
     assert_eq!(destination(&call.next().await.unwrap().unwrap()), format!("{second},{first}"));
     // Only where it may go.
@@ -118,7 +116,7 @@ async fn requests_go_to_who_has_their_prefix_and_the_others_are_named_behind_it(
         ..post()
     };
     let mut inside = asked(&opened, subset(&format!("{first},10.0.0.1:1")), &completion(DRAWN, false)).await;
-    assert_eq!(destination(&inside.next().await.unwrap().unwrap()), first);
+    assert_eq!(destination(&inside.next().await.unwrap().unwrap()), *first);
     for text in ["", "10.0.0.1:1"] {
         let mut outside = asked(&opened, subset(text), &completion(DRAWN, false)).await;
         let immediate = outside.refusal().await;
@@ -135,7 +133,7 @@ async fn requests_go_to_who_has_their_prefix_and_the_others_are_named_behind_it(
     let selection = format!("10.9.9.9:1, {first}");
     let named = headers(&[("test-epp-endpoint-selection", &selection)], true);
     let mut named = asked(&opened, named, "").await;
-    assert_eq!(destination(&named.next().await.unwrap().unwrap()), first);
+    assert_eq!(destination(&named.next().await.unwrap().unwrap()), *first);
     // Who answered is another one: it is counted.
     let served = said(Request::ResponseHeaders(HttpHeaders::default()));
     let served = |by| ProcessingRequest {
@@ -246,7 +244,9 @@ async fn hostile_streams_end_with_a_word_and_take_nothing_from_others() {
     drop((early, silent, slow));
     let free = || async { (opened.counted("kvfleet_doors_picker_streams") == 0).then_some(()) };
     until("streams that are gone", free).await;
+    opened.doors.shutdown().await;
     // As many as there may be, and one more.
+    let opened = door.open(|config| config.streams_max = 4).await;
     let mut open = Vec::new();
     for _ in 0..4 {
         let mut call = asked(&opened, post(), &completion(0..4, false)).await;

@@ -210,6 +210,17 @@ impl Following {
         }
     }
 
+    /// Sends its last message again until it is heard live: what is sent before a subscription has come, nobody hears, and a replay brings all of it.
+    async fn until_live(&self, engine: &mut Engine) {
+        let heard = || self.count("kvfleet_engine_messages_total", "before");
+        let (before, deadline) = (heard(), tokio::time::Instant::now() + Duration::from_secs(60));
+        while heard() == before {
+            assert!(tokio::time::Instant::now() < deadline, "message {} is not heard", engine.next - 1);
+            engine.publish(engine.next - 1).await;
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     async fn until_connected(&self, is_connected: bool) {
         self.until_count("kvfleet_engine_connected", f64::from(u8::from(is_connected))).await;
     }
@@ -271,11 +282,12 @@ async fn what_was_said_before_the_router_came_is_replayed_and_lost_messages_are_
     }
     let following = Following::new(config(vec![dialed(7, events, Some(replay))])).await;
     following.until(7, 5).await;
+    following.until_live(&mut engine).await;
     engine.store(5, true).await;
     engine.store(6, true).await;
     engine.store(7, false).await;
     following.until(7, 8).await;
-    assert_eq!(following.count("kvfleet_engine_gaps_total", "filled"), 1.0);
+    following.until_count_of("kvfleet_engine_gaps_total", "filled", 1.0).await;
     assert_eq!(following.count("kvfleet_engine_connected", "7"), 1.0);
     // The last message is lost, and nothing follows it.
     engine.store(8, true).await;

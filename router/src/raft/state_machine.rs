@@ -373,17 +373,18 @@ fn weight(announcement: &Announcement) -> usize {
 
 type Responder = Option<ApplyResponder<TypeConfig>>;
 
-/// Applies entries; a proposer hears of its own as soon as readers see it. Blocking.
+/// Applies entries; a proposer hears of its own as soon as readers see it, and whoever waits for new rules before it: a node that has joined is sent requests by
+/// who looks then. Blocking.
 pub(super) fn apply_batch(published: &Published, batch: Vec<(Entry, Responder)>) -> io::Result<()> {
     for (entry, responder) in batch {
         let step = Step::of(entry)?;
         let rules = step.is_rule();
         let answer = step.apply(published);
-        if let Some(responder) = responder {
-            responder.send(Answer(answer));
-        }
         if rules {
             published.rules_changed();
+        }
+        if let Some(responder) = responder {
+            responder.send(Answer(answer));
         }
     }
     Ok(())

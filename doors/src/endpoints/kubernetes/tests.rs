@@ -205,6 +205,11 @@ impl Scene {
         metric.map_or(0.0, |metric| metric.get_gauge().get_value() + metric.get_counter().get_value())
     }
 
+    /// Waits until it is this: engines are known a moment before they are counted.
+    async fn counts(&self, name: &str, value: f64) {
+        until(name, || async { (self.count(name) == value).then_some(()) }).await;
+    }
+
     async fn end(self) {
         self.stop.cancel();
         self.cluster.shutdown().await;
@@ -308,7 +313,7 @@ async fn events_that_cannot_be_read_take_nobody_away() {
     scene.event("ADDED", &made("vllm-5", "10.0.0.5")).await;
     scene.comes_to(&[(0, "10.0.0.1:8000", false), (5, "10.0.0.5:8000", false)]).await;
     assert!(scene.count("kvfleet_doors_discovery_failures_total") > 0.0);
-    assert_eq!(scene.count("kvfleet_doors_discovery_up"), 1.0);
+    scene.counts("kvfleet_doors_discovery_up", 1.0).await;
     scene.end().await;
 }
 
@@ -325,7 +330,8 @@ async fn a_server_that_refuses_is_asked_again() {
     .await;
     scene.comes_to(&[(0, "10.0.0.1:8000", false)]).await;
     assert_eq!(scene.count("kvfleet_doors_discovery_failures_total"), 3.0);
-    assert_eq!((scene.server.lock().lists.len(), scene.count("kvfleet_doors_discovery_up")), (4, 1.0));
+    assert_eq!(scene.server.lock().lists.len(), 4);
+    scene.counts("kvfleet_doors_discovery_up", 1.0).await;
     scene.end().await;
 }
 
@@ -399,7 +405,7 @@ async fn numbers_come_from_annotations_sets_and_identifiers_and_no_two_are_the_s
     scene
         .comes_to(&[(3, "10.0.0.3:8000", false), (7, "10.9.9.9:1", false), (hashed, "[fd00::1]:8000", false)])
         .await;
-    assert_eq!(scene.count("kvfleet_doors_discovery_left_out"), 5.0);
+    scene.counts("kvfleet_doors_discovery_left_out", 5.0).await;
     // Whoever had its number goes, and it is taken in without a word of Kubernetes.
     scene.endpoints.remove(InstanceId(7));
     scene
@@ -409,10 +415,7 @@ async fn numbers_come_from_annotations_sets_and_identifiers_and_no_two_are_the_s
             (hashed, "[fd00::1]:8000", false),
         ])
         .await;
-    until("one less to be left out", || async {
-        (scene.count("kvfleet_doors_discovery_left_out") == 4.0).then_some(())
-    })
-    .await;
+    scene.counts("kvfleet_doors_discovery_left_out", 4.0).await;
     scene.end().await;
 }
 
@@ -454,10 +457,7 @@ async fn events_of_engines_are_followed_while_they_are_there() {
     assert!(desk.follows(8), "it is there, though not ready");
     let other = annotated(made("vllm-9", "127.0.0.1"), json!({ "kvfleet.io/events-port": "5557" }));
     scene.event("ADDED", &other).await;
-    until("a number that is a rank's", || async {
-        (scene.count("kvfleet_doors_discovery_left_out") == 1.0).then_some(())
-    })
-    .await;
+    scene.counts("kvfleet_doors_discovery_left_out", 1.0).await;
     assert!(!desk.follows(9));
     scene.event("DELETED", &engine).await;
     until("the other's events", || async { (desk.follows(9) && !desk.follows(8)).then_some(()) }).await;

@@ -131,6 +131,7 @@ async fn an_sglang_is_followed_from_a_replay_without_a_topic_on() {
         let following = Following::new(EnginesConfig { tenants, ..config(list) }).await;
         following.until(7, 3).await;
         following.until_of(7, &SECRET, 2).await;
+        following.until_live(&mut engine).await;
         // Two messages are lost, and replayed behind the third.
         for (block, is_lost) in [(3, true), (4, true), (5, false)] {
             engine.say(&store(block, plain, None), is_lost).await;
