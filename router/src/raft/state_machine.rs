@@ -373,8 +373,8 @@ fn weight(announcement: &Announcement) -> usize {
 
 type Responder = Option<ApplyResponder<TypeConfig>>;
 
-/// Applies entries; a proposer hears of its own as soon as readers see it, and whoever waits for new rules before it: a node that has joined is sent requests by
-/// who looks then. Blocking.
+/// Applies entries; a proposer hears of its own as soon as readers see it. Whoever follows the rules is woken before: requests are placed by which nodes are
+/// live, and one that is told that it has joined is to count there by then, as far as a word can see to it. Blocking.
 pub(super) fn apply_batch(published: &Published, batch: Vec<(Entry, Responder)>) -> io::Result<()> {
     for (entry, responder) in batch {
         let step = Step::of(entry)?;

@@ -271,13 +271,12 @@ async fn an_engine_at_which_a_request_failed_is_asked_at_once() {
     scene.endpoints.doubt(INSTANCE);
     asked(2.0).await;
     assert!(scene.endpoints.is_open(INSTANCE), "it is well");
-    // Its sockets close a while later, and until then it may answer.
+    let address = engine.address;
     drop(engine);
-    until("it to be known to be gone", || async {
-        scene.endpoints.doubt(INSTANCE);
-        (!scene.endpoints.is_open(INSTANCE)).then_some(())
-    })
-    .await;
+    // Its sockets close a while later, and until then it may answer.
+    until("its end", || async { tokio::net::TcpStream::connect(address).await.is_err().then_some(()) }).await;
+    scene.endpoints.doubt(INSTANCE);
+    until("it to be known to be gone", || async { (!scene.endpoints.is_open(INSTANCE)).then_some(()) }).await;
     scene.endpoints.doubt(InstanceId(99));
     scene.end().await;
 }
