@@ -3,6 +3,7 @@
 //!
 //! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
 
+mod awake;
 mod choose;
 mod decide;
 mod door;

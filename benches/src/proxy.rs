@@ -9,12 +9,14 @@ use benches::{Better, Row, median, outcome, sorted};
 use tokio::runtime::Builder;
 
 use crate::Effort;
+use crate::awake::Awake;
 use crate::door::engine::{self, Caller};
 use crate::door::{Door, Loads};
 
 pub(crate) const ABOUT: &str = "the OpenAI-compatible door of a router, on one thread, between callers and an engine that streams: the time until the first byte of an answer \
      behind it (a prompt of 500 tokens rendered, cut, hashed and routed) over that of the engine itself, medians of requests one after the other, \
-     also against what a mere relay of bytes adds in its place, as most of that is threads that wake each other; \
+     also against what a mere relay of bytes adds in its place, as most of that is threads that wake each other, and where no processor sleeps \
+     meanwhile (on each runs a loop that all else goes before), as a virtual one that does is given to others; \
      and events that go by for each CPU-second of the door, 64 streams of one event each 5 ms";
 
 /// What the door may add, in microseconds.
@@ -38,25 +40,20 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let door = Door::open(dir.path(), &[engine], Loads::Told)?;
     let relay = relay(engine)?;
     let body = body();
+    let places = [door.address, relay, engine];
     let mut rows = Vec::new();
-    let (mut added, mut beside, mut both) = (Vec::new(), Vec::new(), Vec::new());
+    let [mut as_it_is, mut awake] = [Added::default(), Added::default()];
     for run in 0..=effort.runs {
-        let places = [door.address, relay, engine];
-        let [through, relayed, direct] =
-            ends.block_on(first_bytes(places, &body, effort.scaled(REQUESTS)))?;
-        if run > 0 {
-            added.push((through - direct, ADDED_US));
-            beside.push((through - direct, relayed - direct));
-            both.push((through, direct));
+        for kept in [false, true] {
+            let _loops = kept.then(Awake::keep).transpose()?;
+            let medians = ends.block_on(first_bytes(places, &body, effort.scaled(REQUESTS)))?;
+            if run > 0 {
+                if kept { &mut awake } else { &mut as_it_is }.run(medians);
+            }
         }
     }
-    let row = |name, unit, peer, better, pairs: &[(f64, f64)]| {
-        Row::new("proxy", name, unit, peer, better, outcome(pairs))
-    };
-    rows.push(row("added until the first byte", "µs", "limit: 150 µs", Better::Lower, &added));
-    let peer = "a relay of bytes on a thread of its own";
-    rows.push(row("added until the first byte", "µs", peer, Better::Lower, &beside));
-    rows.push(row("until the first byte", "µs", "the engine itself", Better::Lower, &both));
+    rows.extend(as_it_is.rows("until the first byte"));
+    rows.extend(awake.rows("until the first byte, no processor sleeps"));
     let mut rates = Vec::new();
     for run in 0..=effort.runs {
         let before = door.cpu()?;
@@ -69,6 +66,37 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     rows.push(row("events of streams", "events/CPU-s", "limit: 20,000", Better::Higher, &rates));
     door.close()?;
     Ok(rows)
+}
+
+fn row(name: &str, unit: &str, peer: &str, better: Better, pairs: &[(f64, f64)]) -> Row {
+    Row::new("proxy", name, unit, peer, better, outcome(pairs))
+}
+
+/// What was added until the first byte, of each run.
+#[derive(Default)]
+struct Added {
+    of_limit: Vec<(f64, f64)>,
+    of_relay: Vec<(f64, f64)>,
+    of_engine: Vec<(f64, f64)>,
+}
+
+impl Added {
+    /// Medians of one run in microseconds: through the door, through the relay, and of the engine itself.
+    fn run(&mut self, [through, relayed, direct]: [f64; 3]) {
+        self.of_limit.push((through - direct, ADDED_US));
+        self.of_relay.push((through - direct, relayed - direct));
+        self.of_engine.push((through, direct));
+    }
+
+    fn rows(&self, until: &str) -> [Row; 3] {
+        let added = format!("added {until}");
+        let lower = |name, peer, pairs| row(name, "µs", peer, Better::Lower, pairs);
+        [
+            lower(&added, "limit: 150 µs", &self.of_limit),
+            lower(&added, "a relay of bytes on a thread of its own", &self.of_relay),
+            lower(until, "the engine itself", &self.of_engine),
+        ]
+    }
 }
 
 /// A conversation of some 500 tokens.

@@ -16,13 +16,14 @@ use std::time::Duration;
 use super::cost::Wait;
 use super::decision::{Decision, Prediction, RejectReason, Rejection};
 use super::fleet::{Fleet, Instance};
-use super::learnt;
+use super::learnt::{self, Factors};
 use super::load::Moment;
 use super::pairs::Role;
 use super::profile::HardwareProfile;
 use super::steps::{FACTOR_MAX, step_us};
 use super::turn::Standing;
 use crate::id::{InstanceId, Timestamp};
+use crate::math::rounded;
 
 /// Tokens of prompts in a step of an engine that does not say: what engines are set to where memory is plenty.
 const CHUNK_TOKENS: u32 = 8_192;
@@ -196,6 +197,8 @@ pub(super) struct Climate {
     pub(super) is_text: bool,
     /// How fast prompts are computed, as far as that was learnt.
     pub(super) speeds: HardwareProfile,
+    /// What was learnt of predicted times.
+    pub(super) learnt: Factors,
     pub(super) now: Timestamp,
 }
 
@@ -226,6 +229,7 @@ impl Climate {
             prompt_us_per_token: lengths.prompt_us_per_token(&speeds),
             steps: fleet.steps().at(now),
             speeds,
+            learnt: fleet.learnt.at(now),
             now,
         }
     }
@@ -247,6 +251,7 @@ impl Climate {
             prompt_us_per_token: lengths.prompt_us_per_token(&speeds),
             steps: fleet.steps().at(now),
             speeds,
+            learnt: fleet.learnt.at(now),
             now,
         }
     }
@@ -290,7 +295,7 @@ impl Climate {
         } else {
             missing / kv_tokens_max as f64 * self.output_by_room * tbt_us
         };
-        let [room_us, tbt_us, others_us] = [room_us, tbt_us, others_us].map(|us| us.round() as u64);
+        let [room_us, tbt_us, others_us] = [room_us, tbt_us, others_us].map(rounded);
         Forecast { room_us, tbt_us, others_us }
     }
 
@@ -309,7 +314,7 @@ impl Climate {
     /// Time between its tokens if it were alone there.
     pub(super) fn alone_us(&self, fleet: &Fleet, instance: &Instance) -> u64 {
         let pace = instance.load.pace.at(self.now);
-        (step_us(&fleet.profile, self.steps, 1.0) * pace).round() as u64
+        rounded(step_us(&fleet.profile, self.steps, 1.0) * pace)
     }
 
     /// Whether nobody runs or waits there, and its limit is not below all that could be learnt.
@@ -367,7 +372,7 @@ impl Fleet {
         let load = super::Load { running: instance.load.running.saturating_sub(itself), ..instance.load };
         let wait = Wait { behind_us: prompts_us, ..Wait::default() };
         let forecast = climate.at(self, &Instance { load, ..*instance }, &wait, 0);
-        let tbt_us = self.learnt.tbt_us(forecast.tbt_us, now);
+        let tbt_us = climate.learnt.tbt_us(forecast.tbt_us);
         // Alone it may, as it was let in: what is predicted may be wrong, and is learnt anew only from who decodes.
         // Until the next report it is one of those that are ahead.
         let is_alone =

@@ -11,6 +11,7 @@
 use super::decision::{Prediction, Prompt};
 use super::steps::fresh;
 use crate::id::Timestamp;
+use crate::math::rounded;
 
 /// Requests after which one counts half.
 const HALF_LIFE: f64 = 256.0;
@@ -89,7 +90,7 @@ impl Learnt {
         // One that hung for an hour says nothing of the others.
         let observed = (ttft_us as f64 / 1e3).min(all * FACTOR_MAX * FACTOR_MAX);
         let kept = (-1.0 / HALF_LIFE).exp2();
-        let factors = self.factors_of(parts);
+        let factors = of_parts(self.factors, parts);
         let expected: f64 = (0..3).map(|part| x[part] * factors[part]).sum();
         let off = (observed - expected) / expected;
         let most = (SPREADS * self.spread).max(SPREAD_MIN);
@@ -107,12 +108,6 @@ impl Learnt {
         self.passed[1] = self.passed[1] * kept + observed - expected;
         self.passed_prior = (self.passed_prior * kept).max(PASSED_PRIOR_LEAST);
         self.rest = [self.rest[0] * kept + expected, self.rest[1] * kept + 1.0];
-    }
-
-    /// Those of a request's parts.
-    fn factors_of(&self, parts: &Prediction) -> [f64; 3] {
-        let [queue, transfer, prefill] = self.factors;
-        [queue, transfer, if is_text(parts) { prefill } else { 1.0 }]
     }
 
     /// Prefill is predicted to take so many times as long by now: of the requests before, it would have been so, too.
@@ -154,11 +149,6 @@ impl Learnt {
         1.0 + (factor - 1.0) * fresh(self.tbt_at, now)
     }
 
-    /// A time between tokens with its factor.
-    pub(super) fn tbt_us(&self, us: u64, now: Timestamp) -> u64 {
-        (us as f64 * self.tbt_factor(now)).round() as u64
-    }
-
     /// How many times as long as is predicted those take who come later and go before: what all others together make of the rest, so that predictions are
     /// right in sum.
     fn passed(&self) -> f64 {
@@ -187,21 +177,15 @@ impl Learnt {
         factors
     }
 
+    /// The factors as they are now: worked out once for all that is predicted at a time.
+    pub(super) fn at(&self, now: Timestamp) -> Factors {
+        Factors { parts: self.factors, passed: self.passed(), tbt: self.tbt_factor(now) }
+    }
+
     /// A prediction with the factors.
     #[must_use]
     pub fn apply(&self, parts: &Prediction, now: Timestamp) -> Prediction {
-        let scaled = |us: u64, factor: f64| (us as f64 * factor).round() as u64;
-        let [queue, transfer, prefill] = self.factors_of(parts);
-        Prediction {
-            queue_us: scaled(parts.queue_us, queue),
-            transfer_us: scaled(parts.transfer_us, transfer),
-            prefill_us: scaled(parts.prefill_us, prefill),
-            passed_us: scaled(parts.passed_us, self.passed()),
-            // It is a wait as the other one is.
-            room_us: scaled(parts.room_us, queue),
-            tbt_us: self.tbt_us(parts.tbt_us, now),
-            ..*parts
-        }
+        self.at(now).apply(parts)
     }
 
     /// Of waiting, transfer and the prefill of what is read as text, and of those who come later and go before.
@@ -210,6 +194,42 @@ impl Learnt {
         let [queue, transfer, prefill] = self.factors;
         [queue, transfer, prefill, self.passed()]
     }
+}
+
+/// Factors of one moment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Factors {
+    parts: [f64; 3],
+    passed: f64,
+    tbt: f64,
+}
+
+impl Factors {
+    /// A prediction with them.
+    pub(super) fn apply(&self, parts: &Prediction) -> Prediction {
+        let scaled = |us: u64, factor: f64| rounded(us as f64 * factor);
+        let [queue, transfer, prefill] = of_parts(self.parts, parts);
+        Prediction {
+            queue_us: scaled(parts.queue_us, queue),
+            transfer_us: scaled(parts.transfer_us, transfer),
+            prefill_us: scaled(parts.prefill_us, prefill),
+            passed_us: scaled(parts.passed_us, self.passed),
+            // It is a wait as the other one is.
+            room_us: scaled(parts.room_us, queue),
+            tbt_us: self.tbt_us(parts.tbt_us),
+            ..*parts
+        }
+    }
+
+    /// A time between tokens with its factor.
+    pub(super) fn tbt_us(&self, us: u64) -> u64 {
+        rounded(us as f64 * self.tbt)
+    }
+}
+
+/// Those of a request's parts.
+fn of_parts([queue, transfer, prefill]: [f64; 3], parts: &Prediction) -> [f64; 3] {
+    [queue, transfer, if is_text(parts) { prefill } else { 1.0 }]
 }
 
 /// Whether how many tokens of the prompt are computed is a guess.

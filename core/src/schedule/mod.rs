@@ -204,8 +204,7 @@ pub fn choose_among<'a>(
     let held = held.into();
     let climate = Climate::of(request, fleet, now);
     let mut planners = Planners::new(request, held.matched, fleet);
-    let mut candidates = price(held, &mut planners, eligible, (fleet, &climate, now));
-    candidates.sort_unstable_by_key(rank);
+    let mut candidates = ranked(&price(held, &mut planners, eligible, (fleet, &climate, now)));
     let open = candidates.partition_point(|candidate| candidate.filtered.is_none());
     if open == 0 {
         return Err(rejection(fleet, &candidates));
@@ -328,8 +327,8 @@ fn decoded_by_partner(candidate: Candidate, fleet: &Fleet, climate: &Climate) ->
     // Its room comes free while the prompt is computed.
     let room_us = forecast.room_us.saturating_sub(until_computed_us(&candidate.parts));
     let parts = Prediction { room_us, tbt_us: forecast.tbt_us, ..candidate.parts };
-    let predicted = fleet.learnt.apply(&parts, climate.now);
-    let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us, climate.now);
+    let predicted = climate.learnt.apply(&parts);
+    let others_tbt_us = climate.learnt.tbt_us(forecast.others_us);
     let breaks = climate.breaks(partner, predicted.tbt_us, others_tbt_us);
     Candidate { parts, predicted, others_tbt_us, breaks, ..candidate }
 }
@@ -396,8 +395,8 @@ fn costed(
     let known = Prompt { context_tokens: plan.context_tokens, new_tokens: plan.recompute_tokens };
     let prompt = if climate.is_text { Prompt::default() } else { known };
     let parts = Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us, prompt };
-    let predicted = fleet.learnt.apply(&parts, now);
-    let others_tbt_us = fleet.learnt.tbt_us(forecast.others_us, now);
+    let predicted = climate.learnt.apply(&parts);
+    let others_tbt_us = climate.learnt.tbt_us(forecast.others_us);
     let Plan { resident_blocks, overlap_blocks, .. } = *plan;
     Candidate {
         instance: instance.id,
@@ -418,10 +417,23 @@ fn costed(
     }
 }
 
+/// Candidates in the order of their ranks. What is put in order are the ranks, and each candidate moves once: they are large, and fleets are as well.
+fn ranked(candidates: &[Candidate]) -> Vec<Candidate> {
+    let mut ranks: SmallVec<[_; 64]> = candidates.iter().map(rank).zip(0_usize..).collect();
+    ranks.sort_unstable();
+    ranks.into_iter().map(|(_, at)| candidates[at]).collect()
+}
+
 /// Open candidates first, of them those in time and then those where no limit between tokens is broken, by cost; ids make the order total.
-fn rank(candidate: &Candidate) -> (bool, bool, Option<Breaks>, u64, u32) {
+fn rank(candidate: &Candidate) -> u128 {
     let Candidate { is_late, breaks, instance, .. } = *candidate;
-    (candidate.filtered.is_some(), is_late, breaks, candidate.cost_us(), instance.0)
+    let breaks = match breaks {
+        None => 0,
+        Some(Breaks::Others) => 1,
+        Some(Breaks::Own) => 2,
+    };
+    let limits = u128::from(candidate.filtered.is_some()) << 3 | u128::from(is_late) << 2 | breaks;
+    limits << 96 | u128::from(candidate.cost_us()) << 32 | u128::from(instance.0)
 }
 
 /// Which of `among` equal candidates a request takes.
@@ -479,7 +491,7 @@ fn pacing(choice: &Choice<'_>, chosen: &Candidate) -> Pacing {
     let goes_on = chosen.handover.map_or(chosen.instance, |handover| handover.instance);
     let instance = fleet.instance(goes_on);
     let alone_us = instance.map_or(0, |instance| climate.alone_us(fleet, instance));
-    let alone_us = fleet.learnt.tbt_us(alone_us, climate.now);
+    let alone_us = climate.learnt.tbt_us(alone_us);
     let kept_us = |limit_us| fleet.margin().kept_us(limit_us, alone_us, climate.now);
     let strictest_us = instance.and_then(|instance| climate.strictest_us(instance));
     Pacing {

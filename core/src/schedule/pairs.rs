@@ -176,7 +176,7 @@ impl<'a> Partners<'a> {
                 return None;
             }
             let forecast = climate.at_partner(fleet, instance);
-            let learnt = |us| fleet.learnt.tbt_us(us, climate.now);
+            let learnt = |us| climate.learnt.tbt_us(us);
             let [tbt_us, others_us] = [forecast.tbt_us, forecast.others_us].map(learnt);
             Some(Partner {
                 id: instance.id,

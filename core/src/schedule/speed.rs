@@ -9,6 +9,7 @@
 use super::decision::Prediction;
 use super::steps::fresh;
 use crate::id::Timestamp;
+use crate::math::rounded;
 
 /// Steps from one time to twice that.
 const OCTAVE: i16 = 256;
@@ -69,7 +70,7 @@ impl Speed {
 /// What takes so long in general, at an instance that takes so many times as long.
 pub(super) fn slowed(us: u64, times: f64) -> u64 {
     // Those that are all alike are predicted to the microsecond as without this. The cast saturates.
-    if (times - 1.0).abs() < f64::EPSILON { us } else { (us as f64 * times).round() as u64 }
+    if (times - 1.0).abs() < f64::EPSILON { us } else { rounded(us as f64 * times) }
 }
 
 /// How many times as long computing took as was predicted, in octaves, if the first token was up to that more than to other things.

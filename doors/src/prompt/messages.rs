@@ -3,8 +3,11 @@
 //! It joins the parts of a message's content unless the template goes through them itself, reads the arguments of tool calls, and leaves out keys that
 //! templates are not given. Pure. Not here: the template (`template.rs`).
 
+use std::borrow::Cow;
+use std::sync::Arc;
+
 use minijinja::Value;
-use minijinja::value::ValueKind;
+use minijinja::value::{Enumerator, Object, ObjectExt, ValueKind};
 
 use super::Unreadable;
 use super::python::{self, JsonStyle};
@@ -18,12 +21,38 @@ pub(super) enum Content {
     Parts,
 }
 
-/// A map of values that keeps its order.
-pub(super) struct Pairs(pub(super) Vec<(String, Value)>);
+/// Pairs that are looked through for a key; more of them are put where each is found at once, so that nobody's long map takes long.
+const FEW_PAIRS: usize = 16;
+
+/// A key, and what it stands for.
+pub(super) type Pair = (Cow<'static, str>, Value);
+
+/// A map of values that keeps its order. Each request has several, of a few keys that are known: to write them down costs less than to hash them.
+#[derive(Debug)]
+pub(super) struct Pairs(pub(super) Vec<Pair>);
 
 impl Pairs {
     pub(super) fn value(self) -> Value {
-        Value::from_pairs(self.0)
+        if self.0.len() <= FEW_PAIRS { Value::from_object(self) } else { Value::from_pairs(self.0) }
+    }
+}
+
+impl Object for Pairs {
+    fn get_value(self: &Arc<Self>, key: &Value) -> Option<Value> {
+        self.get_value_by_str(key.as_str()?)
+    }
+
+    fn get_value_by_str(self: &Arc<Self>, key: &str) -> Option<Value> {
+        self.0.iter().find(|(known, _)| known == key).map(|(_, value)| value.clone())
+    }
+
+    fn enumerate(self: &Arc<Self>) -> Enumerator {
+        let pair = |(key, value): &Pair| (Value::from(key.as_ref()), value.clone());
+        self.mapped_rev_key_value_enumerator(move |pairs| Box::new(pairs.0.iter().map(pair)))
+    }
+
+    fn enumerator_len(self: &Arc<Self>) -> Option<usize> {
+        Some(self.0.len())
     }
 }
 
@@ -36,11 +65,13 @@ pub(super) fn prepared(messages: &[Value], content: Content) -> Result<Option<Ve
             return Err(shape("is no object"));
         }
         let role = get(message, "role");
-        let Some(role) = role.as_str() else { return Err(shape("has no role")) };
+        if role.as_str().is_none() {
+            return Err(shape("has no role"));
+        }
         let Some(text) = content_of(&get(message, "content"), content).map_err(shape)? else {
             return Ok(None);
         };
-        all.push(Pairs(fields(message, role, text).map_err(shape)?).value());
+        all.push(Pairs(fields(message, &role, text).map_err(shape)?).value());
     }
     Ok(Some(all))
 }
@@ -53,15 +84,15 @@ fn is_there(value: &Value) -> bool {
     !value.is_undefined() && !value.is_none()
 }
 
-fn fields(message: &Value, role: &str, text: Value) -> Result<Vec<(String, Value)>, &'static str> {
-    let mut fields = vec![("role".to_owned(), Value::from(role)), ("content".to_owned(), text)];
-    let mut take = |key: &str| {
+fn fields(message: &Value, role: &Value, text: Value) -> Result<Vec<Pair>, &'static str> {
+    let mut fields: Vec<Pair> = vec![("role".into(), role.clone()), ("content".into(), text)];
+    let mut take = |key: &'static str| {
         let value = get(message, key);
         if is_there(&value) {
-            fields.push((key.to_owned(), value));
+            fields.push((key.into(), value));
         }
     };
-    match role {
+    match role.as_str().unwrap_or_default() {
         "assistant" => {
             ["reasoning", "reasoning_content"].into_iter().for_each(&mut take);
             // Templates know it by its older name.
@@ -92,7 +123,7 @@ fn fields(message: &Value, role: &str, text: Value) -> Result<Vec<(String, Value
 
 /// Content as the template takes it; nothing where it is more than text.
 fn content_of(value: &Value, content: Content) -> Result<Option<Value>, &'static str> {
-    let texts = match value.kind() {
+    let mut texts = match value.kind() {
         ValueKind::Undefined | ValueKind::None => vec![],
         ValueKind::String => vec![value.clone()],
         ValueKind::Seq => {
@@ -108,6 +139,7 @@ fn content_of(value: &Value, content: Content) -> Result<Option<Value>, &'static
         _ => return Err("has content that is neither text nor a list of parts"),
     };
     Ok(Some(match content {
+        Content::Text if texts.len() == 1 => texts.swap_remove(0),
         Content::Text => {
             let texts: Vec<_> = texts.iter().filter_map(Value::as_str).collect();
             Value::from(texts.join("\n"))
@@ -173,10 +205,11 @@ fn with_arguments(call: &Value) -> Result<Value, &'static str> {
 /// A map with another value for one key.
 fn with(map: &Value, key: &str, value: Value) -> Value {
     let keys = map.try_iter().into_iter().flatten();
-    let mut pairs: Vec<_> = keys.map(|name| (name.to_string(), get(map, &name.to_string()))).collect();
+    let pair = |name: String| -> Pair { (name.clone().into(), get(map, &name)) };
+    let mut pairs: Vec<_> = keys.map(|name| pair(name.to_string())).collect();
     match pairs.iter_mut().find(|(name, _)| name == key) {
         Some(pair) => pair.1 = value,
-        None => pairs.push((key.to_owned(), value)),
+        None => pairs.push((key.to_owned().into(), value)),
     }
     Pairs(pairs).value()
 }
@@ -191,18 +224,42 @@ fn tool(tool: &Value) -> Value {
     if function.kind() != ValueKind::Map {
         return tool.clone();
     }
-    let ordered = |value: &Value, first: &[&str]| {
-        let or_none = |key: &&str| {
+    let ordered = |value: &Value, first: &[&'static str]| {
+        let or_none = |key: &&'static str| -> Pair {
             let found = get(value, key);
-            ((*key).to_owned(), if is_there(&found) { found } else { Value::from(()) })
+            ((*key).into(), if is_there(&found) { found } else { Value::from(()) })
         };
         let mut pairs: Vec<_> = first.iter().map(or_none).collect();
         let rest = value.try_iter().into_iter().flatten().map(|key| key.to_string());
         let rest: Vec<_> = rest.filter(|key| !first.contains(&key.as_str())).collect();
-        pairs.extend(rest.into_iter().map(|key| (key.clone(), get(value, &key))));
+        pairs.extend(rest.into_iter().map(|key| (key.clone().into(), get(value, &key))));
         Pairs(pairs).value()
     };
     let function = ordered(&function, &["name", "description", "parameters"]);
     let tool = with(&ordered(tool, &["type", "function"]), "function", function);
     if is_there(&get(&tool, "type")) { tool } else { with(&tool, "type", Value::from("function")) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_map_of_few_keys_is_what_one_of_many_is() {
+        let of = |count: usize| {
+            let pairs: Vec<Pair> = (0..count).map(|at| (format!("k{at}").into(), Value::from(at))).collect();
+            (Value::from_pairs(pairs.clone()), Pairs(pairs).value())
+        };
+        for count in [0, 1, FEW_PAIRS, FEW_PAIRS + 1] {
+            let (long, ours) = of(count);
+            assert_eq!((ours.kind(), ours.len(), ours.is_true()), (long.kind(), long.len(), long.is_true()));
+            assert_eq!((ours.to_string(), &ours), (long.to_string(), &long), "of {count} keys");
+            let json = |map| python::json(map, &JsonStyle::default());
+            assert_eq!(json(&ours), json(&long), "in their order");
+            for key in ["k0", "k15", "k16", "other"] {
+                assert_eq!(ours.get_attr(key).ok(), long.get_attr(key).ok(), "{key} of {count}");
+            }
+            assert_eq!(ours.get_item(&Value::from(0)).ok(), long.get_item(&Value::from(0)).ok());
+        }
+    }
 }

@@ -3,17 +3,18 @@
 //! Templates are Jinja for Python; what they take from there is here: `tojson` without HTML in mind, `raise_exception`, `strftime_now`, methods of strings and maps, and values
 //! written as Python writes them. Not here: what a template is given of a message (`messages.rs`).
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Kwargs;
+use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value};
 use serde::Deserialize;
 
 use super::Unreadable;
-use super::messages::{self, Content, Pairs};
+use super::messages::{self, Content, Pair, Pairs};
 use super::python::{self, JsonStyle};
 
 /// Names of special tokens that templates are given.
@@ -28,7 +29,7 @@ const BESIDE: [&str; 3] = ["chat_template.jinja", "chat_template.json", "tokeniz
 pub(super) struct Template {
     environment: Environment<'static>,
     content: Content,
-    special: Vec<(String, Value)>,
+    special: Vec<Pair>,
 }
 
 /// What a conversation is rendered with.
@@ -91,7 +92,7 @@ impl Template {
         Ok(None)
     }
 
-    fn new(sources: Templates, special: Vec<(String, Value)>) -> Result<Template, String> {
+    fn new(sources: Templates, special: Vec<Pair>) -> Result<Template, String> {
         let sources = match sources {
             Templates::One(template) => vec![Named { name: "default".into(), template }],
             Templates::Named(all) => all,
@@ -135,25 +136,22 @@ impl Template {
         }
     }
 
-    fn context(
-        &self,
-        conversation: &Conversation<'_>,
-        messages: Vec<Value>,
-        now: SystemTime,
-    ) -> Vec<(String, Value)> {
+    fn context(&self, conversation: &Conversation<'_>, messages: Vec<Value>, now: SystemTime) -> Vec<Pair> {
         let none = || Value::from(());
-        let mut context = self.special.clone();
-        let mut set = |name: &str, value: Value| {
-            context.retain(|(known, _)| known != name);
-            context.push((name.to_owned(), value));
-        };
-        set("documents", none());
-        set("strftime_now", Value::from_function(move |format: &str| strftime(now, format)));
-        if let Some(more) = conversation.more {
-            for key in more.try_iter().into_iter().flatten() {
-                set(&key.to_string(), more.get_item(&key).unwrap_or_default());
-            }
+        let moment = Value::from_function(move |format: &str| strftime(now, format));
+        let ours: [Pair; 2] = [("documents".into(), none()), ("strftime_now".into(), moment)];
+        let mut context: Vec<Pair> = self.special.iter().cloned().chain(ours).collect();
+        if let Some(more) = conversation.more.filter(|more| more.kind() == ValueKind::Map) {
+            // There may be many, each once: none is looked for among the others.
+            let said = |name: &str| more.get_attr(name).is_ok_and(|value| !value.is_undefined());
+            context.retain(|(name, _)| !said(name));
+            let keys = more.try_iter().into_iter().flatten();
+            context.extend(keys.map(|key| (key.to_string().into(), more.get_item(&key).unwrap_or_default())));
         }
+        let mut set = |name: &'static str, value: Value| {
+            context.retain(|(known, _)| *known != name);
+            context.push((name.into(), value));
+        };
         let said =
             [("documents", conversation.documents), ("reasoning_effort", conversation.reasoning_effort)];
         for (name, value) in said {
@@ -202,15 +200,15 @@ fn config(path: &Path, text: &str) -> Result<Config, String> {
 }
 
 /// The special tokens that a `tokenizer_config.json` names, as text or as an object with it.
-fn special(path: &Path) -> Result<Vec<(String, Value)>, String> {
+fn special(path: &Path) -> Result<Vec<Pair>, String> {
     if !path.exists() {
         return Ok(vec![]);
     }
     let rest = config(path, &read(path)?)?.rest;
-    let token = |name: &&str| {
+    let token = |name: &&'static str| {
         let value = rest.get(*name)?;
         let text = if value.as_str().is_some() { value.clone() } else { value.get_attr("content").ok()? };
-        text.as_str().is_some().then(|| ((*name).to_owned(), text.clone()))
+        text.as_str().is_some().then(|| (Cow::Borrowed(*name), text.clone()))
     };
     Ok(SPECIAL.iter().filter_map(token).collect())
 }

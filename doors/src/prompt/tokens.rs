@@ -3,7 +3,7 @@
 //! A text is cut where a special token stands that nothing else can reach across; what is between two such cuts has the same tokens wherever it stands,
 //! and is remembered by itself, so a conversation that goes on costs what is new of it. Not here: the text of a conversation (`template.rs`).
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -73,7 +73,7 @@ impl Tokens {
         }
         let mut tokens = Vec::with_capacity(text.len() / 3);
         let mut start = 0;
-        for end in self.cuts.of_text(text).chain([text.len()]) {
+        for end in self.cuts.of_text(text).into_iter().chain([text.len()]) {
             if end > start {
                 tokens.extend_from_slice(&self.part(&self.parts, &text[start..end], false)?);
                 start = end;
@@ -104,7 +104,8 @@ impl Tokens {
 #[derive(Debug, Default)]
 struct Cuts {
     by_key: HashMap<[u8; KEY_BYTES], Vec<String>>,
-    begins: Box<[bool]>,
+    /// Letters that they begin with. Those of a model have one or two, and a text is searched for a letter many bytes at a time.
+    begins: BTreeSet<char>,
 }
 
 impl Cuts {
@@ -125,12 +126,12 @@ impl Cuts {
         };
         let others: Vec<_> =
             added.iter().map(|token| token.content.as_str()).filter(|text| !text.is_empty()).collect();
-        let mut cuts = Cuts { by_key: HashMap::new(), begins: vec![false; 256].into() };
+        let mut cuts = Cuts::default();
         for token in added.iter().filter(may).take(CUTS_MAX) {
             let text = token.content.as_str();
             if others.iter().all(|other| *other == text || !reaches(other, text)) && !overlaps(text, text) {
                 let key = key_of(text.as_bytes()).unwrap_or_default();
-                cuts.begins[usize::from(key[0])] = true;
+                cuts.begins.extend(text.chars().next());
                 cuts.by_key.entry(key).or_default().push(text.to_owned());
             }
         }
@@ -138,14 +139,16 @@ impl Cuts {
     }
 
     /// Where a text is cut, ascending.
-    fn of_text<'a>(&'a self, text: &'a str) -> impl Iterator<Item = usize> + 'a {
-        let bytes = text.as_bytes();
-        let begins = bytes.iter().enumerate().filter(|(_, byte)| self.begins[usize::from(**byte)]);
-        begins.map(|(at, _)| at).filter(|at| {
-            let rest = &bytes[*at..];
+    fn of_text(&self, text: &str) -> Vec<usize> {
+        let is_cut = |at: &usize| {
+            let rest = &text.as_bytes()[*at..];
             let Some(found) = key_of(rest).and_then(|key| self.by_key.get(&key)) else { return false };
             found.iter().any(|cut| rest.starts_with(cut.as_bytes()))
-        })
+        };
+        let begins = self.begins.iter().flat_map(|begin| text.match_indices(*begin));
+        let mut cuts: Vec<_> = begins.map(|(at, _)| at).filter(is_cut).collect();
+        cuts.sort_unstable();
+        cuts
     }
 }
 
@@ -191,8 +194,9 @@ mod tests {
     #[test]
     fn a_text_is_cut_before_each_of_them() {
         let cuts = Cuts::of(&[token("<|a|>"), token("<|b|>")]);
-        let found: Vec<_> = cuts.of_text("é<|a|>x<|a|<|b|><|a|>").collect();
-        assert_eq!(found, [2, 12, 17]);
-        assert_eq!(cuts.of_text("<|").count(), 0);
+        assert_eq!(cuts.of_text("é<|a|>x<|a|<|b|><|a|>"), [2, 12, 17]);
+        assert_eq!(cuts.of_text("<|"), [0; 0]);
+        let cuts = Cuts::of(&[token("<|a|>"), token("[B]"), token("｜c>")]);
+        assert_eq!(cuts.of_text("[B]<|a|>｜c>｜c[B]"), [0, 3, 8, 17], "whatever letter each begins with");
     }
 }

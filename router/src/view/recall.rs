@@ -2,7 +2,7 @@
 //!
 //! The requests decided last, as many as a bound says; older ones are forgotten. Not here: the reasons themselves (`kv_core::schedule::missing`).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 
 use kv_core::id::{Category, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::schedule::{Counted, Decision, Missing, Prediction, Reason, Told, Why};
@@ -192,12 +192,15 @@ pub(crate) struct Outcome {
 }
 
 /// The requests decided last.
+///
+/// Trees, as a request comes and another goes all the time: a hash table that this is done to is made anew now and then, all of it at once, and
+/// whoever is being routed waits for that.
 #[derive(Default)]
 pub(crate) struct Recall {
-    by_request: HashMap<u64, Decided>,
+    by_request: BTreeMap<u64, Box<Decided>>,
     order: VecDeque<u64>,
     rejected: VecDeque<u64>,
-    late: HashMap<u64, Late>,
+    late: BTreeMap<u64, Late>,
     late_order: VecDeque<u64>,
 }
 
@@ -211,10 +214,10 @@ impl Recall {
             Some(known) if known.tenant != decided.tenant => return,
             // Where it stands in line stays as it is, also if it was turned away before.
             Some(known) => {
-                *known = decided;
+                **known = decided;
                 return;
             }
-            None => drop(self.by_request.insert(request, decided)),
+            None => drop(self.by_request.insert(request, Box::new(decided))),
         }
         // Those that were turned away have places of their own: where many are, those that were served are asked about.
         let (order, most) = match is_rejected {
@@ -224,7 +227,7 @@ impl Recall {
         order.push_back(request);
         if order.len() > most
             && let Some(oldest) = order.pop_front()
-            && let Some(late) = self.by_request.remove(&oldest).as_ref().and_then(Late::of)
+            && let Some(late) = self.by_request.remove(&oldest).as_deref().and_then(Late::of)
             && self.late.insert(oldest, late).is_none()
         {
             self.late_order.push_back(oldest);
@@ -325,7 +328,7 @@ impl Recall {
 
     /// What is remembered of a request.
     pub(crate) fn of(&self, request: u64) -> Option<&Decided> {
-        self.by_request.get(&request)
+        self.by_request.get(&request).map(Box::as_ref)
     }
 }
 

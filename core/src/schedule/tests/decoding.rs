@@ -194,7 +194,7 @@ fn answers_that_a_rush_slows_teach_also_once_it_is_known_of() {
     let limit_us = 2 * parts.tbt_us;
     // By now all that decodes is known to take nearly four times as long as it was decided by.
     (0..2_000).for_each(|_| fleet.ended(Category::default(), 40, told(&parts, 4 * parts.tbt_us, 0), NOW));
-    assert!(fleet.learnt.tbt_us(parts.tbt_us, NOW) > limit_us);
+    assert!(fleet.learnt.at(NOW).tbt_us(parts.tbt_us) > limit_us);
     fleet.ended(Category::default(), 40, told(&parts, 3 * parts.tbt_us, limit_us), NOW);
     let part = fleet.margin().part(NOW);
     assert!(part < 1.0, "it was decided that it would be kept");
