@@ -5,7 +5,7 @@
 
 use std::process::{Child, Command, Stdio};
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use rustix::thread::{CpuSet, sched_getaffinity};
 
 /// Turns of a loop between two looks whether its bench is still there.
@@ -30,6 +30,15 @@ impl Awake {
             awake.loops.push(child.context("chrt and taskset of util-linux keep processors awake")?);
         }
         Ok(awake)
+    }
+
+    /// Ends it; an error if it did not run until now.
+    pub(crate) fn end(mut self) -> anyhow::Result<()> {
+        for child in &mut self.loops {
+            let ended = child.try_wait()?;
+            ensure!(ended.is_none(), "a loop that keeps a processor awake ended by itself: {ended:?}");
+        }
+        Ok(())
     }
 }
 

@@ -45,8 +45,9 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
     let [mut as_it_is, mut awake] = [Added::default(), Added::default()];
     for run in 0..=effort.runs {
         for kept in [false, true] {
-            let _loops = kept.then(Awake::keep).transpose()?;
+            let loops = kept.then(Awake::keep).transpose()?;
             let medians = ends.block_on(first_bytes(places, &body, effort.scaled(REQUESTS)))?;
+            loops.map(Awake::end).transpose()?;
             if run > 0 {
                 if kept { &mut awake } else { &mut as_it_is }.run(medians);
             }

@@ -1,4 +1,4 @@
-//! Numbers only: fits and searches that know nothing of blocks, time or nodes.
+//! Numbers only: fits, searches and rounding that know nothing of blocks, time or nodes.
 
 pub mod exponential;
 

@@ -4,27 +4,29 @@
 //! that nobody's prompt waits until thousands of others are. Pure. Not here: which texts may stand alone (`tokens.rs`).
 
 use std::collections::{HashMap, hash_map};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
 
-use xxhash_rust::xxh3::xxh3_128;
+use xxhash_rust::xxh3::xxh3_128_with_seed;
 
-/// What a text costs besides itself and its tokens: the entry, its lengths and its counts.
-const ENTRY_BYTES: usize = 96;
+/// What a text costs besides itself and its tokens: a slot of 33 bytes in a table that may have just been doubled, the entry behind it, counts, and what allocators add.
+const ENTRY_BYTES: usize = 144;
 
 /// Tokens by text. A text is found by a hash that is made of it once: they are long, and tables that grow ask for the hash of all that is in them.
 #[derive(Debug)]
 pub(super) struct Remembered {
-    young: HashMap<u128, Kept>,
-    old: HashMap<u128, Kept>,
+    seed: u64,
+    young: HashMap<u128, Box<Kept>>,
+    old: HashMap<u128, Box<Kept>>,
     /// The generation before these.
-    going: hash_map::IntoIter<u128, Kept>,
+    going: hash_map::IntoIter<u128, Box<Kept>>,
     young_bytes: usize,
     old_bytes: usize,
     going_bytes: usize,
     generation_bytes: usize,
 }
 
-/// A text that was cut. Who makes two texts of one hash has one of them cut again and again.
+/// A text that was cut. Of two with one hash, one is cut again and again.
 #[derive(Debug)]
 struct Kept {
     text: Box<str>,
@@ -41,6 +43,7 @@ impl Remembered {
     /// Room for `bytes`.
     pub(super) fn new(bytes: usize) -> Remembered {
         Remembered {
+            seed: RandomState::new().build_hasher().finish(),
             young: HashMap::new(),
             old: HashMap::new(),
             going: HashMap::new().into_iter(),
@@ -51,38 +54,41 @@ impl Remembered {
         }
     }
 
+    fn key(&self, text: &str) -> u128 {
+        xxh3_128_with_seed(text.as_bytes(), self.seed)
+    }
+
     pub(super) fn get(&mut self, text: &str) -> Option<Arc<[u32]>> {
-        let key = xxh3_128(text.as_bytes());
+        let key = self.key(text);
         if let Some(kept) = self.young.get(&key) {
             return (*kept.text == *text).then(|| kept.tokens.clone());
         }
-        let hash_map::Entry::Occupied(found) = self.old.entry(key) else { return None };
-        if *found.get().text != *text {
-            return None;
-        }
-        let kept = found.remove();
+        self.old.get(&key).filter(|kept| *kept.text == *text)?;
+        let kept = self.old.remove(&key)?;
         self.old_bytes -= kept.bytes();
         let tokens = kept.tokens.clone();
         self.insert(key, kept);
         Some(tokens)
     }
 
+    /// Remembers a text, unless it has more than half a generation: as much as two such have is always gone before the next one.
     pub(super) fn put(&mut self, text: &str, tokens: Arc<[u32]>) {
-        let key = xxh3_128(text.as_bytes());
-        if cost(text, &tokens) <= self.generation_bytes && !self.young.contains_key(&key) {
-            self.insert(key, Kept { text: text.into(), tokens });
+        let key = self.key(text);
+        if cost(text, &tokens) <= self.generation_bytes / 2 && !self.young.contains_key(&key) {
+            self.insert(key, Box::new(Kept { text: text.into(), tokens }));
         }
     }
 
-    fn insert(&mut self, key: u128, kept: Kept) {
+    fn insert(&mut self, key: u128, kept: Box<Kept>) {
         let bytes = kept.bytes();
         if self.young_bytes + bytes > self.generation_bytes {
-            let next = HashMap::with_capacity(self.young.len());
-            let young = std::mem::replace(&mut self.young, next);
+            // At least half a generation came since the last time, and so nothing of what went is left.
+            debug_assert_eq!(self.going_bytes, 0, "all of it is gone");
+            let young = std::mem::take(&mut self.young);
             self.going = std::mem::replace(&mut self.old, young).into_iter();
             (self.going_bytes, self.old_bytes, self.young_bytes) = (self.old_bytes, self.young_bytes, 0);
         }
-        // Twice as much as comes, so that it is gone when half a generation has come, and all of them have no more bytes than two.
+        // Twice as much as comes: all of them together have no more bytes than two generations.
         self.let_go(2 * bytes);
         self.young_bytes += bytes;
         self.young.insert(key, kept);
@@ -96,14 +102,23 @@ impl Remembered {
             gone += kept.bytes();
         }
         self.going_bytes -= gone;
+        if self.going_bytes == 0 {
+            // Its table goes, too.
+            self.going = HashMap::new().into_iter();
+        }
     }
 
+    /// What is in use, tables of both generations included.
     #[cfg(test)]
     pub(super) fn bytes(&self) -> usize {
-        let bytes = |kept: &HashMap<u128, Kept>| kept.values().map(Kept::bytes).sum::<usize>();
-        assert_eq!((bytes(&self.young), bytes(&self.old)), (self.young_bytes, self.old_bytes));
+        let counted = |map: &HashMap<u128, Box<Kept>>| map.values().map(|kept| kept.bytes()).sum::<usize>();
+        assert_eq!((counted(&self.young), counted(&self.old)), (self.young_bytes, self.old_bytes));
         assert_eq!(self.going_bytes == 0, self.going.len() == 0, "what is gone is counted");
-        self.young_bytes + self.old_bytes + self.going_bytes
+        let slots = |map: &HashMap<u128, Box<Kept>>| (map.capacity() * 8 / 7).next_power_of_two() * 33;
+        let held = |kept: &Kept| size_of::<Kept>() + kept.text.len() + 16 + size_of_val(&*kept.tokens);
+        let of =
+            |map: &HashMap<u128, Box<Kept>>| slots(map) + map.values().map(|kept| held(kept)).sum::<usize>();
+        of(&self.young) + of(&self.old) + self.going_bytes
     }
 }
 
@@ -129,6 +144,8 @@ mod tests {
         assert_eq!(remembered.get(&text(999)).as_deref(), Some(&[999; 8][..]));
         remembered.put(&"x".repeat(10_000), Arc::from([1]));
         assert_eq!(remembered.get(&"x".repeat(10_000)), None, "more than a generation");
+        remembered.put(&"y".repeat(5_000), Arc::from([1]));
+        assert_eq!(remembered.get(&"y".repeat(5_000)), None, "more than half of one");
     }
 
     #[test]

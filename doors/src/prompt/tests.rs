@@ -279,7 +279,7 @@ fn what_a_request_says_itself_counts_more_than_its_kwargs() {
     let said = format!(r#"{kwargs},"documents":["b"],"reasoning_effort":"high""#);
     assert_eq!(rendered(&said), "high|['b']|True|False|function|so so");
     assert_eq!(rendered(r#""reasoning_effort":null"#), "|None|True|False|function|so so");
-    // As many as a body has room for take as long as reading them does: looked for among each other they would take minutes, and the test would be ended.
+    // A million, half of what a body has room for, take as long as reading them does: looked for among each other they would take minutes, and the test would be ended.
     let many: String = (0..1_000_000).map(|at| format!(r#""k{at}":{at},"#)).collect();
     let kwargs = format!(r#""chat_template_kwargs":{{{many}"documents":["a"]}}"#);
     assert_eq!(rendered(&kwargs), "|['a']|True|False|function|so so");
