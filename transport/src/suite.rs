@@ -129,7 +129,8 @@ pub fn asker(lease: u64) -> Asker {
     }
 }
 
-/// A fetch of `hashes` with all the time in the world.
+/// A fetch of `hashes` with all the time in the world: over an emulated network that loses packets, on a machine that has other things to do, 18 MiB may
+/// take more than a minute.
 #[must_use]
 pub fn fetch_request(hashes: &[BlockHash]) -> FetchRequest {
     FetchRequest {
@@ -137,7 +138,7 @@ pub fn fetch_request(hashes: &[BlockHash]) -> FetchRequest {
         epoch: EPOCH,
         first_offset_blocks: 0,
         hashes: hashes.to_vec(),
-        deadline: PATIENCE,
+        deadline: 4 * PATIENCE,
         progress: Progress::default(),
     }
 }
