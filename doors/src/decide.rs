@@ -220,7 +220,7 @@ impl Decider {
     pub(crate) async fn decide(&self, prompt: &Prompt, terms: &Terms) -> Result<Chosen, Refusal> {
         let Open { endpoints: open, unfit } = self.fitting(terms)?;
         if open.is_empty() {
-            let reason = match self.endpoints.list().len() {
+            let reason = match self.endpoints.count() {
                 0 => "no engine is known that takes requests".to_owned(),
                 known => format!("none of the {known} engines that are known may take this request"),
             };

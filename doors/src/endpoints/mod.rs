@@ -164,6 +164,12 @@ impl Endpoints {
         self.all.read().values().map(|entry| Arc::clone(&entry.endpoint)).collect()
     }
 
+    /// How many are known.
+    #[must_use]
+    pub(crate) fn count(&self) -> usize {
+        self.all.read().len()
+    }
+
     /// Adds one, or replaces what was known of its instance.
     #[cfg(test)]
     pub(crate) fn put(&self, endpoint: Endpoint) {

@@ -3,7 +3,7 @@
 //! Closed, everything goes there; after some failures in a row it is open and nothing does; after a while it is half open, and one request at a time
 //! does, until so many answers closed it or one failure opened it. Pure: time is an argument. Not here: what counts as a failure (`forward.rs`).
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -173,11 +173,12 @@ impl Breakers {
     }
 
     /// Forgets engines that are known no more, once there are many.
-    pub(super) fn keep(&self, known: &[InstanceId]) {
-        let mut all = self.all.lock();
-        if all.len() > known.len() + FORGOTTEN_ABOVE {
-            all.retain(|instance, _| known.contains(instance));
+    pub(super) fn keep_known(&self) {
+        if self.all.lock().len() <= self.endpoints.count() + FORGOTTEN_ABOVE {
+            return;
         }
+        let known: BTreeSet<_> = self.endpoints.list().iter().map(|known| known.instance).collect();
+        self.all.lock().retain(|instance, _| known.contains(instance));
     }
 
     fn change(&self, instance: InstanceId, change: impl FnOnce(&mut Breaker)) {

@@ -220,8 +220,10 @@ impl Forward {
         let now = Instant::now();
         let asked = Terms { again, ..sending.terms.clone() };
         let mut terms = asked.clone();
-        terms.without.extend(self.breakers.closed_to(now));
-        let open = self.decider.open(&sending.terms);
+        let closed_to = self.breakers.closed_to(now);
+        // Rarely is there one: the fleet is looked through only then.
+        let open = if closed_to.is_empty() { Vec::new() } else { self.decider.open(&sending.terms) };
+        terms.without.extend(closed_to);
         let left_alone: Vec<_> = open.iter().map(|endpoint| endpoint.instance).collect();
         if !open.is_empty() && left_alone.iter().all(|instance| terms.without.contains(instance)) {
             // They cannot all be broken for long: one is asked, rather than that nobody is answered.
@@ -436,8 +438,7 @@ impl Forward {
         (running, under_way): (Running, UnderWay),
     ) -> Response<Body> {
         let Tried { begun, by, prefill, .. } = tried;
-        self.breakers
-            .keep(&self.decider.endpoints().list().iter().map(|known| known.instance).collect::<Vec<_>>());
+        self.breakers.keep_known();
         let mut response = match begun {
             Ok(Begun { response, first, claim }) => {
                 self.metrics.first_byte(sending.started.elapsed());
