@@ -34,8 +34,8 @@ def problems(text, toolchain, manifest):
         yield f"image: it is built with another Rust than {channel}, which rust-toolchain.toml names"
     build = " ".join(every[0])
     package = tomllib.loads(manifest)["package"]["name"]
-    if f"--package {package} --bin kvfleet" not in build or "--locked" not in build or "target/dist/kvfleet" not in build:
-        yield "image: the build does not make kvfleet from the lock file"
+    if "RUN cargo xtask dist " not in build or "target/dist/kvfleet" not in build:
+        yield "image: the build does not make kvfleet as it is shipped, with `cargo xtask dist`"
     known = tomllib.loads(manifest).get("features", {})
     for feature in re.findall(r'ARG FEATURES="([^"]*)"', build):
         for one in feature.replace(",", " ").split():

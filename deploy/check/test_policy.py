@@ -275,9 +275,8 @@ class Image(unittest.TestCase):
             ("USER 65532:65532", "USER 0", "USER must be a number"),
             ("USER 65532:65532", "", "USER must be a number"),
             ('ENTRYPOINT ["/usr/local/bin/kvfleet"]', 'ENTRYPOINT ["/bin/sh"]', "ENTRYPOINT must be"),
-            ("--locked", "", "lock file"),
+            ("cargo xtask dist", "cargo build --profile dist", "as it is shipped"),
             ('ARG FEATURES=""', 'ARG FEATURES="rdma,magic"', "magic is no feature"),
-            ("--bin kvfleet", "--bin fleet", "lock file"),
             ("target/dist/kvfleet /out/usr", "target/dist/kvfleet /other/usr", "is not copied"),
             ("COPY --from=build /out", "ADD /out", "ADD takes"),
         ]:

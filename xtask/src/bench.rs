@@ -14,6 +14,7 @@ use clap::Args;
 use serde::Deserialize;
 
 use crate::plot::{self, Dot};
+use crate::shipped;
 
 /// Profile of what is shipped.
 pub(crate) const PROFILE: &str = "dist";
@@ -47,9 +48,12 @@ pub(crate) struct BenchArgs {
     /// Runs of both sides per row, at least five.
     #[arg(long)]
     runs: Option<usize>,
-    /// A tenth of the work: to see that it works, not what it gives.
+    /// A tenth of the work: to see that it works, not what it gives. Built without a profile.
     #[arg(long)]
     quick: bool,
+    /// Built without a profile of its own work: in half the time, and slower than what is shipped.
+    #[arg(long, conflicts_with_all = ["all", "write", "peers"])]
+    unprofiled: bool,
     /// After `--`: options of the package with the peers, such as `--entries-k 1000 --holders 1`.
     #[arg(last = true, requires = "peers")]
     options: Vec<String>,
@@ -70,10 +74,9 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     options.extend(args.json.then(|| "--json".to_owned()));
     options.extend(args.quick.then(|| "--quick".to_owned()));
     if !args.peers {
-        if args.name.as_deref().is_some_and(|name| OF_THE_PROGRAM.contains(&name)) {
-            build_release(&["kvfleet"])?;
-        }
-        return show(&mut benches(&[args.name.into_iter().collect(), options].concat()));
+        let is_timed = args.name.as_ref().is_some_and(|name| name != OF_A_GPU) && !args.quick;
+        let options = [args.name.into_iter().collect(), options].concat();
+        return show(&mut benches(&options, is_timed && !args.unprofiled)?);
     }
     match args.name.as_deref() {
         Some("all") => {
@@ -81,7 +84,7 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
             for name in ["consensus", "index", "growth", "tier"] {
                 with_peers(Some(name), &[&options[..], &args.options].concat())?;
             }
-            show(&mut benches(&[vec!["snapshot".to_owned()], options].concat()))
+            show(&mut benches(&[vec!["snapshot".to_owned()], options].concat(), true)?)
         }
         name => with_peers(name, &[options, args.options].concat()),
     }
@@ -99,35 +102,36 @@ fn with_peers(name: Option<&str>, options: &[String]) -> anyhow::Result<()> {
 
 /// Runs a command whose output is for whoever asked.
 fn show(command: &mut Command) -> anyhow::Result<()> {
-    let status = command.status().context("cannot start cargo")?;
+    let status = command.status().context("cannot start the bench")?;
     if !status.success() {
         bail!("the bench ended with {status}; what it said is above");
     }
     Ok(())
 }
 
-/// The benches with these arguments, built as the program is shipped if need be.
-fn benches(options: &[String]) -> Command {
-    let mut command = release_run();
-    command.args(["--quiet", "--package", "benches"]);
-    if options.first().is_some_and(|name| name == OF_A_GPU) {
-        command.args(["--features", "gpu"]);
-    }
-    command.arg("--").args(options);
-    command
+/// The benches with these arguments, built as the program is shipped if need be, and beside them the program where they run it.
+fn benches(options: &[String], is_profiled: bool) -> anyhow::Result<Command> {
+    let name = options.first().map_or("", |name| name);
+    let features = if name == OF_A_GPU { "benches/gpu" } else { "" };
+    let programs = if OF_THE_PROGRAM.contains(&name) { &["benches", "kvfleet"][..] } else { &["benches"] };
+    shipped::build(programs, features, is_profiled)?;
+    let mut command = Command::new(shipped::program("benches")?);
+    command.current_dir(root()).args(options);
+    Ok(command)
 }
 
-/// The package with the peers, likewise. It is no member of the workspace and has a lock file of its own,
+/// The package with the peers, without a profile. It is no member of the workspace and has a lock file of its own,
 /// but shares the folder for what is built.
 fn peers(options: &[String]) -> Command {
-    let mut command = release_run();
+    let mut command = cargo();
+    command.args(["run", "--profile", PROFILE]);
     command.env("CARGO_TARGET_DIR", target());
     command.args(["--locked", "--manifest-path", "benches/peers/Cargo.toml", "--bin", "peers", "--"]);
     command.args(options);
     command
 }
 
-/// Builds our routers and the load on them as the program is shipped; the options that name them.
+/// Builds our routers and the load on them without a profile, as what they are compared with has none; the options that name them.
 fn build_routers() -> anyhow::Result<[String; 2]> {
     build_release(&["kvfleet", "chaos-ingest"])?;
     let program = |name: &str| std::path::absolute(target().join(PROFILE).join(name));
@@ -135,7 +139,7 @@ fn build_routers() -> anyhow::Result<[String; 2]> {
     Ok([option("router", program("kvfleet")?), option("ingest", program("chaos-ingest")?)])
 }
 
-/// Builds programs of ours as the program is shipped.
+/// Builds programs of ours as the program is shipped, but without a profile: what they say is no matter of microseconds.
 pub(crate) fn build_release(programs: &[&str]) -> anyhow::Result<()> {
     let mut command = cargo();
     command.args(["build", "--profile", PROFILE, "--quiet"]);
@@ -156,12 +160,6 @@ pub(crate) fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }
 
-fn release_run() -> Command {
-    let mut command = cargo();
-    command.args(["run", "--profile", PROFILE]);
-    command
-}
-
 /// Cargo, in the root of the repository.
 pub(crate) fn cargo() -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -176,7 +174,8 @@ pub(crate) fn root() -> PathBuf {
 
 /// What a run printed, while its complaints go where ours go.
 fn output(options: &[String]) -> anyhow::Result<String> {
-    let output = benches(options).stderr(Stdio::inherit()).output().context("cannot start cargo")?;
+    let mut command = benches(options, true)?;
+    let output = command.stderr(Stdio::inherit()).output().context("cannot start the bench")?;
     if !output.status.success() {
         bail!("`benches {}` ended with {}; what it said is above", options.join(" "), output.status);
     }
@@ -187,7 +186,7 @@ fn output(options: &[String]) -> anyhow::Result<String> {
 fn prepare() -> anyhow::Result<()> {
     // Without it the rows against fio are left out, which the bench says; the script says why.
     Command::new(root().join("scripts/setup")).arg("bench").status().context("cannot run scripts/setup")?;
-    build_release(&["kvfleet"])
+    Ok(())
 }
 
 fn write_all(options: &[String]) -> anyhow::Result<()> {
@@ -204,8 +203,7 @@ fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
     let Some(bench) = listed.iter().find(|(listed, _)| listed == name) else {
         bail!("no bench is called {name:?}: `cargo xtask bench` lists them");
     };
-    // Those that need more than what they are built of.
-    if name == "ssd" || OF_THE_PROGRAM.contains(&name) {
+    if name == "ssd" {
         prepare()?;
     }
     let section = section(bench.clone(), options)?;
@@ -400,7 +398,9 @@ judges each row by what it has to reach.
 
 fn measured(date: &str, machine: &Machine) -> String {
     let Machine { cpu, cores, memory_gib, kernel } = machine;
-    format!("{date}, {cpu}, {cores} cores, {memory_gib:.1} GiB of memory, Linux {kernel}.")
+    format!(
+        "{date}, {cpu}, {cores} cores, {memory_gib:.1} GiB of memory, Linux {kernel}; built by a profile."
+    )
 }
 
 fn line(row: &Row) -> String {
@@ -466,7 +466,7 @@ mod tests {
 
 One replica.
 
-2026-01-02, CPU X, 2 cores, 23.5 GiB of memory, Linux 6.1.
+2026-01-02, CPU X, 2 cores, 23.5 GiB of memory, Linux 6.1; built by a profile.
 
 | row | unit | ours | theirs | peer | ratio | better | runs |
 | --- | --- | ---: | ---: | --- | ---: | --- | ---: |

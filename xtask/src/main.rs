@@ -1,4 +1,4 @@
-//! `cargo xtask`: the repository's own rules, its benchmark tables, the tables of its eviction policies and routers, and its
+//! `cargo xtask`: the repository's own rules, its benchmark tables, the program as it is shipped, the tables of its eviction policies and routers, and its
 //! fuzz targets.
 //!
 //! Not here: what a rule says (`tidy/`, one file per rule, each run as a test), what a benchmark
@@ -8,6 +8,7 @@ mod bench;
 mod fuzz;
 mod plot;
 mod replays;
+mod shipped;
 mod tidy;
 
 use std::process::ExitCode;
@@ -22,6 +23,8 @@ enum Task {
     Tidy,
     /// Build and run one bench, or all of them into docs/BENCHMARKS.md.
     Bench(bench::BenchArgs),
+    /// Build the program as it is shipped.
+    Dist(shipped::DistArgs),
     /// Run the fuzz targets of the index for a while.
     Fuzz(fuzz::FuzzArgs),
     /// Replay every eviction policy on every trace, into docs/POLICIES.md with plots.
@@ -34,6 +37,7 @@ fn main() -> ExitCode {
     let done = match Task::parse() {
         Task::Tidy => tidy::report(),
         Task::Bench(args) => bench::run(args),
+        Task::Dist(args) => shipped::run(&args),
         Task::Fuzz(args) => fuzz::run(&args),
         Task::Policies(args) => replays::policies(&args),
         Task::Routers(args) => replays::routers(&args),
