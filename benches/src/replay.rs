@@ -17,7 +17,7 @@ impl Program {
         let program = std::env::current_exe()?.with_file_name("kvfleet");
         ensure!(
             program.exists(),
-            "{} is missing: run `cargo build --profile dist -p kvfleet --bin kvfleet`, or this bench by `cargo xtask bench {bench}`",
+            "{} is missing: run this bench by `cargo xtask bench {bench}`, which builds it",
             program.display()
         );
         Ok(Program(program))

@@ -34,8 +34,10 @@ def problems(text, toolchain, manifest):
         yield f"image: it is built with another Rust than {channel}, which rust-toolchain.toml names"
     build = " ".join(every[0])
     package = tomllib.loads(manifest)["package"]["name"]
-    if "RUN cargo xtask dist " not in build or "target/dist/kvfleet" not in build:
+    if "&& cargo xtask dist " not in build or "target/shipped/kvfleet" not in build or "--unprofiled" in build:
         yield "image: the build does not make kvfleet as it is shipped, with `cargo xtask dist`"
+    if "cargo fetch --locked" not in build:
+        yield "image: the build does not hold to the lock file"
     known = tomllib.loads(manifest).get("features", {})
     for feature in re.findall(r'ARG FEATURES="([^"]*)"', build):
         for one in feature.replace(",", " ").split():

@@ -276,8 +276,10 @@ class Image(unittest.TestCase):
             ("USER 65532:65532", "", "USER must be a number"),
             ('ENTRYPOINT ["/usr/local/bin/kvfleet"]', 'ENTRYPOINT ["/bin/sh"]', "ENTRYPOINT must be"),
             ("cargo xtask dist", "cargo build --profile dist", "as it is shipped"),
+            ("dist --features", "dist --unprofiled --features", "as it is shipped"),
+            ("fetch --locked", "fetch", "lock file"),
             ('ARG FEATURES=""', 'ARG FEATURES="rdma,magic"', "magic is no feature"),
-            ("target/dist/kvfleet /out/usr", "target/dist/kvfleet /other/usr", "is not copied"),
+            ("target/shipped/kvfleet /out/usr", "target/shipped/kvfleet /other/usr", "is not copied"),
             ("COPY --from=build /out", "ADD /out", "ADD takes"),
         ]:
             with self.subTest(old=old, new=new):

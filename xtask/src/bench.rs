@@ -14,7 +14,7 @@ use clap::Args;
 use serde::Deserialize;
 
 use crate::plot::{self, Dot};
-use crate::shipped;
+use crate::shipped::{self, By};
 
 /// Profile of what is shipped.
 pub(crate) const PROFILE: &str = "dist";
@@ -54,6 +54,9 @@ pub(crate) struct BenchArgs {
     /// Built without a profile of its own work: in half the time, and slower than what is shipped.
     #[arg(long, conflicts_with_all = ["all", "write", "peers"])]
     unprofiled: bool,
+    /// Make the profile anew, though there is one: code that changed since goes without. With --all it always is.
+    #[arg(long, conflicts_with_all = ["unprofiled", "quick", "peers"])]
+    anew: bool,
     /// After `--`: options of the package with the peers, such as `--entries-k 1000 --holders 1`.
     #[arg(last = true, requires = "peers")]
     options: Vec<String>,
@@ -68,7 +71,13 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     if args.all {
         return write_all(&options);
     }
+    // Before half an hour of building: nearly all names that are none.
+    if let Some(name) = args.name.as_deref().filter(|name| !args.peers && !is_bench(name)) {
+        bail!("no bench is called {name:?}: `cargo xtask bench` lists them");
+    }
+    let profiled = if args.anew { By::Anew } else { By::Kept };
     if let Some(name) = args.name.as_deref().filter(|_| args.write) {
+        shipped::build(&["benches"], "", profiled)?;
         return write_one(name, &options);
     }
     options.extend(args.json.then(|| "--json".to_owned()));
@@ -76,7 +85,10 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     if !args.peers {
         let is_timed = args.name.as_ref().is_some_and(|name| name != OF_A_GPU) && !args.quick;
         let options = [args.name.into_iter().collect(), options].concat();
-        return show(&mut benches(&options, is_timed && !args.unprofiled)?);
+        return show(&mut benches(
+            &options,
+            if is_timed && !args.unprofiled { profiled } else { By::Nothing },
+        )?);
     }
     match args.name.as_deref() {
         Some("all") => {
@@ -84,10 +96,15 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
             for name in ["consensus", "index", "growth", "tier"] {
                 with_peers(Some(name), &[&options[..], &args.options].concat())?;
             }
-            show(&mut benches(&[vec!["snapshot".to_owned()], options].concat(), true)?)
+            show(&mut benches(&[vec!["snapshot".to_owned()], options].concat(), By::Kept)?)
         }
         name => with_peers(name, &[options, args.options].concat()),
     }
+}
+
+/// Whether a bench may be called so: each has a file of its name.
+fn is_bench(name: &str) -> bool {
+    root().join("benches/src").join(name).with_extension("rs").is_file()
 }
 
 /// Runs one bench of the package with the peers.
@@ -110,12 +127,12 @@ fn show(command: &mut Command) -> anyhow::Result<()> {
 }
 
 /// The benches with these arguments, built as the program is shipped if need be, and beside them the program where they run it.
-fn benches(options: &[String], is_profiled: bool) -> anyhow::Result<Command> {
+fn benches(options: &[String], by: By) -> anyhow::Result<Command> {
     let name = options.first().map_or("", |name| name);
     let features = if name == OF_A_GPU { "benches/gpu" } else { "" };
     let programs = if OF_THE_PROGRAM.contains(&name) { &["benches", "kvfleet"][..] } else { &["benches"] };
-    shipped::build(programs, features, is_profiled)?;
-    let mut command = Command::new(shipped::program("benches")?);
+    shipped::build(programs, features, by)?;
+    let mut command = Command::new(shipped::program("benches"));
     command.current_dir(root()).args(options);
     Ok(command)
 }
@@ -157,7 +174,8 @@ pub(crate) fn build_release(programs: &[&str]) -> anyhow::Result<()> {
 
 /// The folder for what is built.
 pub(crate) fn target() -> PathBuf {
-    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
+    // Where one is given in part, it is from there that cargo runs.
+    root().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
 }
 
 /// Cargo, in the root of the repository.
@@ -169,12 +187,13 @@ pub(crate) fn cargo() -> Command {
 
 /// Top folder of the repository.
 pub(crate) fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+    let own = Path::new(env!("CARGO_MANIFEST_DIR"));
+    own.parent().unwrap_or(own).to_path_buf()
 }
 
 /// What a run printed, while its complaints go where ours go.
 fn output(options: &[String]) -> anyhow::Result<String> {
-    let mut command = benches(options, true)?;
+    let mut command = benches(options, By::Kept)?;
     let output = command.stderr(Stdio::inherit()).output().context("cannot start the bench")?;
     if !output.status.success() {
         bail!("`benches {}` ended with {}; what it said is above", options.join(" "), output.status);
@@ -191,6 +210,7 @@ fn prepare() -> anyhow::Result<()> {
 
 fn write_all(options: &[String]) -> anyhow::Result<()> {
     prepare()?;
+    shipped::build(&["benches"], "", By::Anew)?;
     let sections: Vec<Section> =
         listed()?.into_iter().map(|bench| section(bench, options)).collect::<anyhow::Result<_>>()?;
     let texts: Vec<String> = sections.iter().map(Section::text).collect();
@@ -390,7 +410,8 @@ const INTRO: &str = "\
 
 Written by `cargo xtask bench --all`, or one section by `cargo xtask bench NAME --write`; do not edit. Both sides of a row run in the same process in alternating
 order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the least
-and the greatest run in brackets. On a shared machine only the ratios mean something.
+and the greatest run in brackets. On a shared machine only the ratios mean something. Where a section says so, all of it is built by a profile that some of these
+benches gave before (`docs/adr/0071-the-program-that-is-shipped.md`).
 
 Not here: the indexes and caches of others and etcd. `cargo xtask bench --peers` builds them, runs ours beside them and
 judges each row by what it has to reach.

@@ -1,10 +1,12 @@
 //! Builds what is shipped: by `[profile.dist]`, and by a profile of its own work, which tells the compiler what of it runs and belongs together
 //! (docs/adr/0071-the-program-that-is-shipped.md).
 //!
-//! A profile is made once for a compiler, a lock file and features: a build with counters, benches that run on it, and what they counted merged. Code that
-//! changed since goes without, function by function. Not here: what benches measure (`benches/`).
+//! A profile is made once for a compiler, its flags, a lock file, the manifests and features: a build with counters, benches that run on it, and what they
+//! counted merged. Code that changed since goes without, function by function, until one is made anew. Flags that a configuration of cargo has beside
+//! those of the environment are not taken over. Not here: what benches measure (`benches/`).
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -15,15 +17,15 @@ use clap::Args;
 use crate::bench::{PROFILE, cargo, root, target};
 
 /// Packages that are built together, always: those that are named have a say in the features of what all share, and with other features a profile is of
-/// another program.
+/// another program. For the program that adds `probe` of the router, some public types that it never uses.
 const PACKAGES: [&str; 2] = ["kvfleet", "benches"];
 
 /// A bench whose work a profile is made of.
 struct Training {
     bench: &'static str,
     is_quick: bool,
-    /// How often what it counted counts. A request runs once through thousands of functions, and a loop in another bench a million times through one: both
-    /// are to be found among what runs most.
+    /// How often what it counted counts. A request runs once through each of its functions, and a loop in another bench a million times through one: both are
+    /// to be found among what runs most.
     weight: u32,
 }
 
@@ -50,18 +52,32 @@ const TRAINING: [Training; 15] = [
     quick("tiers"),
 ];
 
+/// By which profile something is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum By {
+    /// By none.
+    Nothing,
+    /// By the one that is there, if it is of this program.
+    Kept,
+    /// By one that is made anew.
+    Anew,
+}
+
 /// What to build.
 #[derive(Args, Debug)]
 pub(crate) struct DistArgs {
     /// Features of the package kvfleet, such as `rdma`, separated by commas.
     #[arg(long, default_value = "", hide_default_value = true)]
     features: String,
-    /// Without a profile: in half the time, and slower by a quarter.
+    /// Make the profile anew, though there is one: code that changed since goes without.
+    #[arg(long, conflicts_with = "unprofiled")]
+    anew: bool,
+    /// Without a profile: in half the time, and slower than what is shipped.
     #[arg(long)]
     unprofiled: bool,
 }
 
-/// Builds the program as it is shipped, and says where it is.
+/// Builds the program as it is shipped, and says where it is: at a place of its own, as builds without a profile leave theirs where this one does.
 ///
 /// # Errors
 /// When something does not build or run, or nothing is there to merge a profile with.
@@ -72,25 +88,40 @@ pub(crate) fn run(args: &DistArgs) -> anyhow::Result<()> {
         .filter(|feature| !feature.is_empty())
         .map(|feature| format!("kvfleet/{feature}"))
         .collect();
-    build(&["kvfleet"], &features.join(","), !args.unprofiled)?;
-    println!("{}", program("kvfleet")?.display());
+    let by = match (args.unprofiled, args.anew) {
+        (true, _) => By::Nothing,
+        (false, true) => By::Anew,
+        (false, false) => By::Kept,
+    };
+    build(&["kvfleet"], &features.join(","), by)?;
+    let folder = target().join("shipped");
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let shipped = folder.join("kvfleet");
+    std::fs::copy(program("kvfleet"), &shipped)
+        .with_context(|| format!("cannot write {}", shipped.display()))?;
+    println!("{}", shipped.display());
     Ok(())
 }
 
 /// Builds programs of ours as they are shipped; with features, as cargo takes them.
-pub(crate) fn build(programs: &[&str], features: &str, is_profiled: bool) -> anyhow::Result<()> {
-    let flags = is_profiled.then(|| profile(features).map(|profile| flags_of(&profile))).transpose()?;
-    compile(programs, features, (&target(), &flags.unwrap_or_default()))
+pub(crate) fn build(programs: &[&str], features: &str, by: By) -> anyhow::Result<()> {
+    let flags = match by {
+        By::Nothing => Vec::new(),
+        By::Kept | By::Anew => flags_of(&profile(features, by == By::Anew)?),
+    };
+    compile(programs, features, (&target(), &flags))
 }
 
 /// Where a program of ours lies that was built so.
-pub(crate) fn program(name: &str) -> anyhow::Result<PathBuf> {
-    Ok(std::path::absolute(target().join(PROFILE).join(name))?)
+pub(crate) fn program(name: &str) -> PathBuf {
+    target().join(PROFILE).join(name)
 }
 
 fn compile(programs: &[&str], features: &str, (folder, flags): (&Path, &[String])) -> anyhow::Result<()> {
     let mut command = cargo();
-    command.args(["build", "--locked", "--quiet", "--profile", PROFILE]).env("CARGO_TARGET_DIR", folder);
+    command.args(["build", "--locked", "--profile", PROFILE]).env("CARGO_TARGET_DIR", folder);
+    // For the machine that counts, in the folder that is named.
+    command.env_remove("CARGO_BUILD_TARGET");
     command.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
     command.args(programs.iter().flat_map(|program| ["--bin", program]));
     if !features.is_empty() {
@@ -113,7 +144,7 @@ fn with(flags: &[String]) -> OsString {
     let encoded = std::env::var_os("CARGO_ENCODED_RUSTFLAGS");
     let plain = || std::env::var("RUSTFLAGS").ok().map(|all| encode(all.split_whitespace()).into());
     let mut all: OsString = encoded.or_else(plain).unwrap_or_default();
-    if !all.is_empty() {
+    if !all.is_empty() && !flags.is_empty() {
         all.push("\u{1f}");
     }
     all.push(encode(flags.iter().map(String::as_str)));
@@ -126,19 +157,24 @@ fn encode<'a>(flags: impl Iterator<Item = &'a str>) -> String {
 
 fn flags_of(profile: &Path) -> Vec<String> {
     let mut flags = vec![format!("-Cprofile-use={}", profile.display())];
-    // What runs lies together then, with other linkers by itself: a processor that slept fetches it anew, page by page.
+    // What runs most lies together then: a processor that slept fetches it anew, page by page.
     if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         flags.push("-Clink-arg=-Wl,-z,keep-text-section-prefix".to_owned());
     }
     flags
 }
 
-/// The profile for these features, made if there is none.
-fn profile(features: &str) -> anyhow::Result<PathBuf> {
-    let folder = std::path::absolute(target().join("profiles"))?.join(folder_of(features));
+/// The profile for these features, made if there is none, or if it is to be made anew.
+fn profile(features: &str, is_anew: bool) -> anyhow::Result<PathBuf> {
+    let all = target().join("profiles");
+    let folder = all.join(folder_of(features));
+    std::fs::create_dir_all(&all).with_context(|| format!("cannot make {}", all.display()))?;
+    // Who comes meanwhile waits, and then has what was made.
+    let lock = File::create(all.join("lock")).context("cannot make the lock of the profiles")?;
+    lock.lock().context("cannot lock the profiles")?;
     let (stamp, named) = (folder.join("made-of.txt"), folder.join("profile.txt"));
     let made_of = made_of(features)?;
-    if std::fs::read_to_string(&stamp).is_ok_and(|was| was == made_of) {
+    if !is_anew && std::fs::read_to_string(&stamp).is_ok_and(|was| was == made_of) {
         let profile = folder.join(std::fs::read_to_string(&named).unwrap_or_default());
         if profile.is_file() {
             return Ok(profile);
@@ -146,16 +182,16 @@ fn profile(features: &str) -> anyhow::Result<PathBuf> {
     }
     let tool = merger()?;
     eprintln!(
-        "a profile is made, once for this compiler and Cargo.lock: a build with counters, then a minute of benches (as long as another build)"
+        "making a profile: this builds all of it twice, first with counters for some benches to run on, and then by what they counted. It is kept in {} for this compiler and Cargo.lock; --unprofiled does without",
+        folder.display()
     );
     if folder.exists() {
         std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
     }
     let counted = target().join("counted");
     compile(&["benches"], features, (&counted, &["-Cprofile-generate".to_owned()]))?;
-    let benches = std::path::absolute(counted.join(PROFILE).join("benches"))?;
     for training in &TRAINING {
-        train(&benches, training, &folder)?;
+        train(&counted.join(PROFILE).join("benches"), training, &folder)?;
     }
     let merged = merge(&tool, &folder)?;
     std::fs::write(&named, &merged).with_context(|| format!("cannot write {}", named.display()))?;
@@ -176,7 +212,8 @@ fn made_of(features: &str) -> anyhow::Result<String> {
     let read = |path: PathBuf| {
         std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
     };
-    let mut text = format!("{}features {features}\n", compiler()?);
+    let flags = with(&[]).to_string_lossy().replace('\u{1f}', " ");
+    let mut text = format!("{}flags {flags}\nfeatures {features}\n", compiler()?);
     for Training { bench, is_quick, weight } in &TRAINING {
         text.push_str(&format!("{bench} {is_quick} {weight}\n"));
     }
@@ -196,14 +233,15 @@ fn made_of(features: &str) -> anyhow::Result<String> {
 fn train(benches: &Path, training: &Training, folder: &Path) -> anyhow::Result<()> {
     let raw = folder.join("raw").join(training.bench).join("%m.profraw");
     let mut command = Command::new(benches);
-    command.args([training.bench, "--runs", "5"]).env("LLVM_PROFILE_FILE", raw).stdout(Stdio::null());
+    command.args([training.bench, "--runs", "5"]).current_dir(root()).stdout(Stdio::null());
+    command.env("LLVM_PROFILE_FILE", raw);
     if training.is_quick {
         command.arg("--quick");
     }
     let status = command.status().with_context(|| format!("cannot start {}", benches.display()))?;
     if !status.success() {
         bail!(
-            "the bench {} of which a profile is made ended with {status}; what it said is above, and --unprofiled builds without",
+            "the bench {}, of which a profile is made, ended with {status}; what it said is above. `cargo xtask dist` and `cargo xtask bench NAME` do without with --unprofiled",
             training.bench
         );
     }
@@ -266,11 +304,12 @@ fn merger() -> anyhow::Result<PathBuf> {
     if let Some(tool) = there() {
         return Ok(tool);
     }
-    // It says what is wrong.
-    Command::new(root().join("scripts/setup")).arg("profile").status().context("cannot run scripts/setup")?;
+    // It says what is wrong. What we print is for who asked us.
+    let mut setup = Command::new(root().join("scripts/setup"));
+    setup.arg("profile").stdout(std::io::stderr()).status().context("cannot run scripts/setup")?;
     there().with_context(|| {
         format!(
-            "no llvm-profdata of LLVM {llvm}: `rustup component add llvm-tools` or the package llvm-{llvm} has it, and --unprofiled does without"
+            "no llvm-profdata of LLVM {llvm}: `rustup component add llvm-tools` or the package llvm-{llvm} has it. `cargo xtask dist` and `cargo xtask bench NAME` do without with --unprofiled"
         )
     })
 }
