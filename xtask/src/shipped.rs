@@ -224,7 +224,11 @@ fn made_of(features: &str) -> anyhow::Result<String> {
     manifests.retain(|path| path.is_file());
     manifests.sort();
     for path in manifests {
-        text.push_str(&read(path)?);
+        // A comment names nothing.
+        read(path)?.lines().filter(|line| !line.starts_with('#')).for_each(|line| {
+            text.push_str(line);
+            text.push('\n');
+        });
     }
     Ok(text)
 }
