@@ -174,7 +174,8 @@ impl Breakers {
 
     /// Forgets engines that are known no more, once there are many.
     pub(super) fn keep_known(&self) {
-        if self.all.lock().len() <= self.endpoints.count() + FORGOTTEN_ABOVE {
+        let most = self.endpoints.count() + FORGOTTEN_ABOVE;
+        if self.all.lock().len() <= most {
             return;
         }
         let known: BTreeSet<_> = self.endpoints.list().iter().map(|known| known.instance).collect();
