@@ -151,13 +151,12 @@ fn peers(options: &[String]) -> Command {
 /// Builds our routers and the load on them without a profile, as what they are compared with has none; the options that name them.
 fn build_routers() -> anyhow::Result<[String; 2]> {
     build_release(&["kvfleet", "chaos-ingest"])?;
-    let program = |name: &str| std::path::absolute(target().join(PROFILE).join(name));
-    let option = |name, program: PathBuf| format!("--{name}={}", program.display());
-    Ok([option("router", program("kvfleet")?), option("ingest", program("chaos-ingest")?)])
+    let option = |name, program: &str| format!("--{name}={}", shipped::program(program).display());
+    Ok([option("router", "kvfleet"), option("ingest", "chaos-ingest")])
 }
 
 /// Builds programs of ours as the program is shipped, but without a profile: what they say is no matter of microseconds.
-pub(crate) fn build_release(programs: &[&str]) -> anyhow::Result<()> {
+fn build_release(programs: &[&str]) -> anyhow::Result<()> {
     let mut command = cargo();
     command.args(["build", "--profile", PROFILE, "--quiet"]);
     for program in programs {
@@ -494,6 +493,18 @@ One replica.
 | lookup | µs CPU | 4.50 | 9.00 | naive | 0.50 (0.40–0.60) | lower | 7 |
 ";
         assert_eq!(section("index")?.text(), expected);
+        Ok(())
+    }
+
+    #[test]
+    fn each_bench_has_a_file_of_its_name() -> anyhow::Result<()> {
+        let main = std::fs::read_to_string(root().join("benches/src/main.rs"))?;
+        let names: Vec<_> =
+            main.split("Bench { name: \"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
+        assert!(names.contains(&"proxy") && names.contains(&OF_A_GPU), "{names:?}");
+        let without: Vec<_> = names.iter().filter(|name| !is_bench(name)).collect();
+        assert!(without.is_empty(), "{without:?}");
+        assert!(!is_bench("no-such-bench"));
         Ok(())
     }
 

@@ -11,7 +11,8 @@ use std::sync::Mutex;
 use anyhow::{Context, bail};
 use clap::Args;
 
-use crate::bench::{PROFILE, build_release, cargo, root, target};
+use crate::bench::{cargo, root};
+use crate::shipped::{self, By};
 
 /// The recorded trace; without it only generated traffic is replayed.
 const TRACE: &str = "mooncake_conversation_trace.jsonl";
@@ -152,8 +153,9 @@ pub(crate) fn policies(args: &PoliciesArgs) -> anyhow::Result<()> {
 /// When the command does not build, or a part fails.
 pub(crate) fn routers(args: &RoutersArgs) -> anyhow::Result<()> {
     let trace = trace()?;
-    build_release(&["kvfleet"])?;
-    let program = target().join(PROFILE).join("kvfleet");
+    // It works in virtual time: how fast it is changes nothing.
+    shipped::build(&["kvfleet"], "", By::Nothing)?;
+    let program = shipped::program("kvfleet");
     let folder = std::path::absolute(root().join(ROWS))?;
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let is_wanted = |part: &&Part| args.parts.is_empty() || args.parts.iter().any(|name| name == part.name);
