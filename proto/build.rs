@@ -1,8 +1,8 @@
-//! Generates the Rust of `proto/*.proto` with protox, so that no protoc has to be installed.
+//! Generates Rust code from `proto/*.proto` with protox, so that no protoc has to be installed.
 
 use std::error::Error;
 
-/// Everything that is compiled; imports are found beside them.
+/// The files to compile; their imports are found beside them.
 const FILES: [&str; 6] =
     ["router.proto", "node.proto", "instance.proto", "data.proto", "ext_proc.proto", "health.proto"];
 
@@ -12,9 +12,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         .emit_rerun_if_changed(false)
         .codec_path("crate::codec::SizedCodec")
-        // Commands of the log go from the wire to the disk as they came.
+        // Log commands go from the wire to the disk without a copy.
         .bytes(".kvfleet.v1.RaftFrame")
-        // Bodies of requests go back to Envoy as they came.
+        // Request bodies go back to Envoy without a copy.
         .bytes(".envoy.service.ext_proc.v3")
         .compile_fds(descriptors)?;
     Ok(())

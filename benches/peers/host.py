@@ -2,7 +2,7 @@
 their plain TCP, one operation after the other; and Redis with 64 at a time.
 
 Each round runs all of them, so what disturbs the machine disturbs all. Prints a table and one JSON line a row, as `benches` does. Not
-here: how the peers get here (`host`), and how ours is timed (`benches/src/host.rs`, `benches/src/network.rs`).
+here: how the peers get here (`host`), and how ours is timed (`benches/src/host.rs`, `benches/src/network/mod.rs`).
 """
 
 import argparse

@@ -1,59 +1,60 @@
 //! Two clocks: wall time, and CPU time of the whole process.
 //!
-//! Not here: how often something is measured (`measure.rs`).
+//! Not here: repetition of measurements (`measure.rs`).
 
 use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-/// What an action took.
+/// Wall and CPU time of an action.
 #[derive(Clone, Copy, Debug)]
-pub struct Spent {
-    /// By the clock on the wall.
+pub struct TimeSpent {
+    /// Wall time.
     pub wall: Duration,
-    /// Of all threads of this process, in user and kernel. Steadier than wall time on a shared machine.
+    /// CPU time of all threads of this process, user and kernel. Steadier than wall time on a
+    /// shared machine.
     pub cpu: Duration,
 }
 
-impl Spent {
-    /// Microseconds of CPU for each of `count` operations.
+impl TimeSpent {
+    /// CPU microseconds per operation, for `count` operations.
     #[must_use]
     pub fn cpu_us_per(&self, count: u64) -> f64 {
         self.cpu.as_secs_f64() * 1e6 / count as f64
     }
 
-    /// Operations a CPU-second.
+    /// Operations per CPU-second.
     #[must_use]
     pub fn per_cpu_s(&self, count: u64) -> f64 {
         count as f64 / self.cpu.as_secs_f64()
     }
 
-    /// Operations a second of wall time.
+    /// Operations per second of wall time.
     #[must_use]
     pub fn per_wall_s(&self, count: u64) -> f64 {
         count as f64 / self.wall.as_secs_f64()
     }
 }
 
-impl std::ops::AddAssign for Spent {
-    fn add_assign(&mut self, other: Spent) {
+impl std::ops::AddAssign for TimeSpent {
+    fn add_assign(&mut self, other: TimeSpent) {
         self.wall += other.wall;
         self.cpu += other.cpu;
     }
 }
 
-/// Does something and says what it took.
-pub fn spend<T>(action: impl FnOnce() -> T) -> (T, Spent) {
+/// Runs an action and measures its time.
+pub fn measure_time<T>(action: impl FnOnce() -> T) -> (T, TimeSpent) {
     let (wall, cpu) = (Instant::now(), cpu_time());
     let result = action();
-    (result, Spent { wall: wall.elapsed(), cpu: cpu_time().saturating_sub(cpu) })
+    (result, TimeSpent { wall: wall.elapsed(), cpu: cpu_time().saturating_sub(cpu) })
 }
 
 fn cpu_time() -> Duration {
     read(ClockId::ProcessCPUTime)
 }
 
-/// CPU time of the calling thread alone: for work beside threads whose work does not count.
+/// CPU time of the calling thread alone, to exclude the work of other threads.
 #[must_use]
 pub fn thread_cpu_time() -> Duration {
     read(ClockId::ThreadCPUTime)
@@ -69,25 +70,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_takes_cpu_time_and_waiting_takes_wall_time() {
-        let (sum, busy) = spend(|| (0..20_000_000u64).map(std::hint::black_box).sum::<u64>());
+    fn separates_cpu_and_wall_time() {
+        let (sum, busy) = measure_time(|| (0..20_000_000u64).map(std::hint::black_box).sum::<u64>());
         assert_eq!(sum, 199_999_990_000_000);
         assert!(busy.cpu > Duration::ZERO);
-        let (_, idle) = spend(|| std::sync::mpsc::channel::<()>().1.recv_timeout(Duration::from_millis(1)));
+        let (_, idle) =
+            measure_time(|| std::sync::mpsc::channel::<()>().1.recv_timeout(Duration::from_millis(1)));
         assert!(idle.wall >= Duration::from_millis(1));
     }
 
     #[test]
-    fn the_clock_of_a_thread_leaves_others_out() {
+    fn thread_cpu_time_excludes_other_threads() {
         let before = thread_cpu_time();
-        let busy = || spend(|| (0..20_000_000u64).map(std::hint::black_box).sum::<u64>()).1.cpu;
+        let busy = || measure_time(|| (0..20_000_000u64).map(std::hint::black_box).sum::<u64>()).1.cpu;
         let other = std::thread::spawn(busy).join().expect("adding does not fail");
         assert!(thread_cpu_time() - before < other);
     }
 
     #[test]
     fn rates_are_counts_over_seconds() {
-        let spent = Spent { wall: Duration::from_secs(4), cpu: Duration::from_secs(2) };
+        let spent = TimeSpent { wall: Duration::from_secs(4), cpu: Duration::from_secs(2) };
         assert_eq!(spent.per_cpu_s(10), 5.0);
         assert_eq!(spent.per_wall_s(10), 2.5);
         assert_eq!(spent.cpu_us_per(4), 500_000.0);

@@ -1,72 +1,75 @@
-//! KV events as vLLM encodes them, from bytes to the soft plane of a router, over what cannot be left out: reading them and making our hashes.
+//! vLLM's KV events from bytes to a router's soft plane, compared with the unavoidable part:
+//! decoding and hashing.
 //!
-//! Not here: sockets, and what the plane is asked.
+//! Not here: sockets, and queries of the soft plane.
 
 use std::hint::black_box;
 
-use benches::{Better, Row, Spent, outcome, side_by_side, spend};
+use benches::{BenchRow, Better, TimeSpent, measure_time, outcome, side_by_side};
 use bytes::Bytes;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
-use kvfleet_proto::engine_events::{Dialect, EngineEvent, Tokens, decode};
-use kvfleet_router::Listener;
+use kvfleet_engine_events::events::{Dialect, EngineEvent, Tokens, decode};
+use kvfleet_router::RankProbe;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "messages of an engine that stores prompts of 64 blocks behind a prefix that all share, and from the 1,024th prompt on removes as many as it \
-     stores: read, hashed, kept as aliases and listed in the soft plane; against reading all and hashing what is stored. Each block that is \
-     stored is an operation, and each that is removed another";
+pub(crate) const ABOUT: &str = "messages of an engine that stores prompts of 64 blocks after one shared prefix, and from the 1,024th \
+     prompt on removes as many as it stores: decoded, hashed, kept as aliases and listed in the soft \
+     plane; against decoding all and hashing the stored blocks. Each stored block is one operation, and \
+     each removed block another";
 
 const BLOCK_TOKENS: u32 = 16;
 
-/// Blocks of one prompt behind the shared ones.
+/// Blocks of one prompt after the shared ones.
 const PROMPT_BLOCKS: u64 = 64;
 
-/// Prompts that the engine has room for.
-const PROMPTS_HELD: u64 = 1_024;
+/// Capacity of the engine, in prompts.
+const PROMPTS_MAX: u64 = 1_024;
 
-/// Prompts of one message, as of one scheduler step.
-const PROMPTS_EACH: u64 = 4;
+/// Prompts per message, as in one scheduler step.
+const PROMPTS_PER_MESSAGE: u64 = 4;
 
 const PEER: &str = "limit: decode and hash";
 
 const UNIT: &str = "M block operations/CPU-s";
 
-/// Operations that a router is to do in a second of one core, in millions.
+/// Target of operations per CPU-second, in millions.
 const LIMIT: f64 = 3.0;
 
-pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let prompts = effort.scaled(16_384);
-    let payloads: Vec<Bytes> = (0..prompts / PROMPTS_EACH).map(message).collect();
-    let stored = payloads.len() as u64 * PROMPTS_EACH * PROMPT_BLOCKS;
-    let held = stored.min(PROMPTS_HELD * PROMPT_BLOCKS);
+    let payloads: Vec<Bytes> = (0..prompts / PROMPTS_PER_MESSAGE).map(message).collect();
+    let stored = payloads.len() as u64 * PROMPTS_PER_MESSAGE * PROMPT_BLOCKS;
+    let held = stored.min(PROMPTS_MAX * PROMPT_BLOCKS);
     let operations = stored + (stored - held);
-    let rate = |spent: Spent| 1e-6 * operations as f64 / spent.cpu.as_secs_f64();
+    let rate = |spent: TimeSpent| 1e-6 * operations as f64 / spent.cpu.as_secs_f64();
     let mut rows = Vec::new();
-    for (name, ours_tokens) in
-        [("blocks of 16 tokens, as the fleet's", 16), ("blocks of 16 tokens, the fleet's of 64", 64)]
-    {
+    for (name, ours_tokens) in [
+        ("engine blocks of 16 tokens, fleet blocks of 16", 16),
+        ("engine blocks of 16 tokens, fleet blocks of 64", 64),
+    ] {
         let expected = held * u64::from(BLOCK_TOKENS) / u64::from(ours_tokens);
         let mut figures = Vec::new();
         let ours = || {
-            let mut listener = Listener::new(ours_tokens).expect("metrics of its own");
-            let (_, spent) = spend(|| {
+            let mut listener = RankProbe::new(ours_tokens).expect("the listener's metrics");
+            let (_, spent) = measure_time(|| {
                 for (number, payload) in payloads.iter().enumerate() {
-                    listener.hear(number as u64, payload.clone());
+                    listener.receive(number as u64, payload.clone());
                 }
             });
-            assert_eq!(listener.blocks(), expected, "blocks are listed");
+            assert_eq!(listener.blocks(), expected, "unexpected number of listed blocks");
             figures.push(rate(spent));
             rate(spent)
         };
         let theirs = || {
             let (_, spent) =
-                spend(|| payloads.iter().for_each(|payload| decode_and_hash(payload, ours_tokens)));
+                measure_time(|| payloads.iter().for_each(|payload| decode_and_hash(payload, ours_tokens)));
             rate(spent)
         };
         let compared = side_by_side(effort.runs, ours, theirs);
-        // The first run does not count there either.
+        // The first run is a warm-up there too.
         let limits: Vec<_> = figures.iter().skip(1).map(|figure| (*figure, LIMIT)).collect();
-        let row = |peer, outcome| Row::new("events", name, UNIT, peer, Better::Higher, outcome);
+        let row = |peer, outcome| BenchRow::new("events", name, UNIT, peer, Better::Higher, outcome);
         rows.extend([row("limit: 3 M", outcome(&limits)), row(PEER, compared)]);
     }
     Ok(rows)
@@ -96,7 +99,7 @@ fn decode_and_hash(payload: &[u8], block_tokens: u32) {
     });
 }
 
-/// The engine's hash of a block of a prompt.
+/// The engine's hash of one block of a prompt.
 fn engine_hash(prompt: u64, block: u64) -> u64 {
     (prompt << 16 | block).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1 << 63
 }
@@ -105,13 +108,14 @@ fn token(prompt: u64, at: u64) -> u32 {
     ((prompt * 131 + at * 7) % 128_000) as u32
 }
 
-/// A step that stores some prompts, and removes those that have no room any more, last block first.
+/// A step that stores some prompts, and removes the oldest ones beyond the capacity, last block
+/// first.
 fn message(step: u64) -> Bytes {
-    let prompts = step * PROMPTS_EACH..(step + 1) * PROMPTS_EACH;
+    let prompts = step * PROMPTS_PER_MESSAGE..(step + 1) * PROMPTS_PER_MESSAGE;
     let mut events = Vec::new();
     for prompt in prompts {
-        if let Some(gone) = prompt.checked_sub(PROMPTS_HELD) {
-            events.push(removed(gone));
+        if let Some(evicted) = prompt.checked_sub(PROMPTS_MAX) {
+            events.push(removed(evicted));
         }
         events.push(stored(prompt));
     }
@@ -138,7 +142,7 @@ fn hash(out: &mut Vec<u8>, hash: u64) {
     out.extend(hash.to_be_bytes());
 }
 
-/// As vLLM says it: a map, with integers as short as they can be.
+/// vLLM's encoding: a map, with integers in their shortest form.
 fn stored(prompt: u64) -> Vec<u8> {
     let mut out = vec![0x8b];
     text(&mut out, "type");

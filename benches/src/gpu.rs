@@ -1,43 +1,47 @@
-//! The GPU tier against the same GPU without it: plain copies through page-locked memory, and slices that are copied one by one.
+//! The GPU tier against the same GPU without it: plain copies through page-locked memory, and
+//! slices copied individually.
 //!
-//! Not here: which blocks belong on a GPU (`kv_core::tier`), and the path to it over a network. Needs a GPU, so it is no part of `--all`: figures stand in docs/adr/0026-gpu-tier.md.
+//! Not here: placement of blocks on a GPU (`kv_core::tier`), and network paths to it. It needs a
+//! GPU, so `--all` excludes it; the figures are in docs/adr/0026-gpu-tier.md.
 
 use anyhow::{Context, bail, ensure};
-use benches::{Better, Row, outcome, spend};
+use benches::{BenchRow, Better, measure_time, outcome};
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 use kvfleet_node::arena::{Arena, ArenaShape, Purpose, SizeClasses};
 use kvfleet_node::tiers::gpu::cuda::CudaDevice;
-use kvfleet_node::tiers::gpu::device::{Copy, Device, Hop, Piece};
-use kvfleet_node::tiers::gpu::{CHUNK_BYTES, CHUNKS, Done, GpuRecord, GpuShape, GpuTier, JOBS_MAX};
+use kvfleet_node::tiers::gpu::device::{CopyRange, DeviceCopy, GpuDevice, SliceCopy};
+use kvfleet_node::tiers::gpu::{CHUNK_BYTES, CHUNKS, GpuCompletion, GpuRecord, GpuShape, GpuTier, JOBS_MAX};
 use kvfleet_proto::frame::{KeyForm, seal};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "blocks put into a GPU's memory (and read back), read from it and scattered within it by the GPU tier, all checked, as a node has it; \
-     against plain copies of the same bytes through page-locked memory, slices copied one by one, and one copy of a whole block";
+pub(crate) const ABOUT: &str = "blocks written to a GPU's memory (and read back), read from it and scattered within it by the GPU \
+     tier, all verified, as in a node; against plain copies of the same bytes through page-locked memory, \
+     slices copied one by one, and one copy of a whole block";
 
-/// Blocks that differ, and how often each is used in a run.
+/// Number of distinct blocks, and uses of each per run.
 const BLOCKS: u64 = 128;
 const ROUNDS: u64 = 8;
 
-/// Sixteen tokens of a model of eight billion parameters with 32 layers (2 MiB), and of one that keeps little: layers, bytes of each.
+/// Layers and bytes per layer. First, sixteen tokens of a model of eight billion parameters with 32
+/// layers (2 MiB), then a model with small KV.
 const SHAPES: [(usize, u32); 2] = [(32, 64 << 10), (60, 18 << 10)];
 
-pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let rows = SHAPES.iter().map(|shape| compare(effort, *shape)).collect::<anyhow::Result<Vec<_>>>()?;
     Ok(rows.concat())
 }
 
-/// What one side does, once.
-type Side<'a> = &'a mut dyn FnMut() -> anyhow::Result<()>;
+/// One run of one side.
+type GpuRun<'a> = &'a mut dyn FnMut() -> anyhow::Result<()>;
 
-/// Rates of both sides in GB/s, of so many bytes; who begins alternates.
-fn rates(run: usize, bytes: u64, ours: Side<'_>, theirs: Side<'_>) -> anyhow::Result<(f64, f64)> {
-    let timed = |side: Side<'_>| {
-        let (end, spent) = spend(side);
+/// Rates of both sides in GB/s for `bytes` bytes; the starting side alternates.
+fn rates(run: usize, bytes: u64, ours: GpuRun<'_>, theirs: GpuRun<'_>) -> anyhow::Result<(f64, f64)> {
+    let timed = |side: GpuRun<'_>| {
+        let (end, spent) = measure_time(side);
         end.map(|()| spent.per_wall_s(bytes) / 1e9)
     };
     if run.is_multiple_of(2) {
@@ -48,21 +52,25 @@ fn rates(run: usize, bytes: u64, ours: Side<'_>, theirs: Side<'_>) -> anyhow::Re
     Ok((timed(ours)?, first))
 }
 
-fn compare(effort: &Effort, (layers, slice_bytes): (usize, u32)) -> anyhow::Result<Vec<Row>> {
+fn compare(effort: &Effort, (layers, slice_bytes): (usize, u32)) -> anyhow::Result<Vec<BenchRow>> {
     let rounds = effort.scaled(ROUNDS);
-    let mut ours = Ours::open(layers, slice_bytes, device()?)?;
-    let mut one_by_one = Ours::open(layers, slice_bytes, device()?.without_kernels())?;
-    let mut plain = Plain::open(ours.block_bytes)?;
+    let mut ours = GpuTierBench::open(layers, slice_bytes, device()?)?;
+    let mut one_by_one = GpuTierBench::open(layers, slice_bytes, device()?.without_kernels())?;
+    let mut plain = PlainCopies::open(ours.block_bytes)?;
     let bytes = ours.block_bytes as u64 * BLOCKS * rounds;
     eprintln!("gpu: {layers} layers of {slice_bytes} bytes on {}, {}", ours.name, ours.kernel);
     let mut pairs: [Vec<(f64, f64)>; 4] = Default::default();
-    // The first run does not count.
+    // The first run is a warm-up.
     for run in 0..=effort.runs {
         let of_run = [
-            rates(run, bytes, &mut || ours.put(rounds), &mut || plain.copies(Way::InAndOut, rounds))?,
-            rates(run, bytes, &mut || ours.get(rounds), &mut || plain.copies(Way::Out, rounds))?,
+            rates(run, bytes, &mut || ours.put(rounds), &mut || {
+                plain.run(CopyPattern::WriteThenRead, rounds)
+            })?,
+            rates(run, bytes, &mut || ours.get(rounds), &mut || plain.run(CopyPattern::Read, rounds))?,
             rates(run, bytes, &mut || ours.scatter(rounds), &mut || one_by_one.scatter(rounds))?,
-            rates(run, bytes, &mut || ours.scatter(rounds), &mut || plain.copies(Way::Within, rounds))?,
+            rates(run, bytes, &mut || ours.scatter(rounds), &mut || {
+                plain.run(CopyPattern::WithinDevice, rounds)
+            })?,
         ];
         if run > 0 {
             pairs.iter_mut().zip(of_run).for_each(|(pairs, pair)| pairs.push(pair));
@@ -76,33 +84,33 @@ fn compare(effort: &Effort, (layers, slice_bytes): (usize, u32)) -> anyhow::Resu
     ];
     let row = |((what, peer), pairs): ((&str, &str), Vec<(f64, f64)>)| {
         let name = format!("{what}, {layers} x {} KiB", slice_bytes >> 10);
-        Row::new("gpu", &name, "GB/s", peer, Better::Higher, outcome(&pairs))
+        BenchRow::new("gpu", &name, "GB/s", peer, Better::Higher, outcome(&pairs))
     };
     Ok(names.into_iter().zip(pairs).map(row).collect())
 }
 
 fn device() -> anyhow::Result<CudaDevice> {
-    CudaDevice::open(0)?
-        .context("there is no GPU here, or no driver for it: run this where nvidia-smi lists one")
+    CudaDevice::open(0)?.context("no GPU or no driver: run this on a machine with a GPU in nvidia-smi's list")
 }
 
 /// The tier, with blocks in it.
-struct Ours {
+struct GpuTierBench {
     tier: GpuTier<CudaDevice>,
     arena: Arena,
     frames: Vec<Bytes>,
     stock: Vec<GpuRecord>,
     block_bytes: usize,
     layers: usize,
-    /// Where an engine has its KV: a stretch of each layer, the blocks of a request apart from each other.
+    /// The engine's KV memory: one region per layer, with the blocks of a request apart from each
+    /// other.
     engine: u64,
     slice_bytes: u64,
     name: String,
     kernel: &'static str,
 }
 
-impl Ours {
-    fn open(layers: usize, slice_bytes: u32, mut device: CudaDevice) -> anyhow::Result<Ours> {
+impl GpuTierBench {
+    fn open(layers: usize, slice_bytes: u32, mut device: CudaDevice) -> anyhow::Result<GpuTierBench> {
         let frames: Vec<Bytes> =
             (0..BLOCKS).map(|number| frame(number, layers, slice_bytes)).collect::<anyhow::Result<_>>()?;
         let frame_bytes = frames.first().map_or(0, Bytes::len);
@@ -117,31 +125,42 @@ impl Ours {
         let frames = frames.into_iter().map(placed).collect::<anyhow::Result<Vec<_>>>()?;
         let block_bytes = layers * slice_bytes as usize;
         let engine = device.allocate(2 * block_bytes * BLOCKS as usize)?;
-        let kernel = if device.hops_max() > 1 { "slices by a kernel" } else { "slices one by one" };
+        let kernel =
+            if device.slices_per_copy_max() > 1 { "slices by a kernel" } else { "slices one by one" };
         let name = device.name();
         let shape = GpuShape { classes, slabs, chunk_bytes: CHUNK_BYTES, chunks: CHUNKS, jobs_max: JOBS_MAX };
         let tier = GpuTier::open(device, shape)?;
         let slice_bytes = slice_bytes.into();
         let stock = Vec::new();
-        let mut ours =
-            Ours { tier, arena, frames, stock, block_bytes, layers, engine, slice_bytes, name, kernel };
+        let mut ours = GpuTierBench {
+            tier,
+            arena,
+            frames,
+            stock,
+            block_bytes,
+            layers,
+            engine,
+            slice_bytes,
+            name,
+            kernel,
+        };
         ours.put(1)?;
         Ok(ours)
     }
 
-    /// Puts every block, so many times; the last ones stay.
+    /// Writes every block `rounds` times; the last ones stay.
     fn put(&mut self, rounds: u64) -> anyhow::Result<()> {
         for _ in 0..rounds {
             self.stock.drain(..).for_each(|record| self.tier.free(record));
             let frames = self.frames.clone();
-            self.go(frames.len(), |ours, number| Ok(ours.tier.put(number as u64, &frames[number])?))?;
+            self.run_jobs(frames.len(), |ours, number| Ok(ours.tier.put(number as u64, &frames[number])?))?;
         }
         Ok(())
     }
 
     fn get(&mut self, rounds: u64) -> anyhow::Result<()> {
         for _ in 0..rounds {
-            self.go(self.stock.len(), |ours, number| {
+            self.run_jobs(self.stock.len(), |ours, number| {
                 let Some(slot) = ours.arena.take(ours.frames[number].len(), Purpose::Load) else {
                     return Ok(false);
                 };
@@ -153,8 +172,8 @@ impl Ours {
 
     fn scatter(&mut self, rounds: u64) -> anyhow::Result<()> {
         for _ in 0..rounds {
-            self.go(self.stock.len(), |ours, number| {
-                // Every other block of a layer is another request's.
+            self.run_jobs(self.stock.len(), |ours, number| {
+                // Every other block of a layer belongs to another request.
                 let layer_bytes = 2 * BLOCKS * ours.slice_bytes;
                 let place = |layer: usize| {
                     ours.engine + layer as u64 * layer_bytes + 2 * number as u64 * ours.slice_bytes
@@ -166,11 +185,11 @@ impl Ours {
         Ok(())
     }
 
-    /// Begins so many jobs, as many at once as the tier takes, and sees each end well.
-    fn go(
+    /// Runs `count` jobs, as many concurrently as the tier accepts, and checks each result.
+    fn run_jobs(
         &mut self,
         count: usize,
-        mut begin: impl FnMut(&mut Ours, usize) -> anyhow::Result<bool>,
+        mut begin: impl FnMut(&mut GpuTierBench, usize) -> anyhow::Result<bool>,
     ) -> anyhow::Result<()> {
         let (mut begun, mut ended) = (0, 0);
         while ended < count {
@@ -179,13 +198,13 @@ impl Ours {
             }
             for done in self.tier.poll() {
                 match done {
-                    Done::Stored { result, .. } => self.stock.push(result?),
-                    Done::Loaded { token, result } => {
+                    GpuCompletion::Stored { result, .. } => self.stock.push(result?),
+                    GpuCompletion::Loaded { token, result } => {
                         ensure!(result?.len() == self.frames[token as usize].len());
                     }
-                    Done::Scattered { is_last: false, .. } => continue,
-                    Done::Scattered { .. } => {}
-                    Done::ScatterFailed { fault, .. } => bail!(fault),
+                    GpuCompletion::Scattered { is_last: false, .. } => continue,
+                    GpuCompletion::Scattered { .. } => {}
+                    GpuCompletion::ScatterFailed { fault, .. } => bail!(fault),
                 }
                 ended += 1;
             }
@@ -195,45 +214,45 @@ impl Ours {
 }
 
 #[derive(Clone, Copy)]
-enum Way {
-    /// Written, and read behind it.
-    InAndOut,
-    Out,
-    Within,
+enum CopyPattern {
+    /// Writes, then reads back.
+    WriteThenRead,
+    Read,
+    WithinDevice,
 }
 
-/// The GPU and nothing else: as many copies under way as the tier has buffers, in pieces of as many bytes.
-struct Plain {
+/// The GPU alone: the same number of concurrent copies and the same piece size as the tier.
+struct PlainCopies {
     device: CudaDevice,
-    staging: Vec<<CudaDevice as Device>::Staging>,
+    staging: Vec<<CudaDevice as GpuDevice>::Staging>,
     memory: u64,
     block_bytes: usize,
     next: u64,
 }
 
-impl Plain {
-    fn open(block_bytes: usize) -> anyhow::Result<Plain> {
+impl PlainCopies {
+    fn open(block_bytes: usize) -> anyhow::Result<PlainCopies> {
         let mut device = device()?.without_kernels();
         let memory = device.allocate(2 * block_bytes * BLOCKS as usize)?;
-        let staging = (0..CHUNKS).map(|_| device.staging(CHUNK_BYTES)).collect::<Result<_, _>>()?;
-        Ok(Plain { device, staging, memory, block_bytes, next: 0 })
+        let staging = (0..CHUNKS).map(|_| device.allocate_staging(CHUNK_BYTES)).collect::<Result<_, _>>()?;
+        Ok(PlainCopies { device, staging, memory, block_bytes, next: 0 })
     }
 
-    fn copies(&mut self, way: Way, rounds: u64) -> anyhow::Result<()> {
+    fn run(&mut self, way: CopyPattern, rounds: u64) -> anyhow::Result<()> {
         for _ in 0..rounds {
             match way {
-                Way::InAndOut => {
-                    self.pieces(true)?;
-                    self.pieces(false)?;
+                CopyPattern::WriteThenRead => {
+                    self.copy_pieces(true)?;
+                    self.copy_pieces(false)?;
                 }
-                Way::Out => self.pieces(false)?,
-                Way::Within => self.blocks()?,
+                CopyPattern::Read => self.copy_pieces(false)?,
+                CopyPattern::WithinDevice => self.copy_blocks()?,
             }
         }
         Ok(())
     }
 
-    fn pieces(&mut self, is_in: bool) -> anyhow::Result<()> {
+    fn copy_pieces(&mut self, is_in: bool) -> anyhow::Result<()> {
         let bytes = self.block_bytes * BLOCKS as usize;
         let (mut begun, mut ended) = (0, 0);
         while ended < bytes {
@@ -241,13 +260,17 @@ impl Plain {
                 && let Some(staging) = self.staging.pop()
             {
                 let len = CHUNK_BYTES.min(bytes - begun);
-                let piece = Piece { device: self.memory + begun as u64, host: 0..len };
+                let piece = CopyRange { device: self.memory + begun as u64, host: 0..len };
                 self.next += 1;
-                let copy = if is_in { Copy::In(staging, piece) } else { Copy::Out(staging, piece) };
-                self.device.begin(self.next, copy);
+                let copy = if is_in {
+                    DeviceCopy::HostToDevice(staging, piece)
+                } else {
+                    DeviceCopy::DeviceToHost(staging, piece)
+                };
+                self.device.start(self.next, copy);
                 begun += len;
             }
-            for end in self.device.ended() {
+            for end in self.device.take_completed() {
                 end.result?;
                 self.staging.extend(end.staging);
                 ended = (ended + CHUNK_BYTES).min(bytes);
@@ -256,17 +279,20 @@ impl Plain {
         Ok(())
     }
 
-    fn blocks(&mut self) -> anyhow::Result<()> {
+    fn copy_blocks(&mut self) -> anyhow::Result<()> {
         let (mut begun, mut ended) = (0, 0);
         while ended < BLOCKS {
             while begun < BLOCKS && begun - ended < JOBS_MAX as u64 {
                 let from = self.memory + begun * self.block_bytes as u64;
                 let to = from + BLOCKS * self.block_bytes as u64;
                 self.next += 1;
-                self.device.begin(self.next, Copy::Within(vec![Hop { from, to, len: self.block_bytes }]));
+                self.device.start(
+                    self.next,
+                    DeviceCopy::DeviceToDevice(vec![SliceCopy { from, to, len: self.block_bytes }]),
+                );
                 begun += 1;
             }
-            for end in self.device.ended() {
+            for end in self.device.take_completed() {
                 end.result?;
                 ended += 1;
             }

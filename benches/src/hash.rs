@@ -1,31 +1,32 @@
-//! Hashing a prompt: 128 bits, keyed per tenant, against 64 bits without a key and against keyed BLAKE3.
+//! Hashing a prompt: 128 bits, keyed per tenant, against 64 bits without a key and against keyed
+//! BLAKE3.
 //!
-//! Not here: the peers' own code; what stands in for them is the same hash called the way they call it.
+//! Not here: the peers' own code; the same hash functions, called the same way, represent them.
 
 use std::hint::black_box;
 
-use benches::{Better, Row, side_by_side, spend};
+use benches::{BenchRow, Better, measure_time, side_by_side};
 use kv_core::id::BlockHash;
-use kv_core::prefix::{IdentityManifest, Level, PrefixHasher};
+use kv_core::prefix::{IdentityManifest, PrefixHasher, SimdLevel};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "hashes of all blocks of a prompt, on one thread into a list that is used again, at each level of \
-     instructions this machine has; against XXH3-64 with a seed over the bytes of each block and again over \
-     parent and block, and against a chain of keyed BLAKE3 calls, which this project had before";
+pub(crate) const ABOUT: &str = "hashes of all blocks of a prompt, on one thread into a reused list, at each instruction set level of \
+     this machine; against XXH3-64 with a seed over the bytes of each block and again over parent and \
+     block, and against a chain of keyed BLAKE3 calls, which this project used before";
 
 const XXH3: &str = "XXH3-64, no key, chained";
 const BLAKE3: &str = "BLAKE3, keyed, chained";
 
-/// Tokens of the prompts: a long chat, and the longest context of many models.
+/// Tokens of the prompts: a long chat, and the longest context of common models.
 const PROMPTS_TOKENS: [usize; 2] = [8_000, 131_072];
 /// Tokens of a block in the engines' stock settings.
 const BLOCK_TOKENS: usize = 16;
 /// Tokens hashed per run, in whole prompts.
 const RUN_TOKENS: u64 = 20_000_000;
 
-pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let manifest = IdentityManifest { block_tokens: BLOCK_TOKENS as u32, ..IdentityManifest::default() };
     let hasher = PrefixHasher::new(&manifest, &[7; 32]);
     let mut rows = Vec::new();
@@ -33,38 +34,40 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
         let tokens: Vec<u32> =
             (0..prompt_tokens as u32).map(|place| place.wrapping_mul(0x9e37_79b9) >> 15).collect();
         let expected = hasher.blocks(&tokens);
-        for level in Level::ALL {
+        for level in SimdLevel::ALL {
             let Some(hasher) = hasher.clone().at_level(level) else { continue };
-            anyhow::ensure!(hasher.blocks(&tokens) == expected, "{level:?} gives other hashes");
+            anyhow::ensure!(hasher.blocks(&tokens) == expected, "{level:?} gives different hashes");
             rows.extend(compare(effort, &hasher, &tokens));
         }
     }
     Ok(rows)
 }
 
-/// One level against both others, who are given the tokens as bytes, so that they pay for no conversion.
-fn compare(effort: &Effort, hasher: &PrefixHasher, tokens: &[u32]) -> [Row; 2] {
+/// One level against both peers. The peers get the tokens as bytes, without conversion costs.
+fn compare(effort: &Effort, hasher: &PrefixHasher, tokens: &[u32]) -> [BenchRow; 2] {
     let level = format!("{:?}", hasher.level()).to_lowercase();
     let name = format!("{} tokens in blocks of {BLOCK_TOKENS}, {level}", tokens.len());
     let bytes: Vec<u8> = tokens.iter().flat_map(|token| token.to_le_bytes()).collect();
     let prompts = effort.scaled(RUN_TOKENS / tokens.len() as u64);
     let (mut hashes, mut numbers, mut keyed) = (Vec::new(), Vec::new(), Vec::new());
-    let mut ours = || each(prompts, || hasher.blocks_into(black_box(tokens), black_box(&mut hashes)));
-    let xxh3 = || each(prompts, || xxh3_chain(black_box(&bytes), black_box(&mut numbers)));
-    let blake3 = || each(prompts.div_ceil(10), || blake3_chain(black_box(&bytes), black_box(&mut keyed)));
-    let row = |peer, outcome| Row::new("hash", &name, "µs CPU", peer, Better::Lower, outcome);
+    let mut ours =
+        || cpu_us_per_prompt(prompts, || hasher.blocks_into(black_box(tokens), black_box(&mut hashes)));
+    let xxh3 = || cpu_us_per_prompt(prompts, || xxh3_chain(black_box(&bytes), black_box(&mut numbers)));
+    let blake3 =
+        || cpu_us_per_prompt(prompts.div_ceil(10), || blake3_chain(black_box(&bytes), black_box(&mut keyed)));
+    let row = |peer, outcome| BenchRow::new("hash", &name, "µs CPU", peer, Better::Lower, outcome);
     [
         row(XXH3, side_by_side(effort.runs, &mut ours, xxh3)),
         row(BLAKE3, side_by_side(effort.runs, &mut ours, blake3)),
     ]
 }
 
-/// CPU microseconds of one prompt.
-fn each(prompts: u64, mut hash: impl FnMut()) -> f64 {
-    spend(|| (0..prompts).for_each(|_| hash())).1.cpu_us_per(prompts)
+/// CPU microseconds per prompt.
+fn cpu_us_per_prompt(prompts: u64, mut hash: impl FnMut()) -> f64 {
+    measure_time(|| (0..prompts).for_each(|_| hash())).1.cpu_us_per(prompts)
 }
 
-/// A number for each block from its bytes, and one for the prefix from the parent's and its own.
+/// A hash of each block's bytes, then one of the parent's hash and the block's own.
 fn xxh3_chain(bytes: &[u8], hashes: &mut Vec<u64>) {
     hashes.clear();
     let mut parent = None;
@@ -81,10 +84,10 @@ fn xxh3_chain(bytes: &[u8], hashes: &mut Vec<u64>) {
     }
 }
 
-/// Any fixed number does.
+/// Arbitrary seed.
 const SEED: u64 = 1337;
 
-/// Parent, token count and tokens of each block under one key, cut to 128 bits.
+/// Parent, token count and tokens of each block under one key, truncated to 128 bits.
 fn blake3_chain(bytes: &[u8], hashes: &mut Vec<BlockHash>) {
     hashes.clear();
     let (keyed, mut parent) = (blake3::Hasher::new_keyed(&[7; 32]), [0; 16]);

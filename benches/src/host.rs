@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use benches::{Better, Row, outcome, sorted};
+use benches::{BenchRow, Better, outcome, sorted};
 use kv_core::id::{Epoch, LeaseId};
 use kvfleet_proto::frame::Frame;
 use kvfleet_transport::shm::{ShmConfig, ShmDialer};
@@ -15,37 +15,38 @@ use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, Progress, SaveA
 use tokio::runtime::{Builder, Runtime};
 
 use crate::Effort;
-use crate::serving::{SIZES, Serving, Size, asker, identity, sockets};
+use crate::node_process::{NodeProcess, SIZES, SizeClass, asker, identity, socket_dir};
 
-pub(crate) const ABOUT: &str = "one client of a node's host, the node in a process of its own: a block is fetched and its place in the node's memory \
-     known (nothing copied, nothing checked), the same copied out with every slice's CRC32C checked, by clients that map that memory and by such that \
-     may not and get copies in a tray, and a block saved; one operation after the other, and after pauses in which both ends fall asleep";
+pub(crate) const ABOUT: &str = "one client on a node's host, the node in a separate process: a block is fetched and located in the \
+     node's memory (no copy, no check), the same block copied out with every slice's CRC32C checked, by \
+     clients that map that memory and by clients that get copies in a tray instead, and a block saved; \
+     operations in sequence, and after pauses that let both ends fall asleep";
 
-/// What a fetch in place may take.
-const GET_US: f64 = 10.0;
+/// Limit of a fetch in place, in microseconds.
+const GET_MAX_US: f64 = 10.0;
 
-/// A pause after which nobody waits awake any more.
+/// A pause after which neither end spins any more.
 const PAUSE: Duration = Duration::from_millis(2);
 
-pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let dir = tempfile::tempdir()?;
-    let serving = Serving::start(dir.path())?;
-    let client = Client::dial(dir.path(), &serving, true)?;
+    let serving = NodeProcess::start(dir.path())?;
+    let client = HostClient::dial(dir.path(), &serving, true)?;
     let mut rows = Vec::new();
     for size in SIZES {
         rows.extend(client.in_place(effort, size)?);
-        for copies in Copies::of(size) {
+        for copies in CopyMode::of(size) {
             rows.extend(client.copied(effort, size, copies)?);
         }
     }
-    let guest = Client::dial(dir.path(), &serving, false)?;
+    let guest = HostClient::dial(dir.path(), &serving, false)?;
     for size in SIZES {
-        for copies in Copies::of(size).into_iter().filter(|copies| !copies.to_one_place) {
+        for copies in CopyMode::of(size).into_iter().filter(|copies| !copies.reuses_target) {
             rows.extend(guest.copied(effort, size, copies)?);
         }
     }
     drop(guest);
-    // What is saved takes the place of what is read above.
+    // Saved blocks replace those read above.
     for size in SIZES {
         rows.extend(client.saved(effort, size)?);
     }
@@ -56,53 +57,56 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
 
 /// How blocks are copied out.
 #[derive(Clone, Copy)]
-struct Copies {
-    /// Blocks that one fetch asks for.
-    a_fetch: u32,
-    /// Each block over the one before, which a cache holds, and not each to a place of its own, as an engine has them.
-    to_one_place: bool,
+struct CopyMode {
+    /// Blocks per fetch.
+    blocks_per_fetch: u32,
+    /// Whether each block overwrites the previous one in a cached buffer. Otherwise each has a
+    /// separate place, as in an engine.
+    reuses_target: bool,
 }
 
-impl Copies {
-    fn of(size: Size) -> Vec<Copies> {
-        let alone = Copies { a_fetch: 1, to_one_place: false };
-        let mut all = vec![alone, Copies { to_one_place: true, ..alone }];
-        // As a prefix comes: many blocks, asked for at once.
+impl CopyMode {
+    fn of(size: SizeClass) -> Vec<CopyMode> {
+        let alone = CopyMode { blocks_per_fetch: 1, reuses_target: false };
+        let mut all = vec![alone, CopyMode { reuses_target: true, ..alone }];
+        // A prefix: many blocks in one fetch.
         let together = (4 << 20) / size.payload_bytes;
         if together > 1 {
-            all.insert(1, Copies { a_fetch: together, ..alone });
+            all.insert(1, CopyMode { blocks_per_fetch: together, ..alone });
         }
         all
     }
 
-    fn name(self, size: Size) -> String {
-        let times = if self.a_fetch > 1 { format!("{} x ", self.a_fetch) } else { String::new() };
-        let place = if self.to_one_place { ", to one place" } else { "" };
+    fn name(self, size: SizeClass) -> String {
+        let times =
+            if self.blocks_per_fetch > 1 { format!("{} x ", self.blocks_per_fetch) } else { String::new() };
+        let place = if self.reuses_target { ", to one place" } else { "" };
         format!("GET {times}{} copied out, checked{place}", size.name())
     }
 }
 
-struct Client {
+struct HostClient {
     runtime: Runtime,
     path: Arc<dyn Path>,
-    /// Reads the node's memory in place; else it gets copies in a tray.
+    /// Whether the client maps the node's memory; otherwise it gets copies in a tray.
     maps: bool,
 }
 
-impl Client {
-    fn dial(dir: &std::path::Path, serving: &Serving, maps: bool) -> anyhow::Result<Client> {
+impl HostClient {
+    fn dial(dir: &std::path::Path, serving: &NodeProcess, maps: bool) -> anyhow::Result<HostClient> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
-        let dialer = ShmDialer::new(ShmConfig { maps, ..ShmConfig::new(sockets(dir)) });
+        let dialer = ShmDialer::new(ShmConfig { maps_arena: maps, ..ShmConfig::new(socket_dir(dir)) });
         let path = runtime.block_on(dialer.dial(serving.address.clone()))?;
-        Ok(Client { runtime, path, maps })
+        Ok(HostClient { runtime, path, maps })
     }
 
-    /// Blocks from this number on, as they lie in the node's memory.
-    async fn get(&self, size: Size, first: u32, count: u32) -> anyhow::Result<Vec<Frame>> {
+    /// Blocks from number `first` on, as they lie in the node's memory.
+    async fn get(&self, size: SizeClass, first: u32, count: u32) -> anyhow::Result<Vec<Frame>> {
         let hashes = (first..first + count).map(|number| size.hash(number)).collect();
         let (deadline, epoch) = (Duration::from_secs(5), Epoch::default());
         let (asker, progress) = (asker(1), Progress::default());
-        let request = FetchRequest { asker, epoch, first_offset_blocks: 0, hashes, deadline, progress };
+        let request =
+            FetchRequest { context: asker, epoch, first_offset_blocks: 0, hashes, deadline, progress };
         let mut came = Vec::with_capacity(count as usize);
         let answer = self.path.fetch(request, &mut |frame| came.push(frame)).await?;
         ensure!(matches!(answer, FetchAnswer::Hit { .. }), "the node answers {answer:?}");
@@ -110,8 +114,8 @@ impl Client {
         Ok(came)
     }
 
-    /// Microseconds that `count` operations took each, in ascending order.
-    fn timed<T>(
+    /// Microseconds of each of `count` operations, in ascending order.
+    fn sorted_times_us<T>(
         &self,
         count: u32,
         pause: Duration,
@@ -126,7 +130,7 @@ impl Client {
                 let since = Instant::now();
                 let outcome = operation(number).await?;
                 took.push(since.elapsed().as_secs_f64() * 1e6);
-                // Giving a block back is not part of having it.
+                // The release of a block is not timed.
                 drop(outcome);
             }
             self.path.release(LeaseId(1)).await?;
@@ -134,30 +138,30 @@ impl Client {
         })
     }
 
-    fn in_place(&self, effort: &Effort, size: Size) -> anyhow::Result<Vec<Row>> {
+    fn in_place(&self, effort: &Effort, size: SizeClass) -> anyhow::Result<Vec<BenchRow>> {
         let mut rows = Vec::new();
         let kinds = [("", Duration::ZERO, 20_000), (" after a pause", PAUSE, 500)];
         for (kind, pause, count) in kinds {
             let name = format!("GET {} in place{kind}", size.name());
-            if !effort.wants(&name) {
+            if !effort.is_selected(&name) {
                 continue;
             }
             let (mut half, mut tail) = (Vec::new(), Vec::new());
             for run in 0..=effort.runs {
                 let count = effort.scaled(count) as u32;
-                let took = self.timed(count, pause, async |number| {
+                let took = self.sorted_times_us(count, pause, async |number| {
                     let frames = self.get(size, number % size.blocks, 1).await?;
                     black_box(frames[0].bytes.as_ptr());
                     Ok(frames)
                 })?;
                 if run > 0 {
-                    half.push((percentile(&took, 50), GET_US));
-                    tail.push((percentile(&took, 99), GET_US));
+                    half.push((percentile(&took, 50), GET_MAX_US));
+                    tail.push((percentile(&took, 99), GET_MAX_US));
                 }
             }
             let peer = if pause.is_zero() { "limit: 10 µs" } else { "10 µs, for comparison" };
             let row = |what: &str, peer, pairs: &[(f64, f64)]| {
-                Row::new("host", &format!("{name}, {what}"), "µs", peer, Better::Lower, outcome(pairs))
+                BenchRow::new("host", &format!("{name}, {what}"), "µs", peer, Better::Lower, outcome(pairs))
             };
             rows.push(row("p50", peer, &half));
             rows.push(row("p99", "10 µs, for comparison", &tail));
@@ -165,32 +169,34 @@ impl Client {
         Ok(rows)
     }
 
-    /// Blocks copied out of the node's memory, so many a fetch, beside bare copies of as many bytes.
-    fn copied(&self, effort: &Effort, size: Size, copies: Copies) -> anyhow::Result<Vec<Row>> {
+    /// Blocks copied out of the node's memory, beside bare copies of as many bytes.
+    fn copied(&self, effort: &Effort, size: SizeClass, copies: CopyMode) -> anyhow::Result<Vec<BenchRow>> {
         let name =
-            format!("{}{}", copies.name(size), if self.maps { "" } else { ", by a client that may not map" });
-        if !effort.wants(&name) {
+            format!("{}{}", copies.name(size), if self.maps { "" } else { ", by a client that cannot map" });
+        if !effort.is_selected(&name) {
             return Ok(Vec::new());
         }
         let len = size.frame(0)?.bytes.len();
-        let places = if copies.to_one_place { 1 } else { size.blocks as usize };
+        let places = if copies.reuses_target { 1 } else { size.blocks as usize };
         let (mut to, from) = (vec![1u8; len * places], vec![2u8; len * size.blocks as usize]);
-        let (fetches, mut pairs, mut half) = (size.blocks / copies.a_fetch, Vec::new(), Vec::new());
+        let (fetches, mut pairs, mut half) = (size.blocks / copies.blocks_per_fetch, Vec::new(), Vec::new());
         for run in 0..=effort.runs {
-            let bytes = len as u64 * u64::from(copies.a_fetch);
+            let bytes = len as u64 * u64::from(copies.blocks_per_fetch);
             let count = (effort.scaled(2 << 30) / bytes).max(10) as u32;
-            let ours = self.timed(count, Duration::ZERO, async |number| {
-                let first = number % fetches * copies.a_fetch;
-                for (frame, number) in self.get(size, first, copies.a_fetch).await?.into_iter().zip(first..) {
+            let ours = self.sorted_times_us(count, Duration::ZERO, async |number| {
+                let first = number % fetches * copies.blocks_per_fetch;
+                for (frame, number) in
+                    self.get(size, first, copies.blocks_per_fetch).await?.into_iter().zip(first..)
+                {
                     let place = number as usize % places * len;
                     frame.verify_into(identity(), size.hash(number), &mut to[place..place + len])?;
                 }
                 black_box(&mut to);
                 Ok(())
             })?;
-            let bare = self.timed(count, Duration::ZERO, async |number| {
-                let first = number % fetches * copies.a_fetch;
-                for number in (first..first + copies.a_fetch).map(|number| number as usize) {
+            let bare = self.sorted_times_us(count, Duration::ZERO, async |number| {
+                let first = number % fetches * copies.blocks_per_fetch;
+                for number in (first..first + copies.blocks_per_fetch).map(|number| number as usize) {
                     let (place, at) = (number % places * len, number * len);
                     to[place..place + len].copy_from_slice(black_box(&from[at..at + len]));
                 }
@@ -203,19 +209,19 @@ impl Client {
                 half.push((percentile(&ours, 50), percentile(&bare, 50)));
             }
         }
-        let is_judged = self.maps && !copies.to_one_place;
+        let is_judged = self.maps && !copies.reuses_target;
         let peer = if is_judged { "limit 0.85: a bare copy" } else { "a bare copy, for comparison" };
-        let mut rows = vec![Row::new("host", &name, "GB/s", peer, Better::Higher, outcome(&pairs))];
-        if copies.a_fetch == 1 && !copies.to_one_place {
+        let mut rows = vec![BenchRow::new("host", &name, "GB/s", peer, Better::Higher, outcome(&pairs))];
+        if copies.blocks_per_fetch == 1 && !copies.reuses_target {
             let (name, peer) = (format!("{name}, p50"), "a bare copy, for comparison");
-            rows.push(Row::new("host", &name, "µs", peer, Better::Lower, outcome(&half)));
+            rows.push(BenchRow::new("host", &name, "µs", peer, Better::Lower, outcome(&half)));
         }
         Ok(rows)
     }
 
-    fn saved(&self, effort: &Effort, size: Size) -> anyhow::Result<Option<Row>> {
+    fn saved(&self, effort: &Effort, size: SizeClass) -> anyhow::Result<Option<BenchRow>> {
         let name = format!("PUT {}", size.name());
-        if !effort.wants(&name) {
+        if !effort.is_selected(&name) {
             return Ok(None);
         }
         let count = (effort.scaled(512 << 20) / u64::from(size.payload_bytes)).max(10) as u32;
@@ -224,13 +230,13 @@ impl Client {
         let mut pairs = Vec::new();
         for run in 0..=effort.runs {
             let first = 1_000_000 * (run as u32 + 1);
-            // Sealed under the block's hash before the clock runs.
+            // Sealed under the block's hash before the clock starts.
             let sealed = (0..count.min(256)).map(|number| size.frame(first + number));
             let sealed = sealed.collect::<anyhow::Result<Vec<Frame>>>()?;
-            let took = self.timed(sealed.len() as u32, Duration::ZERO, async |number| {
+            let took = self.sorted_times_us(sealed.len() as u32, Duration::ZERO, async |number| {
                 self.put(size, first + number, &sealed[number as usize]).await
             })?;
-            let bare = self.timed(sealed.len() as u32, Duration::ZERO, async |number| {
+            let bare = self.sorted_times_us(sealed.len() as u32, Duration::ZERO, async |number| {
                 to.copy_from_slice(black_box(&sealed[number as usize].bytes));
                 black_box(&mut to);
                 Ok(())
@@ -242,13 +248,14 @@ impl Client {
             }
         }
         let peer = "a bare copy, for comparison";
-        Ok(Some(Row::new("host", &name, "GB/s", peer, Better::Higher, outcome(&pairs))))
+        Ok(Some(BenchRow::new("host", &name, "GB/s", peer, Better::Higher, outcome(&pairs))))
     }
 
-    async fn put(&self, size: Size, number: u32, frame: &Frame) -> anyhow::Result<()> {
+    async fn put(&self, size: SizeClass, number: u32, frame: &Frame) -> anyhow::Result<()> {
         let (asker, hashes) = (asker(1), vec![size.hash(number)]);
         let frame_bytes = frame.bytes.len() as u64;
-        let request = SaveRequest { asker, parent: None, first_offset_blocks: 0, hashes, frame_bytes };
+        let request =
+            SaveRequest { context: asker, parent: None, first_offset_blocks: 0, hashes, frame_bytes };
         let answer = self.path.save(request, &|_| frame.clone()).await?;
         ensure!(
             matches!(answer, SaveAnswer::Done(ref done) if done.stored_blocks == 1),
@@ -258,7 +265,7 @@ impl Client {
     }
 }
 
-/// Of figures in ascending order.
+/// A percentile of ascending figures.
 fn percentile(sorted: &[f64], percent: usize) -> f64 {
     sorted.get(sorted.len() * percent / 100).copied().unwrap_or(f64::NAN)
 }

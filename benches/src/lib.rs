@@ -1,8 +1,8 @@
-//! The bench harness: runs our side and a peer's side by side and states the outcome as a ratio.
+//! The bench harness: runs our side and a peer's side by side and reports the outcome as a ratio.
 //!
-//! Not here: what is measured (one file per claim beside `main.rs`) and how tables become a document
-//! (`cargo xtask bench`). Absolute figures of a shared machine mean little; both sides run in the same
-//! process, in alternating order, and the ratio of each run counts.
+//! Not here: the measurements (one file per claim beside `main.rs`) and the document (`cargo xtask
+//! bench`). Absolute figures of a shared machine mean little. Both sides run in the same process,
+//! in alternating order, and the ratio of each run counts.
 
 mod chain;
 mod clock;
@@ -11,6 +11,6 @@ mod row;
 pub mod ssd_tier;
 
 pub use chain::next_hash;
-pub use clock::{Spent, spend, thread_cpu_time};
+pub use clock::{TimeSpent, measure_time, thread_cpu_time};
 pub use measure::{Outcome, RUNS_MIN, median, outcome, side_by_side, sorted};
-pub use row::{Better, Row, figure, table};
+pub use row::{BenchRow, Better, format_figure, table};

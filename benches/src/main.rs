@@ -1,16 +1,16 @@
-//! `benches NAME`: one bench by name, as a table or as JSON lines. Run it through `cargo xtask bench`,
-//! which builds it for release.
+//! `benches NAME`: one bench by name, as a table or as JSON lines. Run it through `cargo xtask
+//! bench`, which builds it for release.
 //!
-//! Not here: the harness (`lib.rs`) and what each bench does (one file each beside this one).
+//! Not here: the harness (`lib.rs`) and the benches themselves (one file each beside this one).
 
-mod awake;
+mod busy_loops;
 mod choose;
 mod decide;
-mod door;
 mod events;
 mod evict;
 mod failover;
 mod frame;
+mod gateway;
 mod get;
 #[cfg(feature = "gpu")]
 mod gpu;
@@ -19,6 +19,7 @@ mod host;
 mod index;
 mod layers;
 mod network;
+mod node_process;
 mod overlap;
 mod overload;
 mod prediction;
@@ -26,7 +27,6 @@ mod prefill;
 mod proxy;
 mod replay;
 mod routing;
-mod serving;
 mod snapshot;
 mod ssd;
 mod start;
@@ -37,28 +37,28 @@ mod window;
 
 use std::path::PathBuf;
 
-use benches::{RUNS_MIN, Row, table};
+use benches::{BenchRow, RUNS_MIN, table};
 use clap::Parser;
 
-/// As the program has it.
+/// The allocator of the `kvfleet` program.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// A bench that can be run.
+/// A bench.
 struct Bench {
     name: &'static str,
     about: &'static str,
-    run: fn(&Effort) -> anyhow::Result<Vec<Row>>,
+    run: fn(&Effort) -> anyhow::Result<Vec<BenchRow>>,
 }
 
-/// How much work a bench puts into its figures.
+/// Amount of work per bench.
 #[derive(Clone, Debug)]
 pub(crate) struct Effort {
     /// Runs of both sides per row.
     pub(crate) runs: usize,
-    /// A tenth of the size and of the repetitions: to see that it works, not what it gives.
+    /// A tenth of the size and of the repetitions: a smoke test without valid figures.
     pub(crate) quick: bool,
-    /// Only what has this in its name; all for nothing.
+    /// Run only rows with this text in their names; empty for all.
     only: String,
 }
 
@@ -68,8 +68,8 @@ impl Effort {
         if self.quick { full.div_ceil(10) } else { full }
     }
 
-    /// Whether a row of this name was asked for.
-    pub(crate) fn wants(&self, name: &str) -> bool {
+    /// Whether the row of this name is selected.
+    pub(crate) fn is_selected(&self, name: &str) -> bool {
         name.contains(&self.only)
     }
 }
@@ -108,24 +108,24 @@ const BENCHES: &[Bench] = &[
 #[derive(Parser)]
 #[command(name = "benches")]
 struct Args {
-    /// Which bench; without one, all names are listed with what they compare.
+    /// Name of the bench; without one, all names are listed with their comparisons.
     name: Option<String>,
-    /// One JSON object a line instead of a table.
+    /// One JSON object per line instead of a table.
     #[arg(long)]
     json: bool,
     /// Runs of both sides per row, at least five.
     #[arg(long, default_value_t = 7)]
     runs: usize,
-    /// A tenth of the work: to see that it works, not what it gives.
+    /// A tenth of the work: a smoke test without valid figures.
     #[arg(long)]
     quick: bool,
-    /// Only the rows with this in their names (`ssd`).
+    /// Only the rows with this text in their names (`ssd`).
     #[arg(long, default_value = "")]
     only: String,
-    /// Instead of a bench: the process that fills a tier with so many blocks (`start`).
+    /// Instead of a bench: the process that fills a tier with this many blocks (`start`).
     #[arg(long, hide = true, requires = "fill_dir")]
     fill_blocks: Option<u64>,
-    /// Where it does.
+    /// Its directory.
     #[arg(long, hide = true)]
     fill_dir: Option<PathBuf>,
     /// Instead of a bench: the node that serves its host (`host`).
@@ -139,7 +139,7 @@ fn main() -> anyhow::Result<()> {
         return start::serve(dir, blocks);
     }
     if let Some(dir) = &args.serve_host {
-        return serving::serve(dir);
+        return node_process::serve(dir);
     }
     let Some(name) = &args.name else {
         BENCHES.iter().for_each(|bench| println!("{}\t{}", bench.name, bench.about));
@@ -147,7 +147,7 @@ fn main() -> anyhow::Result<()> {
     };
     let Some(bench) = BENCHES.iter().find(|bench| bench.name == name) else {
         let names: Vec<_> = BENCHES.iter().map(|bench| bench.name).collect();
-        anyhow::bail!("no bench is called {name:?}: use one of {}", names.join(", "));
+        anyhow::bail!("no bench is named {name:?}: use one of {}", names.join(", "));
     };
     let rows = (bench.run)(&Effort { runs: args.runs.max(RUNS_MIN), quick: args.quick, only: args.only })?;
     if args.json {

@@ -1,29 +1,29 @@
-//! Side by side: both sides in each run, in alternating order, judged by the ratio of the run.
+//! Side by side: both sides in each run, in alternating order, judged by the run's ratio.
 //!
-//! Not here: clocks (`clock.rs`) and how an outcome is printed (`row.rs`).
+//! Not here: clocks (`clock.rs`) and the output of an outcome (`row.rs`).
 
-/// Fewest runs that make a row: with five, the median shrugs off two runs that a neighbour disturbed.
+/// Minimum number of runs per row: with five, the median tolerates two disturbed runs.
 pub const RUNS_MIN: usize = 5;
 
-/// What the runs came to.
+/// Summary of all runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Outcome {
     /// Median figure of our side.
     pub ours: f64,
     /// Median figure of the other side.
     pub theirs: f64,
-    /// Median of the ratios ours over theirs, each of one run.
+    /// Median of the per-run ratios of ours over theirs.
     pub ratio: f64,
-    /// Least of those ratios.
+    /// Smallest of those ratios.
     pub min: f64,
-    /// Greatest of those ratios.
+    /// Largest of those ratios.
     pub max: f64,
-    /// How many runs counted.
+    /// Number of counted runs.
     pub runs: usize,
 }
 
-/// Measures both sides `runs` times (at least [`RUNS_MIN`]) after one run that does not count. Which side
-/// goes first alternates, so that neither always finds the caches warm or the machine hot.
+/// Measures both sides `runs` times (at least [`RUNS_MIN`]) after a warm-up run. The starting side
+/// alternates, so that neither always finds warm caches or a hot machine.
 pub fn side_by_side(runs: usize, mut ours: impl FnMut() -> f64, mut theirs: impl FnMut() -> f64) -> Outcome {
     ours();
     theirs();
@@ -41,7 +41,7 @@ pub fn side_by_side(runs: usize, mut ours: impl FnMut() -> f64, mut theirs: impl
     outcome(&pairs)
 }
 
-/// What pairs (ours, theirs), each of one run, come to.
+/// Summarizes pairs (ours, theirs), one per run.
 #[must_use]
 pub fn outcome(pairs: &[(f64, f64)]) -> Outcome {
     let ratios = sorted(pairs.iter().map(|(ours, theirs)| ours / theirs));
@@ -80,20 +80,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_ratio_is_that_of_single_runs() {
+    fn ratio_is_per_run() {
         let pairs = [(1.0, 2.0), (9.0, 3.0), (4.0, 4.0), (10.0, 100.0), (6.0, 3.0)];
         let expected = Outcome { ours: 6.0, theirs: 3.0, ratio: 1.0, min: 0.1, max: 3.0, runs: 5 };
         assert_eq!(outcome(&pairs), expected);
     }
 
     #[test]
-    fn an_even_number_of_runs_takes_the_mean_of_the_middle() {
+    fn median_averages_the_middle_pair() {
         assert_eq!(median(&[1.0, 2.0, 4.0, 9.0]), 3.0);
         assert!(median(&[]).is_nan());
     }
 
     #[test]
-    fn sides_alternate_and_the_first_run_does_not_count() {
+    fn alternates_sides_after_a_warm_up() {
         let order = RefCell::new(String::new());
         let figures = RefCell::new([100.0, 3.0, 3.0, 3.0, 3.0, 3.0].into_iter());
         let ours = || {

@@ -1,18 +1,20 @@
-//! How far the first tokens that routers predict are off, on a cluster of real processes.
+//! Errors of the routers' TTFT predictions, on a cluster of real processes.
 //!
-//! Not here: the replay itself (`kvfleet replay`), how it is called (`replay.rs`), and what is learnt (`kv_core::schedule`).
+//! Not here: the replay itself (`kvfleet replay`), its invocation (`replay.rs`), and the learning
+//! (`kv_core::schedule`).
 
 use anyhow::Context;
-use benches::{Better, Row, outcome};
+use benches::{BenchRow, Better, outcome};
 use serde::Deserialize;
 
 use crate::Effort;
 use crate::replay::Program;
 
-pub(crate) const ABOUT: &str = "kvfleet replay of generated business traffic on four nodes and four instances that take half the time of their profile to compute, at some 70 % of what they \
-     get through: until the first token as routers predicted it, against what instances measured, behind the first 200 requests; each run has a seed of its own";
+pub(crate) const ABOUT: &str = "kvfleet replay of generated business traffic on four nodes and four instances that compute at twice \
+     the speed of their profile, at some 70 % load: TTFT as the routers predicted it, against the \
+     instances' measurements, after the first 200 requests; each run has its own seed";
 
-/// Requests, of which the first 200 are not judged.
+/// Requests; the first 200 are not judged.
 const REQUESTS: u64 = 500;
 const SHAPE: &[&str] = &[
     "--time-scale=0.5",
@@ -23,14 +25,14 @@ const SHAPE: &[&str] = &[
     "--block-bytes=4KiB",
     "--no-sequential",
 ];
-/// The first one.
+/// Seed of the first run.
 const SEED: u64 = 1;
-/// Most that predictions may be off, in the middle and in sum.
+/// Limits of the median error and of the bias.
 const MEDIAN_PERCENT: f64 = 15.0;
 const BIAS_PERCENT: f64 = 5.0;
 
 #[derive(Deserialize)]
-struct Report {
+struct PredictionReport {
     prediction: Option<Prediction>,
 }
 
@@ -40,27 +42,27 @@ struct Prediction {
     bias: f64,
 }
 
-pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let program = Program::find("prediction")?;
     let (mut median, mut bias) = (Vec::new(), Vec::new());
     for seed in (SEED..).take(effort.runs) {
         eprintln!("prediction: seed {seed}");
         let dir = tempfile::tempdir()?;
         let trace = dir.path().join("requests.jsonl");
-        // Fewer than routers learn from are none to judge.
+        // With fewer requests than routers learn from, there is no prediction to judge.
         let requests = if effort.quick { REQUESTS / 2 } else { REQUESTS };
         program.generate(("business", requests, seed), &trace)?;
         let shape = SHAPE.iter().map(|option| (*option).to_owned());
-        let report: Report = program.replay(&trace, &dir.path().join("report"), shape)?;
-        let prediction = report.prediction.context("the report says nothing of predictions")?;
+        let report: PredictionReport = program.replay(&trace, &dir.path().join("report"), shape)?;
+        let prediction = report.prediction.context("the report has no predictions")?;
         median.push((100.0 * prediction.median, MEDIAN_PERCENT));
         bias.push((100.0 * prediction.bias.abs(), BIAS_PERCENT));
     }
     let row = |name, peer, pairs: &[(f64, f64)]| {
-        Row::new("prediction", name, "%", peer, Better::Lower, outcome(pairs))
+        BenchRow::new("prediction", name, "%", peer, Better::Lower, outcome(pairs))
     };
     Ok(vec![
-        row("off by, median of requests", "limit: 15 %", &median),
-        row("off in sum, either way", "limit: 5 %", &bias),
+        row("error, median of requests", "limit: 15 %", &median),
+        row("bias, absolute", "limit: 5 %", &bias),
     ])
 }

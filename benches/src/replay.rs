@@ -1,6 +1,7 @@
-//! The program itself on traces of its own making: `kvfleet trace gen` and `kvfleet replay`, for benches of real processes.
+//! The `kvfleet` program on generated traces: `kvfleet trace gen` and `kvfleet replay`, for benches
+//! of real processes.
 //!
-//! Not here: what is read of a report (`overload.rs`, `prediction.rs`).
+//! Not here: the evaluation of a report (`overload.rs`, `prediction.rs`).
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,11 +9,11 @@ use std::process::Command;
 use anyhow::{Context, ensure};
 use serde::de::DeserializeOwned;
 
-/// `kvfleet`, beside the benches.
+/// The `kvfleet` program beside the benches.
 pub(crate) struct Program(PathBuf);
 
 impl Program {
-    /// Finds it, for this bench.
+    /// Finds the program for this bench.
     pub(crate) fn find(bench: &str) -> anyhow::Result<Program> {
         let program = std::env::current_exe()?.with_file_name("kvfleet");
         ensure!(
@@ -23,7 +24,7 @@ impl Program {
         Ok(Program(program))
     }
 
-    /// Writes a trace of this kind, of so many requests, by this seed.
+    /// Writes a generated trace of this kind, length and seed.
     pub(crate) fn generate(
         &self,
         (kind, requests, seed): (&str, u64, u64),
@@ -32,10 +33,10 @@ impl Program {
         let mut command = Command::new(&self.0);
         command.args(["trace", "gen", "--kind", kind]);
         command.args(["--requests", &requests.to_string(), "--seed", &seed.to_string()]);
-        call(command.arg("--output").arg(trace))
+        run_command(command.arg("--output").arg(trace))
     }
 
-    /// Replays it on a cluster, and reads what was reported into this folder.
+    /// Replays a trace on a cluster, and returns the report from this folder.
     pub(crate) fn replay<R: DeserializeOwned>(
         &self,
         trace: &Path,
@@ -44,22 +45,23 @@ impl Program {
     ) -> anyhow::Result<R> {
         let mut command = Command::new(&self.0);
         command.arg("replay").arg(trace).args(options).arg("--quiet").arg("--report").arg(folder);
-        // One that is not as it must be ends with an error too: its report says in which row.
-        let ended = call(&mut command);
+        // A replay with failed checks exits with an error too; its report shows the reason in its
+        // row.
+        let ended = run_command(&mut command);
         let Ok(text) = std::fs::read_to_string(folder.join("report.json")) else {
             return ended.and(Err(anyhow::anyhow!("the replay wrote no report")));
         };
-        serde_json::from_str(&text).with_context(|| format!("a report of another shape: {text}"))
+        serde_json::from_str(&text).with_context(|| format!("unexpected report: {text}"))
     }
 }
 
-/// Runs a command whose table is only of interest when it fails.
-fn call(command: &mut Command) -> anyhow::Result<()> {
+/// Runs a command and shows its output only on failure.
+fn run_command(command: &mut Command) -> anyhow::Result<()> {
     let output = command.output().context("cannot start kvfleet")?;
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     ensure!(
         output.status.success(),
-        "{command:?} ended with {}:\n{}{}",
+        "{command:?} exited with {}:\n{}{}",
         output.status,
         text(&output.stdout),
         text(&output.stderr)

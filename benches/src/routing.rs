@@ -1,49 +1,51 @@
-//! What a route call costs at both ends, over the stream that a client keeps open and by a call of its own.
+//! Cost of a routing call at both ends, over a client's persistent stream and as a separate call.
 //!
-//! The router has one thread and the caller another, so that the CPU time of each can be told. What is asked and answered is the same
-//! either way, choosing included; the ratio says what the way there and back adds. Not here: what choosing costs (`choose.rs`).
+//! The router has one thread and the caller another, so that the CPU time of each can be measured.
+//! Request and answer are the same in both cases, including the decision; the ratio shows the cost
+//! of the transport. Not here: the cost of a decision (`choose.rs`).
 
 use std::net::TcpListener;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
-use benches::{Better, Row, median, outcome, sorted, thread_cpu_time};
+use benches::{BenchRow, Better, median, outcome, sorted, thread_cpu_time};
 use kv_core::id::{BlockHash, Category, IdentityDigest, RequestId, TenantId};
 use kvfleet_client::{Client, ClientConfig, RouteAnswer, RouteCall};
+use kvfleet_net::tls::TlsFiles;
 use kvfleet_proto::pb;
-use kvfleet_proto::tls::TlsFiles;
-use kvfleet_router::{Desk, Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_router::{Router, RouterConfig, RouterHandle, TlsConfig, VoterConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{mpsc, oneshot};
 
 use crate::Effort;
 use crate::get::certificates;
 
-pub(crate) const ABOUT: &str = "one router on one thread, and one caller on another, over TLS on loopback: prompts of 8,000 tokens, none of them held, routed among 64 instances over the one \
-     stream of a client, against a call for each; CPU time of either end a question, and the median time until an answer, for questions one after the other and 32 at once";
+pub(crate) const ABOUT: &str = "one router on one thread, and one caller on another, over TLS on loopback: prompts of 8,000 tokens \
+     without any held block, routed among 64 instances over one stream per client, against one call each; \
+     CPU time of either end per request, and the median latency, for sequential requests and 32 at once";
 
 /// A prompt of 8,000 tokens.
 const PROMPT_BLOCKS: u32 = 500;
 const BLOCK_TOKENS: u32 = 16;
 const INSTANCES: u32 = 64;
-/// Questions of one run.
-const QUESTIONS: u64 = 4_000;
-/// Who asks at once.
-const AT_ONCE: [(u64, &str); 2] = [(1, "one after the other"), (32, "32 at once")];
+/// Requests per run.
+const CALLS: u64 = 4_000;
+/// Concurrent requests.
+const AT_ONCE: [(u64, &str); 2] = [(1, "sequential"), (32, "32 at once")];
 
-const PEER: &str = "a call for each";
+const PEER: &str = "one call each";
 
-pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let dir = tempfile::tempdir()?;
-    let served = Served::start(dir.path())?;
+    let served = RouterThread::start(dir.path())?;
     let caller = Builder::new_current_thread().enable_all().build()?;
     let clients = [true, false].map(|route_streams| served.client(&caller, route_streams));
     let [streamed, alone] = clients;
     let (streamed, alone) = (streamed?, alone?);
     let mut rows = Vec::new();
-    for (at_once, how) in AT_ONCE.into_iter().filter(|(_, how)| effort.wants(how)) {
-        let questions = effort.scaled(QUESTIONS);
+    for (at_once, how) in AT_ONCE.into_iter().filter(|(_, how)| effort.is_selected(how)) {
+        let questions = effort.scaled(CALLS);
         let measure = |client: &Client| measure(&served, &caller, client, at_once, questions);
         let mut runs = Vec::new();
         for run in 0..=effort.runs {
@@ -61,9 +63,9 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
                 runs.push(pair);
             }
         }
-        let mut row = |what: &str, unit: &str, of: fn(&Figures) -> f64| {
+        let mut row = |what: &str, unit: &str, of: fn(&CallCosts) -> f64| {
             let pairs: Vec<_> = runs.iter().map(|(ours, theirs)| (of(ours), of(theirs))).collect();
-            rows.push(Row::new(
+            rows.push(BenchRow::new(
                 "routing",
                 &format!("{what}, {how}"),
                 unit,
@@ -72,42 +74,42 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
                 outcome(&pairs),
             ));
         };
-        row("the router", "µs CPU a question", |figures| figures.router_us);
-        row("the caller", "µs CPU a question", |figures| figures.caller_us);
-        row("until the answer", "µs", |figures| figures.answer_us);
+        row("the router", "µs CPU per request", |figures| figures.router_us);
+        row("the caller", "µs CPU per request", |figures| figures.caller_us);
+        row("latency", "µs", |figures| figures.answer_us);
     }
     served.stop()?;
     Ok(rows)
 }
 
-/// What a run came to.
-struct Figures {
+/// Figures of one run.
+struct CallCosts {
     router_us: f64,
     caller_us: f64,
     answer_us: f64,
 }
 
 fn measure(
-    served: &Served,
+    served: &RouterThread,
     caller: &Runtime,
     client: &Client,
     at_once: u64,
     questions: u64,
-) -> anyhow::Result<Figures> {
+) -> anyhow::Result<CallCosts> {
     let (router, own) = (served.cpu()?, thread_cpu_time());
-    let times = caller.block_on(ask(client, at_once, questions))?;
+    let times = caller.block_on(route_calls(client, at_once, questions))?;
     let (own, router) = (thread_cpu_time() - own, served.cpu()? - router);
     let each = |spent: Duration| spent.as_secs_f64() * 1e6 / times.len() as f64;
     let (router_us, caller_us) = (each(router), each(own));
     let answer_us = median(&sorted(times.into_iter()));
-    Ok(Figures { router_us, caller_us, answer_us })
+    Ok(CallCosts { router_us, caller_us, answer_us })
 }
 
-/// Asks so many questions, so many of them at once; how long each took, in microseconds.
-async fn ask(client: &Client, at_once: u64, questions: u64) -> anyhow::Result<Vec<f64>> {
+/// Sends `questions` requests, `at_once` concurrently; returns their latencies in microseconds.
+async fn route_calls(client: &Client, at_once: u64, questions: u64) -> anyhow::Result<Vec<f64>> {
     let mut asking = tokio::task::JoinSet::new();
     for lane in 0..at_once {
-        let (client, question) = (client.clone(), question(lane));
+        let (client, question) = (client.clone(), route_call(lane));
         asking.spawn(async move {
             let mut times = Vec::new();
             for _ in 0..questions.div_ceil(at_once) {
@@ -126,7 +128,7 @@ async fn ask(client: &Client, at_once: u64, questions: u64) -> anyhow::Result<Ve
     Ok(all)
 }
 
-fn question(lane: u64) -> RouteCall {
+fn route_call(lane: u64) -> RouteCall {
     let hash = |block: u32| BlockHash((u128::from(lane + 1) << 64 | u128::from(block + 1)).to_le_bytes());
     RouteCall {
         request: RequestId(lane),
@@ -143,22 +145,22 @@ fn question(lane: u64) -> RouteCall {
     }
 }
 
-/// What is asked of the router's thread.
-enum Word {
+/// A command for the router's thread.
+enum RouterCommand {
     Cpu(oneshot::Sender<Duration>),
     Stop,
 }
 
-/// A router in a thread of its own.
-struct Served {
+/// A router on a separate thread.
+struct RouterThread {
     address: String,
     tls: TlsConfig,
-    words: mpsc::Sender<Word>,
+    commands: mpsc::Sender<RouterCommand>,
     thread: std::thread::JoinHandle<anyhow::Result<()>>,
 }
 
-impl Served {
-    fn start(dir: &Path) -> anyhow::Result<Served> {
+impl RouterThread {
+    fn start(dir: &Path) -> anyhow::Result<RouterThread> {
         let tls = certificates(dir)?;
         let tls = TlsConfig { ca: tls.ca, cert: tls.cert, key: tls.key };
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
@@ -177,11 +179,11 @@ impl Served {
         if is_ready.blocking_recv().is_err() {
             match thread.join() {
                 Ok(ended) => ended.and_then(|()| bail!("the router did not start"))?,
-                Err(_) => bail!("the router's thread broke down"),
+                Err(_) => bail!("the router's thread panicked"),
             }
             bail!("the router is not ready");
         }
-        Ok(Served { address, tls, words, thread })
+        Ok(RouterThread { address, tls, commands: words, thread })
     }
 
     fn client(&self, runtime: &Runtime, route_streams: bool) -> anyhow::Result<Client> {
@@ -196,36 +198,36 @@ impl Served {
     /// CPU time of the router's thread.
     fn cpu(&self) -> anyhow::Result<Duration> {
         let (answer, time) = oneshot::channel();
-        self.words.blocking_send(Word::Cpu(answer))?;
+        self.commands.blocking_send(RouterCommand::Cpu(answer))?;
         Ok(time.blocking_recv()?)
     }
 
     fn stop(self) -> anyhow::Result<()> {
-        self.words.blocking_send(Word::Stop)?;
-        self.thread.join().map_err(|_| anyhow::anyhow!("the router's thread broke down"))?
+        self.commands.blocking_send(RouterCommand::Stop)?;
+        self.thread.join().map_err(|_| anyhow::anyhow!("the router's thread panicked"))?
     }
 }
 
 async fn serve(
     config: RouterConfig,
     ready: oneshot::Sender<()>,
-    mut asked: mpsc::Receiver<Word>,
+    mut commands: mpsc::Receiver<RouterCommand>,
 ) -> anyhow::Result<()> {
     let router = Router::start(config, &prometheus::Registry::new()).await?;
-    let desk = router.desk();
-    while desk.ready().is_err() {
+    let router_handle = router.handle();
+    while router_handle.ready().is_err() {
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
-    report(&desk, 0)?;
-    ensure!(ready.send(()).is_ok(), "nobody waits for the router");
+    report(&router_handle, 0)?;
+    ensure!(ready.send(()).is_ok(), "the caller gave up on the router");
     let mut ticks = tokio::time::interval(Duration::from_millis(100));
     for sequence in 1.. {
         tokio::select! {
-            _ = ticks.tick() => report(&desk, sequence)?,
-            word = asked.recv() => match word.context("nobody asks any more")? {
-                // Who asked may have given up.
-                Word::Cpu(answer) => drop(answer.send(thread_cpu_time())),
-                Word::Stop => break,
+            _ = ticks.tick() => report(&router_handle, sequence)?,
+            command = commands.recv() => match command.context("the command channel closed")? {
+                // The caller may have given up.
+                RouterCommand::Cpu(answer) => drop(answer.send(thread_cpu_time())),
+                RouterCommand::Stop => break,
             },
         }
     }
@@ -233,12 +235,12 @@ async fn serve(
     Ok(())
 }
 
-/// All instances are idle.
-fn report(desk: &Desk, sequence: u64) -> anyhow::Result<()> {
+/// Reports all instances as idle.
+fn report(router_handle: &RouterHandle, sequence: u64) -> anyhow::Result<()> {
     for instance in 1..=INSTANCES {
         let address = format!("10.0.0.{instance}:8000");
         let request = pb::ReportRequest { instance, address, sequence, started_us: 1, ..Default::default() };
-        desk.report(request)?;
+        router_handle.report(request)?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! One row of a bench: its JSON line (the same keys everywhere) and its place in a table for people.
+//! One row of a bench: its JSON line (the same keys everywhere) and its place in a text table.
 //!
-//! Not here: how the figures came about (`measure.rs`).
+//! Not here: the measurements (`measure.rs`).
 
 use std::fmt::Write;
 
@@ -8,23 +8,23 @@ use serde::{Deserialize, Serialize};
 
 use crate::measure::Outcome;
 
-/// Which direction is good.
+/// The better direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
-    /// Less is better: time, memory.
+    /// Lower is better: time, memory.
     Lower,
-    /// More is better: rates.
+    /// Higher is better: rates.
     Higher,
 }
 
 /// One comparison. Field names are the JSON keys, and stay.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Row {
+pub struct BenchRow {
     /// Name of the bench.
     pub bench: String,
-    /// What was compared.
+    /// Name of the row.
     pub row: String,
     /// Unit of `ours` and `theirs`.
     pub unit: String,
@@ -36,18 +36,18 @@ pub struct Row {
     pub theirs: f64,
     /// Median of ours over theirs.
     pub ratio: f64,
-    /// Which direction is good.
+    /// The better direction.
     pub better: Better,
-    /// How many runs.
+    /// Number of runs.
     pub runs: usize,
-    /// Least ratio of a run.
+    /// Smallest ratio of a run.
     pub min: f64,
-    /// Greatest ratio of a run.
+    /// Largest ratio of a run.
     pub max: f64,
 }
 
-impl Row {
-    /// A row of an outcome.
+impl BenchRow {
+    /// A row for an outcome.
     #[must_use]
     pub fn new(bench: &str, row: &str, unit: &str, peer: &str, better: Better, outcome: Outcome) -> Self {
         let Outcome { ours, theirs, ratio, min, max, runs } = outcome;
@@ -60,7 +60,7 @@ const HEAD: [&str; 7] = ["row", "unit", "ours", "theirs", "peer", "ratio (min-ma
 
 /// The rows as an aligned table.
 #[must_use]
-pub fn table(rows: &[Row]) -> String {
+pub fn table(rows: &[BenchRow]) -> String {
     let mut lines = vec![HEAD.map(str::to_owned)];
     lines.extend(rows.iter().map(cells));
     let width = |column: usize| lines.iter().map(|line| line[column].chars().count()).max().unwrap_or(0);
@@ -73,7 +73,7 @@ pub fn table(rows: &[Row]) -> String {
     text
 }
 
-fn cells(row: &Row) -> [String; 7] {
+fn cells(row: &BenchRow) -> [String; 7] {
     let better = match row.better {
         Better::Lower => "lower",
         Better::Higher => "higher",
@@ -81,17 +81,17 @@ fn cells(row: &Row) -> [String; 7] {
     [
         row.row.clone(),
         row.unit.clone(),
-        figure(row.ours),
-        figure(row.theirs),
+        format_figure(row.ours),
+        format_figure(row.theirs),
         row.peer.clone(),
-        format!("{} ({}-{})", figure(row.ratio), figure(row.min), figure(row.max)),
+        format!("{} ({}-{})", format_figure(row.ratio), format_figure(row.min), format_figure(row.max)),
         better.to_owned(),
     ]
 }
 
-/// Three significant digits or so, without an exponent.
+/// About three significant digits, without an exponent.
 #[must_use]
-pub fn figure(value: f64) -> String {
+pub fn format_figure(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
         v if v >= 10.0 => format!("{value:.1}"),
@@ -104,13 +104,13 @@ pub fn figure(value: f64) -> String {
 mod tests {
     use super::*;
 
-    fn row() -> Row {
+    fn row() -> BenchRow {
         let outcome = Outcome { ours: 1.5, theirs: 3.0, ratio: 0.5, min: 0.4, max: 0.62, runs: 5 };
-        Row::new("choose", "64 instances", "µs CPU", "least-loaded scan", Better::Lower, outcome)
+        BenchRow::new("choose", "64 instances", "µs CPU", "least-loaded scan", Better::Lower, outcome)
     }
 
     #[test]
-    fn the_json_has_exactly_the_agreed_keys() {
+    fn json_has_the_documented_keys() {
         let json = serde_json::to_string(&row()).expect("a row is plain data");
         let expected = concat!(
             r#"{"bench":"choose","row":"64 instances","unit":"µs CPU","ours":1.5,"#,
@@ -118,11 +118,11 @@ mod tests {
             r#""runs":5,"min":0.4,"max":0.62}"#
         );
         assert_eq!(json, expected);
-        assert_eq!(serde_json::from_str::<Row>(&json).expect("its own output"), row());
+        assert_eq!(serde_json::from_str::<BenchRow>(&json).expect("its own output"), row());
     }
 
     #[test]
-    fn a_table_is_aligned() {
+    fn aligns_the_table() {
         let expected = "\
 row           unit    ours  theirs  peer               ratio (min-max)   better
 64 instances  µs CPU  1.50  3.00    least-loaded scan  0.50 (0.40-0.62)  lower
@@ -131,9 +131,9 @@ row           unit    ours  theirs  peer               ratio (min-max)   better
     }
 
     #[test]
-    fn figures_keep_three_digits() {
+    fn formats_three_significant_digits() {
         for (value, text) in [(1234.5, "1234"), (12.34, "12.3"), (0.999, "1.00"), (0.0123, "0.0123")] {
-            assert_eq!(figure(value), text);
+            assert_eq!(format_figure(value), text);
         }
     }
 }

@@ -1,63 +1,69 @@
-//! A snapshot of a large replica: what it costs the entries that are applied meanwhile, and how long an empty replica
-//! needs to install it.
+//! A snapshot of a large replica: its cost for entries that are applied meanwhile, and the time to
+//! install it on an empty replica.
 //!
-//! Not here: the connection between two routers; the parts go from one replica's file to the other as the call
-//! would carry them, in one process.
+//! Not here: the connection between two routers. The parts go from one replica's file to the other
+//! as the call would carry them, in one process.
 
 use std::path::Path;
 use std::time::Instant;
 
 use anyhow::Context;
-use benches::{Better, Row, next_hash, outcome, thread_cpu_time};
+use benches::{BenchRow, Better, next_hash, outcome, thread_cpu_time};
 use kv_core::id::{BlockHash, Epoch, IdentityDigest, NodeId, Seq, Tier};
 use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
-use kvfleet_router::Replica;
+use kvfleet_router::ReplicaProbe;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "one replica of 10 M entries (64 nodes, chains of 500 blocks) with its files on disk: the longest time one \
-     command of 1,024 blocks takes to be applied while a snapshot is made, against the same commands without a \
-     snapshot and against 10 ms; and taking in and installing that snapshot on an empty replica (file, stream of \
-     parts, checks, restore, file, sync; without TCP and TLS), against 5 s";
+pub(crate) const ABOUT: &str = "one replica of 10 M entries (64 nodes, chains of 500 blocks) with its files on disk: the longest \
+     time to apply one command of 1,024 blocks during a snapshot, against the same commands without a \
+     snapshot and against 10 ms; and the installation of that snapshot on an empty replica (file, stream \
+     of parts, checks, restore, file, sync; without TCP and TLS), against 5 s";
 
 const ENTRIES: u64 = 10_000_000;
 const NODES: u32 = 64;
 const CHAIN_BLOCKS: usize = 500;
-/// Blocks of one announcement; one of every node makes a command of 1,024.
+/// Blocks per announcement; one per node makes a command of 1,024.
 const RUN_BLOCKS: usize = 16;
 const COMMAND_BLOCKS: u64 = NODES as u64 * RUN_BLOCKS as u64;
 const SEED: u64 = 20_240_712;
 
-/// What a stall and an install may take.
+/// Limits of a stall and of an installation.
 const STALL_MS: f64 = 10.0;
 const INSTALL_S: f64 = 5.0;
 
-pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<Row>> {
+pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let directory = tempfile::tempdir()?;
-    let replica = Replica::open(directory.path())?;
-    let mut load = Load::new();
+    let replica = ReplicaProbe::open(directory.path())?;
+    let mut load = ReplicaLoad::new();
     for command in load.joins().chain((0..effort.scaled(ENTRIES) / COMMAND_BLOCKS).map(|_| load.growth())) {
         replica.apply(&command)?;
     }
     let mut rows = Vec::new();
-    rows.extend(stalls(effort, &replica, &mut load, "growing chains", Load::growth)?);
-    rows.extend(stalls(effort, &replica, &mut load, "dropping ends here and there", Load::scattered)?);
+    rows.extend(stalls(effort, &replica, &mut load, "growing chains", ReplicaLoad::growth)?);
+    rows.extend(stalls(
+        effort,
+        &replica,
+        &mut load,
+        "dropping scattered chain ends",
+        ReplicaLoad::scattered_drops,
+    )?);
     rows.push(installs(effort, &replica)?);
     Ok(rows)
 }
 
 /// Longest times of a run, in milliseconds.
 #[derive(Clone, Copy, Default)]
-struct Longest {
+struct LongestTimes {
     wall: f64,
     cpu: f64,
     commands: u64,
 }
 
-impl Longest {
-    fn apply(&mut self, replica: &Replica, command: &Command) -> anyhow::Result<()> {
+impl LongestTimes {
+    fn apply(&mut self, replica: &ReplicaProbe, command: &Command) -> anyhow::Result<()> {
         let before = thread_cpu_time();
         let wall = replica.apply(command)?;
         let cpu = thread_cpu_time() - before;
@@ -68,24 +74,24 @@ impl Longest {
     }
 }
 
-/// Applies commands while a snapshot is made, then as many without.
+/// Applies commands during a snapshot, then as many without.
 fn stalls(
     effort: &Effort,
-    replica: &Replica,
-    load: &mut Load,
+    replica: &ReplicaProbe,
+    load: &mut ReplicaLoad,
     name: &str,
-    next: impl Fn(&mut Load) -> Command,
-) -> anyhow::Result<Vec<Row>> {
+    next: impl Fn(&mut ReplicaLoad) -> Command,
+) -> anyhow::Result<Vec<BenchRow>> {
     let (mut wall, mut cpu) = (Vec::new(), Vec::new());
     for _ in 0..effort.runs {
         let making = replica.clone();
         let making = std::thread::spawn(move || making.snapshot());
-        let mut with = Longest::default();
+        let mut with = LongestTimes::default();
         while !making.is_finished() {
             with.apply(replica, &next(load))?;
         }
-        making.join().ok().context("making a snapshot panicked")??;
-        let mut without = Longest::default();
+        making.join().ok().context("the snapshot thread panicked")??;
+        let mut without = LongestTimes::default();
         while without.commands < with.commands {
             without.apply(replica, &next(load))?;
         }
@@ -95,7 +101,7 @@ fn stalls(
     let limits: Vec<_> = wall.iter().map(|(with, _)| (*with, STALL_MS)).collect();
     let row = |clock: &str, peer: &str, pairs: &[(f64, f64)]| {
         let row = format!("longest command of 1,024 blocks during a snapshot, {name}");
-        Row::new("snapshot", &row, clock, peer, Better::Lower, outcome(pairs))
+        BenchRow::new("snapshot", &row, clock, peer, Better::Lower, outcome(pairs))
     };
     Ok(vec![
         row("ms", "limit: 10 ms", &limits),
@@ -105,37 +111,37 @@ fn stalls(
 }
 
 /// Installs the snapshot on empty replicas.
-fn installs(effort: &Effort, replica: &Replica) -> anyhow::Result<Row> {
+fn installs(effort: &Effort, replica: &ReplicaProbe) -> anyhow::Result<BenchRow> {
     replica.snapshot()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let mut pairs = Vec::new();
     for _ in 0..effort.runs {
         let directory = tempfile::tempdir()?;
-        let empty = Replica::open(directory.path())?;
+        let empty = ReplicaProbe::open(directory.path())?;
         let start = Instant::now();
         runtime.block_on(empty.install_from(replica))?;
         pairs.push((start.elapsed().as_secs_f64(), INSTALL_S));
-        anyhow::ensure!(empty.digest() == replica.digest(), "another state was installed");
-        again(directory.path(), replica)?;
+        anyhow::ensure!(empty.digest() == replica.digest(), "the installed state differs");
+        assert_on_disk(directory.path(), replica)?;
     }
     let row = "install on an empty replica";
-    Ok(Row::new("snapshot", row, "s", "limit: 5 s", Better::Lower, outcome(&pairs)))
+    Ok(BenchRow::new("snapshot", row, "s", "limit: 5 s", Better::Lower, outcome(&pairs)))
 }
 
-/// What was installed is on disk.
-fn again(directory: &Path, replica: &Replica) -> anyhow::Result<()> {
-    anyhow::ensure!(Replica::open(directory)?.digest() == replica.digest(), "another state is on disk");
+/// Asserts that the installed state is on disk.
+fn assert_on_disk(directory: &Path, replica: &ReplicaProbe) -> anyhow::Result<()> {
+    anyhow::ensure!(ReplicaProbe::open(directory)?.digest() == replica.digest(), "the state on disk differs");
     Ok(())
 }
 
 /// Nodes that grow and shrink their chains.
-struct Load {
+struct ReplicaLoad {
     random: ChaCha8Rng,
     nodes: Vec<Vec<Vec<BlockHash>>>,
     seqs: Vec<u64>,
 }
 
-impl Load {
+impl ReplicaLoad {
     fn new() -> Self {
         let nodes = (0..NODES).map(|_| Vec::new()).collect();
         Self { random: ChaCha8Rng::seed_from_u64(SEED), nodes, seqs: vec![0; NODES as usize] }
@@ -145,7 +151,7 @@ impl Load {
         (0..NODES).map(|node| Command::Join(record(node)))
     }
 
-    /// Every node stores the next blocks of its last chain, or begins another one.
+    /// Every node stores the next blocks of its last chain, or starts a new one.
     fn growth(&mut self) -> Command {
         self.command(|random, chains| {
             if chains.last().is_none_or(|chain| chain.len() + RUN_BLOCKS > CHAIN_BLOCKS) {
@@ -160,8 +166,8 @@ impl Load {
         })
     }
 
-    /// Every node drops the last block of some of its chains: each lies somewhere else.
-    fn scattered(&mut self) -> Command {
+    /// Every node drops the last blocks of random chains, scattered over the index.
+    fn scattered_drops(&mut self) -> Command {
         self.command(|random, chains| {
             let ends = (0..RUN_BLOCKS).filter_map(|_| {
                 let chain = random.random_range(0..chains.len());

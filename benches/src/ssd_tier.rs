@@ -1,7 +1,7 @@
-//! Our SSD tier as one side of a bench, through its public handle: every read is verified, every write is
-//! flushed before it counts.
+//! kvfleet's SSD tier as one side of a bench, through its public handle: every read is verified,
+//! and every write is flushed before it counts.
 //!
-//! Not here: the other sides (`ssd/bare.rs`, and foyer's in `peers/`).
+//! Not here: the other sides (`ssd/device.rs`, and foyer's in `peers/`).
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -13,29 +13,29 @@ use kv_core::evict::BlockTraits;
 use kv_core::id::{BlockHash, Generation, IdentityDigest, TenantId};
 use kv_core::tier::Capacity;
 use kvfleet_node::arena::{Arena, ArenaShape, Purpose};
-use kvfleet_node::tiers::ssd::{Depth, Done, RecordHeader, Report, Ssd, SsdConfig, SsdRecord};
+use kvfleet_node::tiers::ssd::{Depth, RecordHeader, Report, SsdCompletion, SsdConfig, SsdRecord, SsdTier};
 use kvfleet_proto::frame::{KeyForm, seal};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-/// What is asked of a device.
+/// Load on a device.
 #[derive(Clone, Copy, Debug)]
-pub struct Shape {
+pub struct IoShape {
     /// Name of the row.
     pub name: &'static str,
-    /// Size of a block with what the tier adds to it.
+    /// Size of a block including the tier's record header.
     pub block_bytes: u32,
-    /// Blocks asked for and not there yet: of writes as many as a node has of that length.
+    /// Blocks requested and not complete; for writes, as many as a node has of that size.
     pub in_flight: usize,
-    /// The same for the device without a tier: where it is at its best.
+    /// The same for the device without a tier: its best value.
     pub device_in_flight: usize,
-    /// Writes; reads otherwise.
+    /// Whether it writes; otherwise it reads.
     pub is_put: bool,
 }
 
-/// What is measured.
-pub const SHAPES: &[Shape] = &[
+/// The measured loads.
+pub const SHAPES: &[IoShape] = &[
     get("GET 1 MiB, 1 in flight", 1 << 20, 1),
     get("GET 1 MiB, 8 in flight", 1 << 20, 8),
     get("GET 64 KiB, 16 in flight", 64 << 10, 16),
@@ -43,13 +43,13 @@ pub const SHAPES: &[Shape] = &[
     put("PUT 64 KiB, 512 in flight (the device 32)", 64 << 10),
 ];
 
-const fn get(name: &'static str, block_bytes: u32, in_flight: usize) -> Shape {
-    Shape { name, block_bytes, in_flight, device_in_flight: in_flight, is_put: false }
+const fn get(name: &'static str, block_bytes: u32, in_flight: usize) -> IoShape {
+    IoShape { name, block_bytes, in_flight, device_in_flight: in_flight, is_put: false }
 }
 
-const fn put(name: &'static str, block_bytes: u32) -> Shape {
-    let in_flight = Depth::of(block_bytes as usize).demotions;
-    Shape { name, block_bytes, in_flight, device_in_flight: 32, is_put: true }
+const fn put(name: &'static str, block_bytes: u32) -> IoShape {
+    let in_flight = Depth::for_frames(block_bytes as usize).demotions;
+    IoShape { name, block_bytes, in_flight, device_in_flight: 32, is_put: true }
 }
 
 /// Bytes on the device, per side.
@@ -58,31 +58,31 @@ pub const STOCK_BYTES: u64 = 1 << 30;
 /// Bytes read or written per run and side.
 pub const RUN_BYTES: u64 = 512 << 20;
 
-/// Frames that differ; they are used again and again.
+/// Number of distinct frames, used repeatedly.
 const FRAMES: u64 = 64;
 
 const IDENTITY: IdentityDigest = IdentityDigest([0x5d; 16]);
 
 /// The tier, with blocks in it.
 #[derive(Debug)]
-pub struct SsdTier {
-    ssd: Ssd,
+pub struct SsdTierBench {
+    ssd: SsdTier,
     reports: UnboundedReceiver<Report>,
     arena: Arena,
     frames: Vec<(RecordHeader, Bytes)>,
-    /// Oldest first, with the number of the frame.
+    /// Stored blocks with their frame numbers, oldest first.
     stock: VecDeque<(SsdRecord, usize)>,
     stock_max: usize,
     next: usize,
-    chance: ChaCha8Rng,
+    rng: ChaCha8Rng,
 }
 
-impl SsdTier {
+impl SsdTierBench {
     /// A tier in `dir`, full of blocks of `shape`.
     ///
     /// # Errors
-    /// When the tier cannot be opened or written.
-    pub fn open(shape: &Shape, dir: &Path, stock_bytes: u64) -> anyhow::Result<Self> {
+    /// If the tier cannot be opened or written.
+    pub fn open(shape: &IoShape, dir: &Path, stock_bytes: u64) -> anyhow::Result<Self> {
         let frames: Vec<(RecordHeader, Bytes)> =
             (0..FRAMES).map(|number| frame(number, shape.block_bytes)).collect::<anyhow::Result<_>>()?;
         let frame_bytes_max = frames.first().map_or(0, |(_, frame)| frame.len());
@@ -90,7 +90,7 @@ impl SsdTier {
         let (send, reports) = unbounded_channel();
         let slots = shape.in_flight + 1 + frames.len();
         let arena = Arena::new(ArenaShape::equal(frame_bytes_max, slots, 0))?;
-        // Where a node has them.
+        // In the arena, as in a node.
         let placed = |(header, frame): (RecordHeader, Bytes)| {
             let mut slot = arena.take(frame.len(), Purpose::Load).context("no slot")?;
             slot.copy_from_slice(&frame);
@@ -102,17 +102,17 @@ impl SsdTier {
             identity: IDENTITY,
             capacity: Capacity::Blocks(blocks),
             frame_bytes_max,
-            depth: Depth::of(frame_bytes_max),
+            depth: Depth::for_frames(frame_bytes_max),
             uring: true,
             seed: 1,
             arena: Some(arena.clone()),
             faults: Arc::default(),
         };
-        let (ssd, _) = Ssd::open(&config, &send)?;
+        let (ssd, _) = SsdTier::open(&config, &send)?;
         let (stock, chance) = (VecDeque::new(), ChaCha8Rng::seed_from_u64(1));
         let stock_max = usize::try_from(blocks)?;
-        let mut tier = Self { ssd, reports, arena, frames, stock, stock_max, next: 0, chance };
-        // More than twice the stock: every segment was written once before anything is measured.
+        let mut tier = Self { ssd, reports, arena, frames, stock, stock_max, next: 0, rng: chance };
+        // More than twice the stock: every segment is written once before measuring.
         tier.put(32, blocks * 5 / 2)?;
         Ok(tier)
     }
@@ -120,18 +120,18 @@ impl SsdTier {
     /// Reads or writes `count` blocks.
     ///
     /// # Errors
-    /// When a block cannot be written, or is not what was written.
-    pub fn go(&mut self, shape: &Shape, count: u64) -> anyhow::Result<()> {
+    /// If a block cannot be written, or reads back differently.
+    pub fn run(&mut self, shape: &IoShape, count: u64) -> anyhow::Result<()> {
         if shape.is_put { self.put(shape.in_flight, count) } else { self.get(shape.in_flight, count) }
     }
 
-    fn done(&mut self) -> anyhow::Result<Done> {
+    fn next_completion(&mut self) -> anyhow::Result<SsdCompletion> {
         loop {
-            let report = self.reports.blocking_recv().context("the tier is gone")?;
-            let done = self.ssd.take_in(report);
-            // As a node does; all of it is worth being moved.
-            self.ssd.next_to_move();
-            self.ssd.go_on();
+            let report = self.reports.blocking_recv().context("the tier stopped")?;
+            let done = self.ssd.complete(report);
+            // As a node does; every block is worth a move.
+            self.ssd.next_to_relocate();
+            self.ssd.relocate_offered();
             if let Some(done) = done {
                 return Ok(done);
             }
@@ -154,8 +154,8 @@ impl SsdTier {
                     self.ssd.free(oldest);
                 }
             }
-            match self.done()? {
-                Done::Written { result, .. } => result?,
+            match self.next_completion()? {
+                SsdCompletion::Written { result, .. } => result?,
                 other => bail!("unexpected: {other:?}"),
             }
             open -= 1;
@@ -167,15 +167,15 @@ impl SsdTier {
         let (mut open, mut left) = (0, count);
         while left > 0 || open > 0 {
             while left > 0 && open < in_flight {
-                let nth = self.chance.random_range(0..self.stock.len());
-                let Some(&(record, number)) = self.stock.get(nth) else { bail!("nothing is there") };
+                let nth = self.rng.random_range(0..self.stock.len());
+                let Some(&(record, number)) = self.stock.get(nth) else { bail!("the tier is empty") };
                 let Some((header, frame)) = self.frames.get(number) else { bail!("no frames") };
                 let into = self.arena.take(frame.len(), Purpose::Load).context("no slot")?;
                 self.ssd.read(0, record, (header.hash, header.generation), into)?;
                 (open, left) = (open + 1, left - 1);
             }
-            match self.done()? {
-                Done::Read { result, .. } => ensure!(!result?.is_empty(), "nothing was read"),
+            match self.next_completion()? {
+                SsdCompletion::Read { result, .. } => ensure!(!result?.is_empty(), "an empty read"),
                 other => bail!("unexpected: {other:?}"),
             }
             open -= 1;
@@ -184,12 +184,12 @@ impl SsdTier {
     }
 }
 
-/// A frame whose payload takes a block with its header, as a node's blocks do.
+/// A frame that fills a block together with its header, as in a node.
 fn frame(number: u64, block_bytes: u32) -> anyhow::Result<(RecordHeader, Bytes)> {
     let mut hash = [0x7e; 16];
     hash[..8].copy_from_slice(&number.to_le_bytes());
     let hash = BlockHash(hash);
-    // Of whole pages with header and trailer, so that both sides move the same bytes.
+    // Whole pages with header and trailer, so that both sides move the same bytes.
     let slices = [(block_bytes - 1024) / 8; 8];
     let mut payload = vec![0u8; slices.iter().map(|bytes| *bytes as usize).sum()];
     ChaCha8Rng::seed_from_u64(number).fill(&mut payload[..]);

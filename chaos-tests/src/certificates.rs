@@ -1,16 +1,16 @@
 //! One certificate for every process of a test: the smallest set that mutual TLS accepts.
 //!
-//! Not here: certificates of a cluster that lives longer than a test (the command line makes those).
+//! Not here: certificates of a cluster that outlives a test (the command line creates those).
 
 use std::path::Path;
 
-use kvfleet_proto::tls::{ROUTER_NAME, SERVER_NAME, TlsFiles};
+use kvfleet_net::tls::{ROUTER_NAME, SERVER_NAME, TlsFiles};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
-/// Writes an authority and one certificate under it into `folder`.
+/// Writes an authority and one certificate signed by it into `folder`.
 ///
 /// # Errors
-/// When a key cannot be made or a file not written.
+/// If key generation or a file write fails.
 pub fn make(folder: &Path) -> Result<TlsFiles, Box<dyn std::error::Error>> {
     let authority_key = KeyPair::generate()?;
     let mut authority = CertificateParams::new(Vec::new())?;
@@ -18,7 +18,7 @@ pub fn make(folder: &Path) -> Result<TlsFiles, Box<dyn std::error::Error>> {
     let authority_pem = authority.self_signed(&authority_key)?.pem();
     let issuer = Issuer::new(authority, authority_key);
     let key = KeyPair::generate()?;
-    // Routers are among them, and nodes obey those alone.
+    // Routers use it too, and nodes only accept directives from routers.
     let names = vec![SERVER_NAME.to_owned(), ROUTER_NAME.to_owned()];
     let certificate = CertificateParams::new(names)?.signed_by(&key, &issuer)?;
     let files =

@@ -1,51 +1,51 @@
-//! Three routers as processes: started, killed without warning, started again on the same data.
+//! Three routers as processes: started, killed abruptly, and restarted on the same data.
 //!
-//! Not here: when any of this happens (`workload.rs` says) and what must hold (`invariants/`).
+//! Not here: the schedule of faults (`workload.rs`) and the properties (`invariants/`).
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
+use kvfleet_net::tls::{Identity, TlsFiles, provider};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_proto::tls::{Identity, TlsFiles, provider};
 use kvfleet_router::{RouterConfig, TlsConfig, VoterConfig};
 use tempfile::TempDir;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::certificates;
-use crate::ports::unused_address;
+use kvfleet_testkit::ports::unused_address;
 
-/// Routers of a cluster: the smallest number of which one may die.
+/// Routers of a cluster: the smallest number that tolerates one failure.
 pub const ROUTERS_COUNT: usize = 3;
 
-/// Shards of the index. Each stand-in node speaks to one of them.
+/// Shards of the index. Each fake node announces to one of them.
 pub const SHARDS_COUNT: u16 = 2;
 
-/// Longest a call may take: an election and a disk on a busy machine, with room.
+/// Call timeout: an election and a slow disk on a busy machine, with a margin.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Anything that keeps a suite from running; what it finds is not among these.
-pub type Trouble = Box<dyn std::error::Error + Send + Sync>;
+/// A failure of the suite itself; violated invariants are reported separately.
+pub type SuiteError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Client of one router.
 pub type Client = RouterClient<Channel>;
 
-/// The addresses of the routers and how to speak with them. Cheap to clone; knows nothing of processes.
+/// Clients of all routers. Cheap to clone; independent of the processes.
 #[derive(Clone)]
-pub struct Contacts {
+pub struct RouterClients {
     clients: Vec<Client>,
 }
 
-impl Contacts {
+impl RouterClients {
     /// Client of the router at this position.
     #[must_use]
     pub fn client(&self, position: usize) -> Client {
         self.clients[position % self.clients.len()].clone()
     }
 
-    /// How many routers there are.
+    /// Number of routers.
     #[must_use]
     pub fn count(&self) -> usize {
         self.clients.len()
@@ -57,7 +57,7 @@ impl Contacts {
         answer.ok().map(tonic::Response::into_inner)
     }
 
-    /// Position of the router that says of itself that it leads, if one does.
+    /// Position of the router that reports itself as leader, if any.
     pub async fn leader(&self) -> Option<usize> {
         for position in 0..self.clients.len() {
             if self.status(position).await.is_some_and(|status| status.leader == status.router) {
@@ -75,23 +75,23 @@ pub struct Cluster {
     tls: TlsFiles,
     addresses: Vec<String>,
     processes: Vec<Option<Child>>,
-    contacts: Contacts,
+    router_clients: RouterClients,
 }
 
 impl Cluster {
-    /// Makes certificates and configurations, and starts every router with the given program.
+    /// Creates certificates and configurations, and starts every router with the given program.
     ///
     /// # Errors
-    /// When a router does not come up.
-    pub fn start(program: &Path) -> Result<Cluster, Trouble> {
+    /// If a router does not start.
+    pub fn start(program: &Path) -> Result<Cluster, SuiteError> {
         Cluster::start_with(program, |_| {})
     }
 
-    /// The same, with configurations changed before they are written.
+    /// Like [`Cluster::start`], with a change applied to each configuration.
     ///
     /// # Errors
-    /// When a router does not come up.
-    pub fn start_with(program: &Path, change: impl Fn(&mut RouterConfig)) -> Result<Cluster, Trouble> {
+    /// If a router does not start.
+    pub fn start_with(program: &Path, change: impl Fn(&mut RouterConfig)) -> Result<Cluster, SuiteError> {
         let folder = tempfile::tempdir()?;
         let tls = certificates::make(folder.path()).map_err(|error| error.to_string())?;
         let addresses: Vec<String> = (0..ROUTERS_COUNT).map(|_| unused_address()).collect();
@@ -100,22 +100,31 @@ impl Cluster {
             change(&mut config);
             std::fs::write(config_path(folder.path(), position), toml::to_string(&config)?)?;
         }
-        let contacts = contacts(&addresses, &tls)?;
+        let contacts = router_clients(&addresses, &tls)?;
         let processes = (0..ROUTERS_COUNT).map(|_| None).collect();
-        let mut cluster =
-            Cluster { program: program.to_owned(), folder, tls, addresses, processes, contacts };
+        let mut cluster = Cluster {
+            program: program.to_owned(),
+            folder,
+            tls,
+            addresses,
+            processes,
+            router_clients: contacts,
+        };
         for position in 0..ROUTERS_COUNT {
             cluster.start_router(position)?;
         }
         Ok(cluster)
     }
 
-    /// Starts one more router, which belongs to no cluster yet and waits to be added. Its number is one above
-    /// the highest; gives number and address.
+    /// Starts one more router that belongs to no cluster yet and waits to be added. Its number is
+    /// one above the highest. Returns its number and address.
     ///
     /// # Errors
-    /// When it does not come up.
-    pub fn start_joiner(&mut self, change: impl Fn(&mut RouterConfig)) -> Result<(u64, String), Trouble> {
+    /// If it does not start.
+    pub fn start_unjoined_router(
+        &mut self,
+        change: impl Fn(&mut RouterConfig),
+    ) -> Result<(u64, String), SuiteError> {
         let position = self.processes.len();
         let mut addresses = self.addresses.clone();
         addresses.push(unused_address());
@@ -123,25 +132,25 @@ impl Cluster {
         (config.join, config.voters, config.advertise) = (true, Vec::new(), addresses[position].clone());
         change(&mut config);
         std::fs::write(config_path(self.folder.path(), position), toml::to_string(&config)?)?;
-        self.contacts = contacts(&addresses, &self.tls)?;
+        self.router_clients = router_clients(&addresses, &self.tls)?;
         self.addresses = addresses;
         self.processes.push(None);
         self.start_router(position)?;
         Ok((config.id, self.addresses[position].clone()))
     }
 
-    /// Where the router at this position keeps its data.
+    /// Data directory of the router at this position.
     #[must_use]
     pub fn data_dir(&self, position: usize) -> PathBuf {
         data_dir(self.folder.path(), position)
     }
 
-    /// Makes a router that does not run one that belongs to no cluster: its data is moved away, and when it is
-    /// started again it waits to be added. Gives where its data is now.
+    /// Detaches a stopped router from the cluster: moves its data away, so that it waits to be
+    /// added after a restart. Returns the new path of its data.
     ///
     /// # Errors
-    /// When the system refuses.
-    pub fn empty_router(&mut self, position: usize) -> Result<PathBuf, Trouble> {
+    /// If a file operation fails.
+    pub fn detach_router(&mut self, position: usize) -> Result<PathBuf, SuiteError> {
         let away = self.folder.path().join(format!("away-{position}"));
         std::fs::rename(self.data_dir(position), &away)?;
         let path = config_path(self.folder.path(), position);
@@ -151,24 +160,24 @@ impl Cluster {
         Ok(away)
     }
 
-    /// Where the routers are, by position.
+    /// Addresses of the routers, by position.
     #[must_use]
     pub fn addresses(&self) -> &[String] {
         &self.addresses
     }
 
-    /// The identity of the suite towards the routers.
+    /// The TLS identity of the suite.
     ///
     /// # Errors
-    /// When the certificates cannot be read.
-    pub fn identity(&self) -> Result<Identity, Trouble> {
+    /// If the certificates cannot be read.
+    pub fn identity(&self) -> Result<Identity, SuiteError> {
         Ok(self.tls.load()?)
     }
 
-    /// How to speak with the routers.
+    /// Clients of the routers.
     #[must_use]
-    pub fn contacts(&self) -> Contacts {
-        self.contacts.clone()
+    pub fn router_clients(&self) -> RouterClients {
+        self.router_clients.clone()
     }
 
     /// Whether the router at this position runs.
@@ -177,13 +186,13 @@ impl Cluster {
         self.processes[position].is_some()
     }
 
-    /// Process ids of the routers that run.
+    /// Process ids of the running routers.
     #[must_use]
     pub fn process_ids(&self) -> Vec<u32> {
         self.processes.iter().flatten().map(Child::id).collect()
     }
 
-    /// How many routers run.
+    /// Number of running routers.
     #[must_use]
     pub fn running(&self) -> usize {
         self.processes.iter().flatten().count()
@@ -192,8 +201,8 @@ impl Cluster {
     /// Ends a router's process with SIGKILL.
     ///
     /// # Errors
-    /// When the system refuses.
-    pub fn kill(&mut self, position: usize) -> Result<(), Trouble> {
+    /// If the system refuses.
+    pub fn kill(&mut self, position: usize) -> Result<(), SuiteError> {
         if let Some(mut process) = self.processes[position].take() {
             process.kill()?;
             process.wait()?;
@@ -201,16 +210,16 @@ impl Cluster {
         Ok(())
     }
 
-    /// Starts a router on the data it had. Does nothing when it runs.
+    /// Starts a router on its existing data. Has no effect if it runs.
     ///
     /// # Errors
-    /// When it does not come up.
-    pub fn start_router(&mut self, position: usize) -> Result<(), Trouble> {
+    /// If it does not start.
+    pub fn start_router(&mut self, position: usize) -> Result<(), SuiteError> {
         if self.is_running(position) {
             return Ok(());
         }
         let mut command = Command::new(&self.program);
-        // The command line, where its own program is given; else one that only runs routers.
+        // `program` is the full command line, or a program that only runs routers.
         if self.program.file_stem().is_some_and(|name| name == "kvfleet") {
             command.args(["router", "--log", "error", "--metrics-listen", "", "--config"]);
         }
@@ -218,27 +227,31 @@ impl Cluster {
         self.run(position, command)
     }
 
-    /// Makes a router forget: log and snapshots of it are gone, as of an index that is kept in memory.
+    /// Deletes a stopped router's log and snapshots, as if its index had only been in memory.
     ///
     /// # Errors
-    /// When it still runs, or its files cannot be removed.
-    pub fn forget(&self, position: usize) -> Result<(), Trouble> {
+    /// If it still runs, or its files cannot be removed.
+    pub fn delete_router_data(&self, position: usize) -> Result<(), SuiteError> {
         if self.is_running(position) {
             return Err(format!("router {position} runs: kill it first").into());
         }
         Ok(std::fs::remove_dir_all(data_dir(self.folder.path(), position))?)
     }
 
-    /// Starts a router whose disk is nearly full: no file of it may pass so many bytes, which a write beyond
-    /// them meets as an error and not as a signal. Does nothing when it runs.
+    /// Starts a router with a nearly full disk: no file may exceed this size, and writes beyond it
+    /// fail with an error instead of a signal. Has no effect if it runs.
     ///
     /// # Errors
-    /// When it does not come up.
-    pub fn start_router_on_a_full_disk(&mut self, position: usize, file_bytes: u64) -> Result<(), Trouble> {
+    /// If it does not start.
+    pub fn start_router_on_a_full_disk(
+        &mut self,
+        position: usize,
+        file_bytes: u64,
+    ) -> Result<(), SuiteError> {
         if self.is_running(position) {
             return Ok(());
         }
-        /// What `ulimit -f` counts in.
+        /// Unit of `ulimit -f`.
         const UNIT_BYTES: u64 = 512;
         let units = file_bytes / UNIT_BYTES;
         let mut command = Command::new("sh");
@@ -249,9 +262,9 @@ impl Cluster {
         self.run(position, command)
     }
 
-    fn run(&mut self, position: usize, mut command: Command) -> Result<(), Trouble> {
+    fn run(&mut self, position: usize, mut command: Command) -> Result<(), SuiteError> {
         let mut process = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
-        let output = process.stdout.take().ok_or("a router has no output")?;
+        let output = process.stdout.take().ok_or("the output of a router is not available")?;
         let mut line = String::new();
         BufReader::new(output).read_line(&mut line)?;
         if !line.to_ascii_lowercase().starts_with("ready") {
@@ -289,20 +302,20 @@ fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) 
         voters: voters.collect(),
         data_dir: data_dir(folder, position),
         tls: TlsConfig { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() },
-        // Small, so that snapshots and purged logs happen within a test.
+        // Small, so that snapshots and log purges happen within a test.
         snapshot_every_entries: 100,
         ..RouterConfig::default()
     }
 }
 
-fn contacts(addresses: &[String], tls: &TlsFiles) -> Result<Contacts, Trouble> {
+fn router_clients(addresses: &[String], tls: &TlsFiles) -> Result<RouterClients, SuiteError> {
     drop(provider());
     let identity: Identity = tls.load()?;
-    let client = |address: &String| -> Result<Client, Trouble> {
+    let client = |address: &String| -> Result<Client, SuiteError> {
         let endpoint = Endpoint::from_shared(format!("https://{address}"))?
             .tls_config(identity.client_tls())?
             .connect_timeout(CALL_TIMEOUT);
         Ok(RouterClient::new(endpoint.connect_lazy()))
     };
-    Ok(Contacts { clients: addresses.iter().map(client).collect::<Result<_, _>>()? })
+    Ok(RouterClients { clients: addresses.iter().map(client).collect::<Result<_, _>>()? })
 }

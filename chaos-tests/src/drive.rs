@@ -1,6 +1,6 @@
-//! Carries out a plan against a cluster, heals it, and holds every invariant against what it says.
+//! Executes a plan against a cluster, heals the cluster, and checks every invariant.
 //!
-//! Not here: the plan (`workload.rs`), the properties (`invariants/`).
+//! Not here: the plan (`workload.rs`) and the properties (`invariants/`).
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,27 +12,29 @@ use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{sleep, timeout};
 
-use crate::cluster::{CALL_TIMEOUT, Cluster, Contacts, ROUTERS_COUNT, Trouble};
-use crate::invariants::{announces_kept, epochs_grow, fenced_stay_silent, pins_kept, replicas_agree};
-use crate::oracle::{Acknowledged, Answer, Oracle, PinFact, Standing};
-use crate::pins::{self, until_one_does};
-use crate::speaker::{Order, Speaker};
+use crate::cluster::{CALL_TIMEOUT, Cluster, ROUTERS_COUNT, RouterClients, SuiteError};
+use crate::fake_node::{FakeNode, NodeCommand};
+use crate::invariants::{
+    announcements_are_kept, epochs_grow, fenced_stay_silent, pins_are_kept, replicas_agree,
+};
+use crate::oracle::{AcknowledgedState, HolderAnswer, Oracle, PinFact, ReplicaStatus};
+use crate::pins::{self, call_any_router};
 use crate::workload::{CHAINS_COUNT, NODES_COUNT, Step, chain, shard_of_node};
 
-/// How long a cluster with all routers running may take to do what it must.
+/// Time limit for a cluster with all routers running.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Between two looks at a condition.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Interval between checks of a condition.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// What a run amounted to, so that a suite can see that it did something.
+/// Counts of a run, so that a suite can verify that it was not trivial.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct RunReport {
     /// Router processes killed.
     pub kills: u32,
-    /// Batches that were acknowledged, as far as numbers say.
+    /// Acknowledged batches, by their numbers.
     pub batches: u64,
-    /// Epochs given out.
+    /// Epochs assigned.
     pub epochs: usize,
     /// Blocks compared at the end.
     pub blocks_compared: u64,
@@ -41,76 +43,83 @@ pub struct Tally {
 /// Runs a plan to its end.
 ///
 /// # Errors
-/// With the first invariant that does not hold, or what kept the run from ending.
-pub async fn run(program: &Path, plan: &[Step]) -> Result<Tally, Trouble> {
+/// The first violated invariant, or a failure of the run itself.
+pub async fn run(program: &Path, plan: &[Step]) -> Result<RunReport, SuiteError> {
     let cluster = Cluster::start(program)?;
-    let contacts = cluster.contacts();
+    let contacts = cluster.router_clients();
     let oracle = Arc::new(Mutex::new(Oracle::default()));
-    let start = |node| (node, Speaker::start(node, contacts.clone(), Arc::clone(&oracle)));
+    let start = |node| (node, FakeNode::start(node, contacts.clone(), Arc::clone(&oracle)));
     let speakers = (1..=NODES_COUNT).map(start).collect();
-    let mut drive = Drive { cluster, contacts, oracle, speakers, tally: Tally::default() };
+    let mut drive = PlanRunner {
+        cluster,
+        router_clients: contacts,
+        oracle,
+        fake_nodes: speakers,
+        report: RunReport::default(),
+    };
     for (position, step) in plan.iter().enumerate() {
         drive.step(step).await.map_err(|error| format!("step {position} {step:?}: {error}"))?;
     }
-    drive.heal_and_judge().await?;
-    Ok(drive.tally)
+    drive.heal_and_check().await?;
+    Ok(drive.report)
 }
 
-struct Drive {
+struct PlanRunner {
     cluster: Cluster,
-    contacts: Contacts,
+    router_clients: RouterClients,
     oracle: Arc<Mutex<Oracle>>,
-    speakers: BTreeMap<u32, mpsc::Sender<Order>>,
-    tally: Tally,
+    fake_nodes: BTreeMap<u32, mpsc::Sender<NodeCommand>>,
+    report: RunReport,
 }
 
-impl Drive {
-    async fn step(&mut self, step: &Step) -> Result<(), Trouble> {
+impl PlanRunner {
+    async fn step(&mut self, step: &Step) -> Result<(), SuiteError> {
         match step {
-            Step::Hold { node, wanted } => self.order(*node, Order::Hold(wanted.clone())).await,
-            Step::SkipNumber { node } => self.order(*node, Order::SkipNumber).await,
-            Step::RestartNode { node } => self.order(*node, Order::Restart).await,
-            Step::Silence { node } => self.order(*node, Order::Silence).await,
-            Step::Wake { node } => self.order(*node, Order::Wake).await,
+            Step::Hold { node, wanted } => self.order(*node, NodeCommand::Hold(wanted.clone())).await,
+            Step::SkipNumber { node } => self.order(*node, NodeCommand::SkipNumber).await,
+            Step::RestartNode { node } => self.order(*node, NodeCommand::Restart).await,
+            Step::Silence { node } => self.order(*node, NodeCommand::Silence).await,
+            Step::Wake { node } => self.order(*node, NodeCommand::Wake).await,
             Step::Pin { pin, chain } => self.pin(*pin, *chain).await,
             Step::Unpin { pin } => self.unpin(*pin).await,
-            Step::KillLeader => match self.contacts.leader().await {
+            Step::KillLeader => match self.router_clients.leader().await {
                 Some(position) => self.kill(position),
                 None => Ok(()),
             },
             Step::KillRouter { router } => self.kill(*router),
             Step::KillAll => self.kill_all(),
             Step::RestartRouters => self.restart(),
-            Step::Look => self.look().await,
+            Step::CheckStatus => self.check_status().await,
         }
     }
 
-    async fn order(&self, node: u32, order: Order) -> Result<(), Trouble> {
-        let sent = timeout(PATIENCE, self.speakers[&node].send(order)).await;
+    async fn order(&self, node: u32, order: NodeCommand) -> Result<(), SuiteError> {
+        let sent = timeout(PATIENCE, self.fake_nodes[&node].send(order)).await;
         sent.map_err(|_| format!("node {node} got no batch acknowledged for {PATIENCE:?}"))?
             .map_err(|_| format!("node {node} ended").into())
     }
 
-    /// Kills one router; a cluster that lacks one already gets it back first, so that a majority stays.
-    fn kill(&mut self, position: usize) -> Result<(), Trouble> {
+    /// Kills one router. A router that is already down is restarted first, so that a majority
+    /// remains.
+    fn kill(&mut self, position: usize) -> Result<(), SuiteError> {
         self.restart()?;
-        self.tally.kills += 1;
+        self.report.kills += 1;
         self.cluster.kill(position)
     }
 
-    fn kill_all(&mut self) -> Result<(), Trouble> {
+    fn kill_all(&mut self) -> Result<(), SuiteError> {
         for position in 0..ROUTERS_COUNT {
-            self.tally.kills += u32::from(self.cluster.is_running(position));
+            self.report.kills += u32::from(self.cluster.is_running(position));
             self.cluster.kill(position)?;
         }
         self.restart()
     }
 
-    fn restart(&mut self) -> Result<(), Trouble> {
+    fn restart(&mut self) -> Result<(), SuiteError> {
         (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.start_router(position))
     }
 
-    async fn pin(&mut self, pin: u64, number: u32) -> Result<(), Trouble> {
+    async fn pin(&mut self, pin: u64, number: u32) -> Result<(), SuiteError> {
         let fact = PinFact { owner: format!("owner-{pin}"), blocks: chain(number) };
         let request = pb::PinRequest {
             pin,
@@ -118,7 +127,7 @@ impl Drive {
             blocks: convert::hashes_to_bytes(&fact.blocks),
             ..pb::PinRequest::default()
         };
-        until_one_does(&self.contacts, |mut client| {
+        call_any_router(&self.router_clients, |mut client| {
             let request = request.clone();
             async move { client.pin(request).await.map(drop) }
         })
@@ -127,9 +136,9 @@ impl Drive {
         Ok(())
     }
 
-    async fn unpin(&mut self, pin: u64) -> Result<(), Trouble> {
+    async fn unpin(&mut self, pin: u64) -> Result<(), SuiteError> {
         let request = pb::UnpinRequest { pin, owner: format!("owner-{pin}") };
-        until_one_does(&self.contacts, |mut client| {
+        call_any_router(&self.router_clients, |mut client| {
             let request = request.clone();
             async move { client.unpin(request).await.map(drop) }
         })
@@ -138,44 +147,44 @@ impl Drive {
         Ok(())
     }
 
-    /// Notes where every router stands.
-    async fn look(&self) -> Result<(), Trouble> {
+    /// Records the status of every router.
+    async fn check_status(&self) -> Result<(), SuiteError> {
         for position in 0..ROUTERS_COUNT {
-            if let Some(status) = self.contacts.status(position).await {
+            if let Some(status) = self.router_clients.status(position).await {
                 let router = status.router;
                 let standing = |group: pb::GroupStatus| {
                     let pb::GroupStatus { group, applied_index: applied, digest, .. } = group;
-                    Standing { router, group, applied, digest }
+                    ReplicaStatus { router, group, applied, digest }
                 };
-                self.oracle.lock().standings.extend(status.groups.into_iter().map(standing));
+                self.oracle.lock().statuses.extend(status.groups.into_iter().map(standing));
             }
         }
-        Ok(replicas_agree::check(&self.oracle.lock().standings)?)
+        Ok(replicas_agree::check(&self.oracle.lock().statuses)?)
     }
 
-    /// Faults stop here: the cluster must come back, and then everything acknowledged must be there.
-    async fn heal_and_judge(&mut self) -> Result<(), Trouble> {
+    /// Ends the faults: the cluster must recover, and everything acknowledged must be present.
+    async fn heal_and_check(&mut self) -> Result<(), SuiteError> {
         self.restart()?;
         let live = self.settle().await?;
         self.wait_until_fenced(&live).await?;
-        self.wait_until_level().await?;
-        self.judge_holders(&live).await?;
-        self.judge_pins().await?;
-        self.wait_until_level().await?;
+        self.wait_until_caught_up().await?;
+        self.check_holders(&live).await?;
+        self.check_pins().await?;
+        self.wait_until_caught_up().await?;
         let oracle = self.oracle.lock();
         epochs_grow::check(&oracle)?;
-        replicas_agree::check(&oracle.standings)?;
-        self.tally.batches = oracle.nodes.values().map(|fact| fact.seq).sum();
-        self.tally.epochs = oracle.epochs.values().map(Vec::len).sum();
+        replicas_agree::check(&oracle.statuses)?;
+        self.report.batches = oracle.nodes.values().map(|fact| fact.seq).sum();
+        self.report.epochs = oracle.epochs.values().map(Vec::len).sum();
         Ok(())
     }
 
-    /// Waits until every stand-in node has nothing under way; answers which of them speak.
-    async fn settle(&self) -> Result<Vec<u32>, Trouble> {
+    /// Waits until every fake node has no batch in flight. Returns the live ones.
+    async fn settle(&self) -> Result<Vec<u32>, SuiteError> {
         let mut live = Vec::new();
-        for &node in self.speakers.keys() {
+        for &node in self.fake_nodes.keys() {
             let (answer, settled) = oneshot::channel();
-            self.order(node, Order::Settle(answer)).await?;
+            self.order(node, NodeCommand::Settle(answer)).await?;
             let speaks =
                 timeout(PATIENCE, settled).await.map_err(|_| format!("node {node} does not settle"))??;
             live.extend(speaks.then_some(node));
@@ -183,13 +192,13 @@ impl Drive {
         Ok(live)
     }
 
-    /// Waits until every router knows that the silent nodes are gone.
-    async fn wait_until_fenced(&self, live: &[u32]) -> Result<(), Trouble> {
+    /// Waits until every router has fenced the silent nodes.
+    async fn wait_until_fenced(&self, live: &[u32]) -> Result<(), SuiteError> {
         let deadline = Instant::now() + PATIENCE;
         for position in 0..ROUTERS_COUNT {
             loop {
                 let nodes =
-                    self.contacts.status(position).await.map(|status| status.nodes).unwrap_or_default();
+                    self.router_clients.status(position).await.map(|status| status.nodes).unwrap_or_default();
                 let known = |node: &u32| nodes.iter().any(|status| status.node == *node && status.live);
                 let silent =
                     |status: &&pb::NodeStatus| status.node <= NODES_COUNT && !live.contains(&status.node);
@@ -197,15 +206,15 @@ impl Drive {
                 {
                     break;
                 }
-                give_up_after(deadline, "silent nodes are not fenced everywhere, or live ones are").await?;
+                retry_until(deadline, "silent nodes are not fenced everywhere, or live ones are").await?;
             }
         }
         Ok(())
     }
 
-    /// Compares every chain on every router with what was acknowledged. A node that a stalled machine let
-    /// fall silent meanwhile joins again; then the comparison starts over.
-    async fn judge_holders(&mut self, live: &[u32]) -> Result<(), Trouble> {
+    /// Compares every chain on every router with the acknowledged state. If a stalled machine got a
+    /// node fenced meanwhile, the node joins again and the comparison restarts.
+    async fn check_holders(&mut self, live: &[u32]) -> Result<(), SuiteError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let before = self.facts(live);
@@ -214,80 +223,82 @@ impl Drive {
                 let epochs = before.iter().map(|(node, fact)| (*node, fact.epoch)).collect();
                 for answer in &answers {
                     fenced_stay_silent::check(&epochs, answer)?;
-                    before.iter().try_for_each(|(node, fact)| announces_kept::check(*node, fact, answer))?;
-                    self.tally.blocks_compared +=
+                    before
+                        .iter()
+                        .try_for_each(|(node, fact)| announcements_are_kept::check(*node, fact, answer))?;
+                    self.report.blocks_compared +=
                         answer.holders.values().map(|len| u64::from(*len)).sum::<u64>();
                 }
                 return Ok(());
             }
-            give_up_after(deadline, "routers do not answer lookups").await?;
+            retry_until(deadline, "routers do not answer lookups").await?;
             self.settle().await?;
         }
     }
 
-    fn facts(&self, live: &[u32]) -> BTreeMap<u32, Acknowledged> {
+    fn facts(&self, live: &[u32]) -> BTreeMap<u32, AcknowledgedState> {
         let oracle = self.oracle.lock();
         let facts = oracle.nodes.iter().filter(|(node, _)| live.contains(node));
         facts.map(|(node, fact)| (*node, fact.clone())).collect()
     }
 
-    /// What every router says of every chain once it has seen everything acknowledged.
-    async fn answers(&self, facts: &BTreeMap<u32, Acknowledged>) -> Option<Vec<Answer>> {
-        let seen = |(node, fact): (&u32, &Acknowledged)| {
+    /// Each router's answer for each chain, after it has applied everything acknowledged.
+    async fn answers(&self, facts: &BTreeMap<u32, AcknowledgedState>) -> Option<Vec<HolderAnswer>> {
+        let seen = |(node, fact): (&u32, &AcknowledgedState)| {
             let shard = shard_of_node(*node).into();
-            pb::Seen { node: *node, epoch: fact.epoch, seq: fact.seq, shard }
+            pb::AnnouncePosition { node: *node, epoch: fact.epoch, seq: fact.seq, shard }
         };
-        let after: Vec<pb::Seen> = facts.iter().map(seen).collect();
+        let after: Vec<pb::AnnouncePosition> = facts.iter().map(seen).collect();
         let mut answers = Vec::new();
         for router in 0..ROUTERS_COUNT {
             for number in 0..CHAINS_COUNT {
                 let hashes = convert::hashes_to_bytes(&chain(number));
                 let request = pb::LookupRequest { hashes, after: after.clone(), fresh: false };
-                let reply = self.contacts.client(router).lookup(request).await.ok()?.into_inner();
-                answers.push(Answer { router, chain: number, holders: shares(&reply.runs) });
+                let reply = self.router_clients.client(router).lookup(request).await.ok()?.into_inner();
+                answers.push(HolderAnswer { router, chain: number, holders: leading_blocks(&reply.runs) });
             }
         }
         Some(answers)
     }
 
-    /// Asks for the pins as a joining node is told them, until they are right or patience ends: a leader
-    /// tells nodes of a pin a moment after it is committed.
-    async fn judge_pins(&self) -> Result<(), Trouble> {
+    /// Reads the pins as a joining node receives them, until they match or time is up: a leader
+    /// distributes a pin shortly after its commit.
+    async fn check_pins(&self) -> Result<(), SuiteError> {
         let deadline = Instant::now() + CALL_TIMEOUT;
         loop {
-            let told = pins::told(&self.contacts, &self.oracle).await?;
-            let verdict = pins_kept::check(&self.oracle.lock().pins, &told);
+            let told = pins::announced_pins(&self.router_clients, &self.oracle).await?;
+            let verdict = pins_are_kept::check(&self.oracle.lock().pins, &told);
             if verdict.is_ok() || Instant::now() > deadline {
                 return Ok(verdict?);
             }
-            sleep(LOOK_EVERY).await;
+            sleep(POLL_INTERVAL).await;
         }
     }
 
-    /// Waits until all routers have applied the same entry, and notes their digests there.
-    async fn wait_until_level(&self) -> Result<(), Trouble> {
+    /// Waits until all routers have applied the same entry, and records their digests there.
+    async fn wait_until_caught_up(&self) -> Result<(), SuiteError> {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let mut applied = Vec::new();
             for position in 0..ROUTERS_COUNT {
-                let status = self.contacts.status(position).await;
+                let status = self.router_clients.status(position).await;
                 applied.extend(
                     status.map(|status| {
                         status.groups.iter().map(|group| group.applied_index).collect::<Vec<_>>()
                     }),
                 );
             }
-            self.look().await?;
+            self.check_status().await?;
             if applied.len() == ROUTERS_COUNT && applied.windows(2).all(|pair| pair[0] == pair[1]) {
                 return Ok(());
             }
-            give_up_after(deadline, "routers do not reach the same entry").await?;
+            retry_until(deadline, "routers did not reach the same entry").await?;
         }
     }
 }
 
-/// Blocks from the first one on that each holder has.
-fn shares(runs: &[pb::HolderRun]) -> BTreeMap<(u32, u64), u32> {
+/// Number of leading blocks that each holder has.
+fn leading_blocks(runs: &[pb::HolderRun]) -> BTreeMap<(u32, u64), u32> {
     let mut shares = BTreeMap::new();
     for run in runs {
         for holder in &run.holders {
@@ -301,11 +312,11 @@ fn shares(runs: &[pb::HolderRun]) -> BTreeMap<(u32, u64), u32> {
     shares
 }
 
-async fn give_up_after(deadline: Instant, what: &str) -> Result<(), Trouble> {
+async fn retry_until(deadline: Instant, what: &str) -> Result<(), SuiteError> {
     if Instant::now() > deadline {
         return Err(format!("{what} after {PATIENCE:?}").into());
     }
-    sleep(LOOK_EVERY).await;
+    sleep(POLL_INTERVAL).await;
     Ok(())
 }
 
@@ -314,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn shares_count_from_the_first_block_without_a_gap() {
+    fn leading_blocks_count_from_the_first_block_without_a_gap() {
         let holder = |node| pb::Holder { node, epoch: 1, ..pb::Holder::default() };
         let run = |start_blocks, len_blocks, holders: &[u32]| pb::HolderRun {
             start_blocks,
@@ -322,7 +333,7 @@ mod tests {
             holders: holders.iter().map(|node| holder(*node)).collect(),
             ..Default::default()
         };
-        let shares = shares(&[run(0, 4, &[1, 2]), run(4, 2, &[1]), run(6, 3, &[1, 2, 3])]);
+        let shares = leading_blocks(&[run(0, 4, &[1, 2]), run(4, 2, &[1]), run(6, 3, &[1, 2, 3])]);
         assert_eq!(shares, BTreeMap::from([((1, 1), 9), ((2, 1), 4)]));
     }
 }

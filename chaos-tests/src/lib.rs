@@ -1,8 +1,9 @@
-//! Suites that kill things on purpose, and what must be true whatever they kill.
+//! Fault-injection suites: they kill processes and check invariants.
 //!
-//! A seed gives a plan ([`workload`]); the plan runs against real router processes ([`cluster`]) with
-//! stand-in nodes that only announce ([`speaker`]); every acknowledged fact goes to the [`oracle`]; the
-//! [`invariants`] compare it with what the routers say. Not here: tests of one crate alone.
+//! A seed gives a plan ([`workload`]). The plan runs against real router processes ([`cluster`])
+//! with fake nodes that only announce ([`fake_node`]). Every acknowledged fact goes to the
+//! [`oracle`], and the [`invariants`] compare it with the routers' answers. Not here: tests of a
+//! single crate.
 
 pub mod certificates;
 pub mod cluster;
@@ -11,9 +12,8 @@ pub mod drive;
 pub mod invariants;
 pub mod oracle;
 pub mod pins;
-#[path = "../../router/tests/cluster/ports.rs"]
-pub mod ports;
+
+pub mod fake_node;
 pub mod seed;
-pub mod speaker;
 pub mod waiting;
 pub mod workload;

@@ -1,6 +1,7 @@
-//! Calls that need a leader, made on whichever router takes them, and the pins that a joining node is told.
+//! Calls that need a leader, made on any router that accepts them, and the pins sent to a joining
+//! node.
 //!
-//! Not here: what must hold of pins (`invariants/pins_kept.rs`).
+//! Not here: the properties of pins (`invariants/pins_are_kept.rs`).
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,23 +11,23 @@ use kvfleet_proto::{convert, pb};
 use parking_lot::Mutex;
 use tokio::time::{sleep, timeout};
 
-use crate::cluster::{CALL_TIMEOUT, Client, Contacts, Trouble};
+use crate::cluster::{CALL_TIMEOUT, Client, RouterClients, SuiteError};
 use crate::oracle::Oracle;
 
-/// Node number that only asks for directives.
+/// Node number that is only used to read directives.
 pub const PROBE: u32 = 1_000;
 
-/// How long a cluster with a majority may take to do what it must.
+/// Time limit for a cluster with a majority.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Between two tries.
+/// Pause between attempts.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Tries a call on one router after the other until one takes it.
+/// Tries a call on one router after the other until one accepts it.
 ///
 /// # Errors
-/// At once when the call is not permitted, whoever is asked; otherwise when none takes it for a minute.
-pub async fn until_one_does<Call, Answer>(contacts: &Contacts, call: Call) -> Result<(), Trouble>
+/// At once if the call is not permitted; otherwise if no router accepts it within a minute.
+pub async fn call_any_router<Call, Answer>(contacts: &RouterClients, call: Call) -> Result<(), SuiteError>
 where
     Call: Fn(Client) -> Answer,
     Answer: Future<Output = Result<(), tonic::Status>>,
@@ -45,14 +46,14 @@ where
     Ok(())
 }
 
-/// The pins in force, as a node that joins is told them. The epoch it costs goes to the oracle.
+/// The pins in force, as sent to a joining node. The oracle records the epoch used by this join.
 ///
 /// # Errors
-/// When no router answers, or one tells of blocks that are none.
-pub async fn told(
-    contacts: &Contacts,
+/// If no router answers, or a router sends invalid hashes.
+pub async fn announced_pins(
+    contacts: &RouterClients,
     oracle: &Mutex<Oracle>,
-) -> Result<BTreeMap<u64, Vec<BlockHash>>, Trouble> {
+) -> Result<BTreeMap<u64, Vec<BlockHash>>, SuiteError> {
     let request = pb::JoinRequest {
         node: PROBE,
         data_address: "127.0.0.1:1".into(),
@@ -63,7 +64,7 @@ pub async fn told(
         ..pb::JoinRequest::default()
     };
     let told = Mutex::new(None);
-    until_one_does(contacts, |mut client| {
+    call_any_router(contacts, |mut client| {
         let (request, told) = (request.clone(), &told);
         async move {
             let reply = client.join(request).await?.into_inner();

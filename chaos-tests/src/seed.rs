@@ -1,18 +1,18 @@
-//! The number that brings a run back: from `KVFLEET_SEED`, or fresh and printed.
+//! Seed of a run: from `KVFLEET_SEED`, or fresh and printed.
 //!
-//! Not here: what is drawn from it (`workload.rs`).
+//! Not here: the random choices (`workload.rs`).
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Name of the variable that sets the seed of a run.
+/// Environment variable that sets the seed of a run.
 pub const SEED_VARIABLE: &str = "KVFLEET_SEED";
 
-/// The seed of this run, printed so that a failure can be brought back.
+/// The seed of this run, printed so that a failure can be reproduced.
 ///
 /// # Panics
-/// When the variable is set to something that is no number.
+/// If the variable is not a number.
 #[must_use]
-pub fn of_this_run() -> u64 {
+pub fn run_seed() -> u64 {
     let seed = match std::env::var(SEED_VARIABLE) {
         Ok(text) => text.parse().unwrap_or_else(|_| panic!("{SEED_VARIABLE}={text} is not a number")),
         Err(_) => fresh(),
@@ -21,7 +21,7 @@ pub fn of_this_run() -> u64 {
     seed
 }
 
-/// A number that differs from run to run.
+/// A seed that differs from run to run.
 fn fresh() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::from(since.subsec_nanos()) ^ since.as_secs().rotate_left(20)

@@ -1,23 +1,23 @@
-//! What suites on real router processes wait for: a state, with a limit that only a hang reaches.
+//! Waiting in suites on real router processes: for a state, with a limit that only a hang reaches.
 //!
-//! Not here: what must hold of it in the end (`invariants/`).
+//! Not here: the final properties (`invariants/`).
 
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use crate::cluster::Contacts;
+use crate::cluster::RouterClients;
 
-/// A hang, on any machine this runs on.
+/// Longer than any wait on any machine in use, except a hang.
 pub const HANG: Duration = Duration::from_secs(60);
 
-/// Between two looks.
+/// Interval between checks.
 const PAUSE: Duration = Duration::from_millis(20);
 
-/// Waits until `probe` gives something.
+/// Waits until `probe` returns a value.
 ///
 /// # Panics
-/// When it gives nothing for [`HANG`].
+/// If it returns `None` for [`HANG`].
 pub async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
     let deadline = Instant::now() + HANG;
     loop {
@@ -29,12 +29,13 @@ pub async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl
     }
 }
 
-/// Waits until the routers at these positions have applied the same, and compares their states.
+/// Waits until the routers at these positions have applied the same entry, and compares their
+/// states.
 ///
 /// # Panics
-/// When they differ, have applied nothing, or do not get level for [`HANG`].
-pub async fn until_equal(contacts: &Contacts, positions: &[usize]) {
-    let levels = until("level routers", || async {
+/// If they differ, have applied no entry, or do not reach the same entry within [`HANG`].
+pub async fn until_equal(contacts: &RouterClients, positions: &[usize]) {
+    let levels = until("routers with the same applied entry", || async {
         let mut levels = Vec::new();
         for position in positions {
             let groups = contacts.status(*position).await?.groups;

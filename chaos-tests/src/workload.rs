@@ -1,59 +1,59 @@
-//! A plan from a seed: who announces, pins, falls silent, and which routers die when.
+//! A plan from a seed: announcements, pins, silent nodes, and router failures.
 //!
-//! Equal seeds give equal plans. Not here: carrying it out (`drive.rs`). How the plan meets the cluster
-//! still depends on timing; the invariants must hold for every timing.
+//! Equal seeds give equal plans. Not here: execution (`drive.rs`). The interleaving with the
+//! cluster still depends on timing; the invariants must hold for every timing.
 
-use kv_core::id::{BlockHash, OCTET_BLOCKS};
+use kv_core::id::{BLOCK_GROUP_BLOCKS, BlockHash};
 use rand::seq::IndexedRandom;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::cluster::{ROUTERS_COUNT, SHARDS_COUNT};
 
-/// Stand-in nodes of a run.
+/// Fake nodes of a run.
 pub const NODES_COUNT: u32 = 4;
 
-/// Prefixes the nodes hold parts of.
+/// Prefixes that the nodes hold parts of.
 pub const CHAINS_COUNT: u32 = 6;
 
 /// Blocks of a prefix.
 pub const CHAIN_BLOCKS: u32 = 24;
 
-/// One thing that happens.
+/// One step of a plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// A node stores or drops blocks at the tail of what it holds of a chain, in one batch.
+    /// A node stores or drops blocks at the tail of its part of some chains, in one batch.
     Hold {
         /// The node.
         node: u32,
-        /// Chain and how many of its first blocks the node holds afterwards.
+        /// Chain, and number of leading blocks held afterwards.
         wanted: Vec<(u32, u32)>,
     },
-    /// A node leaves out a number in its announcements.
+    /// A node skips an announcement number.
     SkipNumber {
         /// The node.
         node: u32,
     },
-    /// A node starts anew: joins, gets an epoch, announces everything again.
+    /// A node restarts: joins, gets an epoch, announces everything again.
     RestartNode {
         /// The node.
         node: u32,
     },
-    /// A node says nothing more until it is woken.
+    /// A node falls silent until it is woken.
     Silence {
         /// The node.
         node: u32,
     },
-    /// A silent node speaks again.
+    /// A silent node resumes.
     Wake {
         /// The node.
         node: u32,
     },
-    /// Someone pins a chain.
+    /// A chain is pinned.
     Pin {
         /// Number of the pin.
         pin: u64,
-        /// What it holds.
+        /// Pinned chain.
         chain: u32,
     },
     /// The pin's owner ends it.
@@ -61,19 +61,19 @@ pub enum Step {
         /// Number of the pin.
         pin: u64,
     },
-    /// The leader dies.
+    /// The leader is killed.
     KillLeader,
-    /// A router dies, if that leaves a majority.
+    /// A router is killed, if a majority remains.
     KillRouter {
         /// Its position.
         router: usize,
     },
-    /// Every router dies at once and starts again.
+    /// Every router is killed at once and restarted.
     KillAll,
-    /// Dead routers start again.
+    /// Killed routers are restarted.
     RestartRouters,
-    /// Every router is asked where it stands.
-    Look,
+    /// The status of every router is recorded.
+    CheckStatus,
 }
 
 /// The shard that lists a chain.
@@ -82,17 +82,17 @@ pub fn shard_of(chain_number: u32) -> u16 {
     chain(chain_number)[0].shard(SHARDS_COUNT)
 }
 
-/// The shard that a node announces to: it holds parts of the chains there and of no others.
+/// The shard that a node announces to. It holds parts of this shard's chains only.
 #[must_use]
 pub fn shard_of_node(node: u32) -> u16 {
     (node % u32::from(SHARDS_COUNT)) as u16 + 1
 }
 
-/// The hashes of a chain. Any distinct hashes with one tag would do; these name chain and position. Four chains of five
-/// have octets as ours do, the fifth keeps to no layout.
+/// The hashes of a chain. Any distinct hashes with one tag would do; these encode chain and
+/// position. Four chains of five have block groups like real ones, the fifth has none.
 #[must_use]
 pub fn chain(number: u32) -> Vec<BlockHash> {
-    // Neighbours are in different shards.
+    // Adjacent chains are in different shards.
     let tag = ((number % u32::from(SHARDS_COUNT)) * 256 / u32::from(SHARDS_COUNT)) as u8;
     let block = |position: u32| {
         let mut bytes = [0xa5; 16];
@@ -109,7 +109,7 @@ pub fn chain(number: u32) -> Vec<BlockHash> {
         BlockHash(bytes)
     };
     let in_octet = |position: u32| {
-        let first = position - position % OCTET_BLOCKS as u32;
+        let first = position - position % BLOCK_GROUP_BLOCKS as u32;
         block(position).in_chain(tag, octet(first), position as usize)
     };
     (0..CHAIN_BLOCKS)
@@ -117,7 +117,7 @@ pub fn chain(number: u32) -> Vec<BlockHash> {
         .collect()
 }
 
-/// A plan of this many steps. The first kill of a leader and the death of all routers are always in it.
+/// A plan of `steps` random steps, plus one kill of the leader and one kill of all routers.
 #[must_use]
 pub fn plan(seed: u64, steps: usize) -> Vec<Step> {
     let mut random = ChaCha8Rng::seed_from_u64(seed);
@@ -144,7 +144,7 @@ fn step(random: &mut ChaCha8Rng, pins: &mut u64) -> Step {
         88..90 => Step::KillLeader,
         90..92 => Step::KillRouter { router: random.random_range(0..ROUTERS_COUNT) },
         92..96 => Step::RestartRouters,
-        _ => Step::Look,
+        _ => Step::CheckStatus,
     }
 }
 
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn every_plan_kills_the_leader_and_once_everyone() {
+    fn every_plan_kills_the_leader_and_once_all_routers() {
         for seed in 0..20 {
             let plan = plan(seed, 30);
             assert!(plan.contains(&Step::KillLeader));

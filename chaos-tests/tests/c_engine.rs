@@ -1,8 +1,9 @@
-//! The example of an engine in C, one that cancels what it began, one that saves layer by layer, one that prefills beside its load, and one that reports by itself, compiled and run against a router and a node in
-//! this process.
+//! The C example engine and four more C programs, compiled and run against a router and a node in
+//! this process. The others cancel fetches, save by layer, prefill while loading, and report by
+//! themselves.
 //!
-//! Not here: what the interface refuses (`client-c/tests/hostile.rs`), and whether header and library agree
-//! (`client-c/tests/header.rs`).
+//! Not here: arguments that the interface refuses (`client/c/tests/hostile/main.rs`), and the
+//! consistency of header and library (`client/c/tests/header.rs`).
 #![allow(clippy::unwrap_used)]
 
 use std::ffi::OsString;
@@ -13,14 +14,14 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use chaos_tests::certificates;
-use chaos_tests::ports::unused_address;
 use chaos_tests::waiting::until;
 use kvfleet_client::{Client, ClientConfig};
+use kvfleet_net::tls::TlsFiles;
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_proto::tls::TlsFiles;
 use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_testkit::ports::unused_address;
 use prometheus::Registry;
 use tonic::transport::Endpoint;
 
@@ -28,7 +29,7 @@ use tonic::transport::Endpoint;
 const SLICE_BYTES: u64 = 1024;
 const LAYERS: u64 = 32;
 
-/// Rounds of eight fetches that are cancelled: a second or two.
+/// Rounds of eight cancelled fetches: a second or two.
 const CANCEL_ROUNDS: u32 = 150;
 
 async fn router(place: &Path, files: &TlsFiles) -> (Router, String) {
@@ -61,7 +62,7 @@ async fn node(place: &Path, files: &TlsFiles, router: &str) -> Node {
     Node::start(config, &Registry::new()).await.unwrap()
 }
 
-/// Says that there is an instance with a node of its own, which routers send requests to while it was heard of lately.
+/// Reports an instance with its own node, so that routers send requests to it.
 async fn report_until_ended(client: Client) {
     let mut report = pb::ReportRequest {
         instance: 1,
@@ -80,11 +81,11 @@ async fn report_until_ended(client: Client) {
     }
 }
 
-/// A program of `client-c`, linked with the library that was built beside this test.
+/// Compiles a program of `client-c`, linked with the library built beside this test.
 fn program(place: &Path, source: &str) -> PathBuf {
     let here = std::env::current_exe().unwrap();
     let libraries = here.parent().unwrap();
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../client-c");
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../client/c");
     let program = place.join(Path::new(source).file_stem().unwrap());
     let mut compiler = Command::new("cc");
     compiler.args(["-std=c99", "-pedantic", "-Wall", "-Wextra", "-Werror", "-g"]);
@@ -96,7 +97,7 @@ fn program(place: &Path, source: &str) -> PathBuf {
     program
 }
 
-/// Runs a program to its good end, and gives what it said.
+/// Runs a program until it succeeds. Returns its output.
 async fn run(program: PathBuf, words: Vec<OsString>) -> String {
     let ran = tokio::task::spawn_blocking(move || Command::new(program).args(words).output().unwrap());
     let ran = ran.await.unwrap();
@@ -105,8 +106,8 @@ async fn run(program: PathBuf, words: Vec<OsString>) -> String {
     said.into_owned()
 }
 
-/// Runs `prefill.c` beside a node that takes connections and says nothing.
-async fn prefills(program: PathBuf, words: &[OsString]) {
+/// Runs `prefill.c` beside a node that accepts connections and never answers.
+async fn check_prefill(program: PathBuf, words: &[OsString]) {
     let silent = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = silent.local_addr().unwrap().to_string();
     let said = run(program, [words, &[address.into()]].concat()).await;
@@ -115,16 +116,16 @@ async fn prefills(program: PathBuf, words: &[OsString]) {
     assert_eq!(said, expected);
 }
 
-/// What the router knows of a request.
-async fn story(address: &str, files: &TlsFiles, request: u64) -> pb::WhyReply {
+/// The router's record of a request.
+async fn explain(address: &str, files: &TlsFiles, request: u64) -> pb::WhyReply {
     let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
     let endpoint = endpoint.tls_config(files.load().unwrap().client_tls()).unwrap();
     let mut router = RouterClient::new(endpoint.connect_lazy());
     router.why(pb::WhyRequest { request }).await.unwrap().into_inner()
 }
 
-/// Runs `reports.c` and looks at what the router heard of it: its load, its link, how a request went, and that it left.
-async fn an_engine_that_reports(program: PathBuf, (words, files): (&[OsString], &TlsFiles), client: &Client) {
+/// Runs `reports.c` and checks the router's view of it: load, link, request outcome, and leave.
+async fn check_reporting_engine(program: PathBuf, (words, files): (&[OsString], &TlsFiles), client: &Client) {
     let mut child =
         Command::new(program).args(words).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let instance = || async {
@@ -133,7 +134,7 @@ async fn an_engine_that_reports(program: PathBuf, (words, files): (&[OsString], 
     };
     let heard = until("its load", || async { instance().await?.filter(|one| one.queue_tokens == 77) }).await;
     assert_eq!((heard.running, heard.has_node, &*heard.address), (1, false, "127.0.0.1:9"));
-    // What it read counts for the node, the path and the tier it came by, as from afar: it has no node of its own.
+    // Its reads count by node, path and tier, as remote reads: it has no node of its own.
     let link = until("its link", || async {
         let links = client.status().await.ok()?.links;
         links.into_iter().find(|link| (link.node, link.own, link.path, link.tier) == (7, false, 4, 2))
@@ -151,7 +152,7 @@ async fn an_engine_that_reports(program: PathBuf, (words, files): (&[OsString], 
     assert_eq!(said, expected);
     let address = words[0].to_str().unwrap();
     let story = until("the end of its request", || async {
-        let story = story(address, files, 3).await;
+        let story = explain(address, files, 3).await;
         (story.output_tokens > 0).then_some(story)
     })
     .await;
@@ -164,8 +165,8 @@ async fn an_engine_that_reports(program: PathBuf, (words, files): (&[OsString], 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own() {
-    // Built with this test, so that there is a library to link with.
+async fn c_engine_reads_back_its_bytes_and_owns_finished_memory() {
+    // Referenced, so that the library is built for linking.
     assert_eq!(kvfleet_client_c::entry::kvf_abi_version(), kvfleet_client_c::abi::ABI_VERSION);
     let place = tempfile::tempdir().unwrap();
     let files = certificates::make(place.path()).unwrap();
@@ -192,18 +193,18 @@ async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own
         layer 31 of 4 blocks is there\nfetched 4 blocks, all bytes right\n";
     assert_eq!(said, expected);
     let leases = || async { Some(client.node_status(&node.control_addr().to_string()).await.ok()?.leases) };
-    assert_eq!(leases().await, Some(0), "what ended by itself is released by who says so");
+    assert_eq!(leases().await, Some(0), "leases of finished fetches were released");
     let rounds = OsString::from(CANCEL_ROUNDS.to_string());
     let said = run(program(place.path(), "tests/cancel.c"), [words.clone(), vec![rounds]].concat()).await;
     println!("{said}");
-    // The release of a fetch that was cancelled may overtake it, and then its lease runs out instead.
+    // The release of a cancelled fetch may overtake it; then its lease expires instead.
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
     let said = run(program(place.path(), "tests/save_layers.c"), words.clone()).await;
     assert_eq!(said, "saved by layers, all bytes right\n");
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
-    prefills(program(place.path(), "tests/prefill.c"), &words).await;
+    check_prefill(program(place.path(), "tests/prefill.c"), &words).await;
     until("no lease is held", || async { (leases().await? == 0).then_some(()) }).await;
-    // The other instance leaves, so that there is one to choose.
+    // The other instance leaves, so that only one can be chosen.
     reports.abort();
     assert!(reports.await.is_err_and(|ended| ended.is_cancelled()));
     client
@@ -219,7 +220,7 @@ async fn an_engine_in_c_gets_its_own_bytes_back_and_memory_that_ended_is_its_own
         client.status().await.ok()?.instances.is_empty().then_some(())
     })
     .await;
-    an_engine_that_reports(program(place.path(), "tests/reports.c"), (&words, &files), &client).await;
+    check_reporting_engine(program(place.path(), "tests/reports.c"), (&words, &files), &client).await;
     node.shutdown().await;
     router.shutdown().await;
 }

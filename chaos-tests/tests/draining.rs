@@ -1,29 +1,32 @@
-//! A node of a running cluster drains: what it alone held is served by others, with the right bytes, and it served until it had left.
+//! A node of a running cluster drains: other nodes serve its sole copies with the right bytes, and
+//! it serves until it has left.
 //!
-//! Not here: in which order it gives it away (`kvfleet-node`), and who is asked to take it (`kvfleet-router`).
+//! Not here: the order of the offers (`kvfleet-node`), and the choice of targets
+//! (`kvfleet-router`).
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
 use std::time::Duration;
 
 use chaos_tests::certificates;
-use chaos_tests::ports::unused_address;
 use chaos_tests::waiting::until;
+use kv_core::content;
 use kv_core::id::{BlockHash, Category, Epoch, LeaseId, RequestId, TenantId};
+use kvfleet_net::tls::{Identity, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_proto::tls::{Identity, TlsFiles};
-use kvfleet_proto::{content, convert, pb};
+use kvfleet_proto::{convert, pb};
 use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_testkit::ports::unused_address;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
-use kvfleet_transport::{Asker, Dialer, FetchRequest, Progress, SaveRequest};
+use kvfleet_transport::{Dialer, FetchRequest, Progress, RequestContext, SaveRequest};
 use prometheus::Registry;
 use tonic::transport::{Channel, Endpoint};
 
 const BLOCK_BYTES: usize = 2048;
 
-/// Conversations that the node holds, and blocks of each.
+/// Conversations held by the node, and blocks of each.
 const CHAINS: u64 = 12;
 const CHAIN_BLOCKS: u64 = 5;
 
@@ -47,7 +50,7 @@ async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
         id,
         routers: vec![router.to_owned()],
         data_dir: place.join(format!("node-{id}")),
-        // Some of it lies on SSD.
+        // Some blocks are on SSD.
         dram_blocks: Some(40),
         ssd_blocks: Some(200),
         block_bytes: BLOCK_BYTES as u64,
@@ -58,7 +61,7 @@ async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
     Node::start(config, &Registry::new()).await.unwrap()
 }
 
-/// A block of a conversation; all of one have the same tag.
+/// A block of a conversation; all blocks of one have the same tag.
 fn hash(chain: u64, offset: u64) -> BlockHash {
     let mut bytes = [0; 16];
     bytes[0] = chain as u8;
@@ -77,8 +80,8 @@ fn frame(hash: BlockHash) -> Frame {
     seal(identity, hash, KeyForm::Rotated, &[BLOCK_BYTES as u32], &payload).unwrap()
 }
 
-fn asker(lease: u64) -> Asker {
-    Asker {
+fn asker(lease: u64) -> RequestContext {
+    RequestContext {
         lease: LeaseId(lease),
         request: RequestId(lease),
         tenant: TenantId(0),
@@ -94,7 +97,7 @@ async fn save(identity: &Identity, node: &Node, number: u64) {
         QuicDialer::new(identity, QuicConfig::default()).dial(node.data_addr().to_string()).await.unwrap();
     let hashes = chain(number);
     let save = SaveRequest {
-        asker: asker(number + 1),
+        context: asker(number + 1),
         parent: None,
         first_offset_blocks: 0,
         hashes: hashes.clone(),
@@ -104,11 +107,11 @@ async fn save(identity: &Identity, node: &Node, number: u64) {
     way.release(LeaseId(number + 1)).await.unwrap();
 }
 
-/// Blocks of a run that its holder serves with the right bytes.
+/// Number of a run's blocks that its holder serves with the right bytes.
 async fn fetched(identity: &Identity, holder: &pb::Holder, hashes: &[BlockHash]) -> usize {
     let way = QuicDialer::new(identity, QuicConfig::default()).dial(holder.address.clone()).await.unwrap();
     let request = FetchRequest {
-        asker: asker(999),
+        context: asker(999),
         epoch: Epoch(holder.epoch),
         first_offset_blocks: 0,
         hashes: hashes.to_vec(),
@@ -132,7 +135,7 @@ async fn lookup(client: &mut RouterClient<Channel>, number: u64) -> Vec<pb::Hold
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_draining_node_held_alone_is_served_by_others_with_the_right_bytes() {
+async fn sole_copies_of_a_draining_node_are_served_by_other_nodes() {
     let place = tempfile::tempdir().unwrap();
     let files = certificates::make(place.path()).unwrap();
     let identity = files.load().unwrap();
@@ -153,10 +156,10 @@ async fn what_a_draining_node_held_alone_is_served_by_others_with_the_right_byte
     for number in 0..CHAINS {
         save(&identity, &leaver, number).await;
     }
-    // One of them is somewhere else too.
+    // One conversation is also on another node.
     save(&identity, &others[0], 0).await;
     for number in 0..CHAINS {
-        until("what was saved is listed", || {
+        until("saved blocks are listed", || {
             let mut client = client.clone();
             async move {
                 let runs = lookup(&mut client, number).await;
@@ -167,11 +170,11 @@ async fn what_a_draining_node_held_alone_is_served_by_others_with_the_right_byte
         })
         .await;
     }
-    let (given, has_left) = leaver.standing().drain(Duration::from_secs(60)).await;
+    let (given, has_left) = leaver.membership().drain(Duration::from_secs(60)).await;
     assert!(has_left, "{given}");
     assert_eq!((given.copied_blocks, given.elsewhere_blocks), ((CHAINS - 1) * CHAIN_BLOCKS, CHAIN_BLOCKS));
     assert_eq!((given.left_blocks, given.left_bytes, given.left_share), (0, 0, 0.0), "{given}");
-    // It has left, and at once everything is where the index says.
+    // Right after it left, all blocks are where the index lists them.
     let mut holders = std::collections::BTreeSet::new();
     for number in 0..CHAINS {
         let runs = lookup(&mut client, number).await;
@@ -185,7 +188,7 @@ async fn what_a_draining_node_held_alone_is_served_by_others_with_the_right_byte
             assert_eq!(fetched(&identity, holder, &chain(number)[start..start + len]).await, len);
         }
     }
-    assert_eq!(holders.into_iter().collect::<Vec<u32>>(), [2, 3], "not all to one of them");
+    assert_eq!(holders.into_iter().collect::<Vec<u32>>(), [2, 3], "both other nodes received blocks");
     leaver.shutdown().await;
     for node in others {
         node.shutdown().await;

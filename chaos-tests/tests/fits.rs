@@ -1,7 +1,8 @@
-//! What one node learnt another has before it lets anything go: through a real router, with two real nodes.
+//! A joining node has another node's reuse statistics before its first eviction: a real router and
+//! two real nodes.
 //!
-//! Not here: how sums add up and what they are worth (`kv_core::evict::statistics`), and what a node hits for it
-//! (`kvfleet trace joins`).
+//! Not here: the merging and effect of statistics (`kv_core::evict::statistics`), and the resulting
+//! hit rate (`kvfleet trace joins`).
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -9,24 +10,26 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use chaos_tests::certificates;
-use chaos_tests::ports::unused_address;
 use chaos_tests::waiting::until;
+use kv_core::content;
 use kv_core::id::{BlockHash, Category, LeaseId, RequestId, RequestKind, TenantId};
+use kvfleet_net::tls::{Identity, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
-use kvfleet_proto::content;
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::pb::{NodeStatusReply, NodeStatusRequest};
-use kvfleet_proto::tls::{Identity, TlsFiles};
 use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_testkit::ports::unused_address;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
-use kvfleet_transport::{Asker, Dialer, FetchAnswer, FetchRequest, Path as Way, Progress, SaveRequest};
+use kvfleet_transport::{
+    Dialer, FetchAnswer, FetchRequest, Path as Way, Progress, RequestContext, SaveRequest,
+};
 use prometheus::Registry;
 use tonic::transport::Endpoint;
 
 const BLOCK_BYTES: usize = 2048;
 
-/// Blocks that a node has room for.
+/// Capacity of a node in blocks.
 const ROOM: u64 = 16;
 
 async fn router(place: &Path, files: &TlsFiles, metrics: &Registry) -> (Router, String) {
@@ -82,23 +85,23 @@ fn frame(hash: BlockHash) -> Frame {
     seal(identity, hash, KeyForm::Rotated, &[BLOCK_BYTES as u32], &payload).unwrap()
 }
 
-fn asker(lease: u64, turn: u8) -> Asker {
-    Asker {
+fn asker(lease: u64, turn: u8) -> RequestContext {
+    RequestContext {
         lease: LeaseId(lease),
         request: RequestId(lease),
         tenant: TenantId(0),
-        category: Category { kind: RequestKind::Agent, turn },
+        category: Category { kind: RequestKind::Agent, conversation_turn: turn },
         identity: NodeConfig::default().identity.manifest().digest(),
         traceparent: String::new(),
         class: None,
     }
 }
 
-/// A request that saves two blocks and one that reads them again.
+/// A request that saves two blocks, and one that reads them.
 async fn session(way: &Arc<dyn Way>, number: u64) {
     let hashes: Vec<BlockHash> = (2 * number..2 * number + 2).map(hash).collect();
     let save = SaveRequest {
-        asker: asker(2 * number + 1, 1),
+        context: asker(2 * number + 1, 1),
         parent: None,
         first_offset_blocks: 0,
         hashes: hashes.clone(),
@@ -107,7 +110,7 @@ async fn session(way: &Arc<dyn Way>, number: u64) {
     way.save(save, &|position| frame(hashes[position])).await.unwrap();
     way.release(LeaseId(2 * number + 1)).await.unwrap();
     let fetch = FetchRequest {
-        asker: asker(2 * number + 2, 2),
+        context: asker(2 * number + 2, 2),
         epoch: Default::default(),
         first_offset_blocks: 0,
         hashes,
@@ -119,7 +122,7 @@ async fn session(way: &Arc<dyn Way>, number: u64) {
     way.release(LeaseId(2 * number + 2)).await.unwrap();
 }
 
-fn left(status: &NodeStatusReply) -> u64 {
+fn evicted_blocks(status: &NodeStatusReply) -> u64 {
     status.classes.iter().map(|class| class.demoted + class.dropped).sum()
 }
 
@@ -132,7 +135,7 @@ fn counted(metrics: &Registry, name: &str, outcome: &str) -> f64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_that_joins_later_has_the_fit_before_its_first_eviction() {
+async fn joining_node_has_fleet_reuse_stats_before_its_first_eviction() {
     let place = tempfile::tempdir().unwrap();
     let files = certificates::make(place.path()).unwrap();
     let identity = files.load().unwrap();
@@ -142,33 +145,37 @@ async fn a_node_that_joins_later_has_the_fit_before_its_first_eviction() {
     let way =
         QuicDialer::new(&identity, QuicConfig::default()).dial(first.data_addr().to_string()).await.unwrap();
     let of_first = status(&identity, &first).await;
-    assert_eq!((of_first.seen_categories, of_first.fleet_categories), (0, 0), "nobody knows anything yet");
+    assert_eq!((of_first.seen_categories, of_first.fleet_categories), (0, 0), "no node has statistics yet");
     for number in 0..40 {
         session(&way, number).await;
     }
-    // The router says it to all, so to whoever it came from as well.
-    until("the first node's sums came round by the router", || async {
+    // The router sends the merged statistics to all nodes, including their source.
+    until("the first node's statistics returned through the router", || async {
         (status(&identity, &first).await.fleet_categories > 0).then_some(())
     })
     .await;
     let of_first = status(&identity, &first).await;
-    assert!(of_first.seen_categories > 0 && left(&of_first) > 0, "{of_first:?}");
-    assert!(counted(&metrics, "kvfleet_fits_heard_total", "taken") >= 1.0);
-    assert_eq!(counted(&metrics, "kvfleet_fits_heard_total", "refused"), 0.0);
+    assert!(of_first.seen_categories > 0 && evicted_blocks(&of_first) > 0, "{of_first:?}");
+    assert!(counted(&metrics, "kvfleet_reuse_reports_total", "taken") >= 1.0);
+    assert_eq!(counted(&metrics, "kvfleet_reuse_reports_total", "refused"), 0.0);
 
     let second = node(place.path(), &files, &address, 8).await;
     let joined = until("the second node has joined", || async {
         Some(status(&identity, &second).await).filter(|status| status.epoch > 0)
     })
     .await;
-    assert!(joined.fleet_categories > 0, "it is told as it joins: {joined:?}");
-    assert_eq!((joined.seen_categories, left(&joined)), (0, 0), "and saw and let go nothing itself");
+    assert!(joined.fleet_categories > 0, "it receives them with the join: {joined:?}");
+    assert_eq!(
+        (joined.seen_categories, evicted_blocks(&joined)),
+        (0, 0),
+        "it has neither seen nor evicted a block itself"
+    );
     let way =
         QuicDialer::new(&identity, QuicConfig::default()).dial(second.data_addr().to_string()).await.unwrap();
     for number in 0..40 {
         session(&way, number).await;
     }
-    assert!(left(&status(&identity, &second).await) > 0);
+    assert!(evicted_blocks(&status(&identity, &second).await) > 0);
     first.shutdown().await;
     second.shutdown().await;
     router.shutdown().await;

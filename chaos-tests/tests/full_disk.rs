@@ -1,23 +1,24 @@
-//! A voter whose disk is full: it steps down and stops voting, the cluster lives, and with room it comes back.
+//! A voter with a full disk steps down and stops voting, the cluster continues, and the voter
+//! recovers when it has space.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
 
-use chaos_tests::cluster::{Cluster, Contacts, ROUTERS_COUNT};
+use chaos_tests::cluster::{Cluster, ROUTERS_COUNT, RouterClients};
 use chaos_tests::waiting::{until, until_equal};
-use kvfleet_client::Members;
+use kvfleet_client::MembershipClient;
 use kvfleet_proto::pb;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
 
-/// Room for the log of a router that has just started, and for little more.
+/// Enough for the log of a freshly started router, and little more.
 const FILE_BYTES: u64 = 4 << 20;
 
 /// Blocks of a pin: a log entry of 1 MiB.
 const PIN_BLOCKS: usize = 65_536;
 
-/// Writes a pin and ends it, through whichever router leads.
-async fn write(contacts: &Contacts, number: u64) {
+/// Writes a pin and ends it, through any router that leads.
+async fn write(contacts: &RouterClients, number: u64) {
     let pin = pb::PinRequest {
         pin: number,
         owner: "test".into(),
@@ -46,15 +47,15 @@ async fn write(contacts: &Contacts, number: u64) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_voter_with_a_full_disk_steps_down_and_the_cluster_lives() {
+async fn voter_with_a_full_disk_steps_down_and_recovers() {
     let keep_all = |config: &mut kvfleet_router::RouterConfig| config.snapshot_every_entries = 1_000_000;
     let mut cluster = Cluster::start_with(Path::new(PROGRAM), keep_all).unwrap();
-    let contacts = cluster.contacts();
+    let contacts = cluster.router_clients();
     cluster.kill(0).unwrap();
     cluster.start_router_on_a_full_disk(0, FILE_BYTES).unwrap();
-    let mut members = Members::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
     members.transfer_all(1, |_| {}).await.unwrap();
-    // Twelve entries of 1 MiB do not fit into what is left: every write is taken all the same.
+    // Twelve entries of 1 MiB exceed the remaining space; every write is accepted anyway.
     for number in 1..=12 {
         write(&contacts, number).await;
     }
@@ -63,7 +64,7 @@ async fn a_voter_with_a_full_disk_steps_down_and_the_cluster_lives() {
         groups.iter().all(|group| group.leader > 1).then_some(())
     })
     .await;
-    // With room, it comes back to where the others are.
+    // With space, it catches up with the others.
     cluster.kill(0).unwrap();
     cluster.start_router(0).unwrap();
     until_equal(&contacts, &[0, 1, 2]).await;

@@ -1,7 +1,8 @@
-//! A prefix that one node holds and that is asked for next to another is copied there: the next decision reads it from there, with the right bytes, and
-//! it outlives the node that had it alone.
+//! A prefix held by one node and requested next to another node is copied there. The next decision
+//! reads the copy, with the right bytes, and the prefix survives its first holder.
 //!
-//! Not here: what is worth a copy (`kv_core::place::hot`), and what a router asks for when (`kvfleet-router`).
+//! Not here: the value of a copy (`kv_core::place::hot`), and the schedule of copies
+//! (`kvfleet-router`).
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -9,17 +10,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use chaos_tests::certificates;
-use chaos_tests::ports::unused_address;
 use chaos_tests::waiting::until;
+use kv_core::content;
 use kv_core::id::{BlockHash, Category, Epoch, LeaseId, RequestId, TenantId};
+use kvfleet_net::tls::{Identity, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_proto::tls::{Identity, TlsFiles};
-use kvfleet_proto::{content, convert, pb};
+use kvfleet_proto::{convert, pb};
 use kvfleet_router::{HotCopiesConfig, Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_testkit::ports::unused_address;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
-use kvfleet_transport::{Asker, Dialer, FetchRequest, Progress, SaveRequest};
+use kvfleet_transport::{Dialer, FetchRequest, Progress, RequestContext, SaveRequest};
 use pb::route_reply::Answer;
 use prometheus::Registry;
 use tonic::transport::{Channel, Endpoint};
@@ -27,9 +29,9 @@ use tonic::transport::{Channel, Endpoint};
 const BLOCK_BYTES: usize = 2048;
 const BLOCKS: u64 = 6;
 
-/// The node that has the prefix, and the one next to which it is asked for.
+/// The holder of the prefix, and the node next to the requesting instance.
 const HOLDER: u32 = 1;
-const OWN: u32 = 2;
+const READER: u32 = 2;
 
 async fn router(place: &Path, files: &TlsFiles, registry: &Registry) -> (Router, String) {
     let address = unused_address();
@@ -71,8 +73,8 @@ fn frame(hash: BlockHash) -> Frame {
     seal(identity, hash, KeyForm::Rotated, &[BLOCK_BYTES as u32], &payload).unwrap()
 }
 
-fn asker(lease: u64) -> Asker {
-    Asker {
+fn asker(lease: u64) -> RequestContext {
+    RequestContext {
         lease: LeaseId(lease),
         request: RequestId(lease),
         tenant: TenantId(0),
@@ -88,7 +90,7 @@ async fn save(identity: &Identity, node: &Node) {
         QuicDialer::new(identity, QuicConfig::default()).dial(node.data_addr().to_string()).await.unwrap();
     let hashes = hashes();
     let save = SaveRequest {
-        asker: asker(1),
+        context: asker(1),
         parent: None,
         first_offset_blocks: 0,
         hashes: hashes.clone(),
@@ -98,11 +100,11 @@ async fn save(identity: &Identity, node: &Node) {
     way.release(LeaseId(1)).await.unwrap();
 }
 
-/// Blocks of the prefix that a source serves with the right bytes.
+/// Number of the prefix's blocks that a source serves with the right bytes.
 async fn fetched(identity: &Identity, source: &pb::Source) -> usize {
     let way = QuicDialer::new(identity, QuicConfig::default()).dial(source.address.clone()).await.unwrap();
     let request = FetchRequest {
-        asker: asker(999),
+        context: asker(999),
         epoch: Epoch(source.epoch),
         first_offset_blocks: 0,
         hashes: hashes(),
@@ -119,7 +121,7 @@ async fn fetched(identity: &Identity, source: &pb::Source) -> usize {
     right.count()
 }
 
-/// What is decided of the prefix for the instance next to [`OWN`].
+/// The decision for the prefix and the instance next to [`READER`].
 async fn decided(client: &RouterClient<Channel>) -> pb::Decision {
     static NUMBERS: AtomicU64 = AtomicU64::new(1);
     let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
@@ -128,7 +130,7 @@ async fn decided(client: &RouterClient<Channel>) -> pb::Decision {
         address: "i:7".into(),
         sequence: number,
         started_us: 1,
-        node: OWN,
+        node: READER,
         has_node: true,
         ..Default::default()
     };
@@ -153,14 +155,14 @@ fn value(registry: &Registry, name: &str) -> f64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_prefix_that_is_asked_for_afar_is_copied_there_and_outlives_the_node_that_had_it() {
+async fn remotely_read_prefix_is_copied_and_survives_its_first_holder() {
     let place = tempfile::tempdir().unwrap();
     let files = certificates::make(place.path()).unwrap();
     let identity = files.load().unwrap();
     let registry = Registry::new();
     let (router, address) = router(place.path(), &files, &registry).await;
     let holder = node(place.path(), &files, &address, HOLDER).await;
-    let own = node(place.path(), &files, &address, OWN).await;
+    let own = node(place.path(), &files, &address, READER).await;
     let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
     let client = RouterClient::new(endpoint.tls_config(identity.client_tls()).unwrap().connect_lazy());
     save(&identity, &holder).await;
@@ -172,10 +174,10 @@ async fn a_prefix_that_is_asked_for_afar_is_copied_there_and_outlives_the_node_t
             (is_there && decision.sources.iter().all(|source| source.node == node)).then_some(decision)
         }
     };
-    until("it is read from afar", read_from(HOLDER)).await;
-    let decision = until("it is read next to the instance", read_from(OWN)).await;
+    until("it is read from the remote node", read_from(HOLDER)).await;
+    let decision = until("it is read next to the instance", read_from(READER)).await;
     assert_eq!(fetched(&identity, &decision.sources[0]).await, BLOCKS as usize);
-    // The index may have it before the router has the node's answer.
+    // The index may list the copy before the router has the node's reply.
     let all = (frame(hashes()[0]).bytes.len() * BLOCKS as usize) as f64;
     until("it is counted", || async {
         (value(&registry, "kvfleet_hot_copies_bytes_total") == all).then_some(())
@@ -184,7 +186,7 @@ async fn a_prefix_that_is_asked_for_afar_is_copied_there_and_outlives_the_node_t
     assert_eq!(value(&registry, "kvfleet_hot_copies_proposed_total"), 1.0);
     holder.shutdown().await;
     let decision = decided(&client).await;
-    assert_eq!((decision.fetch_blocks, decision.sources[0].node), (BLOCKS as u32, OWN));
+    assert_eq!((decision.fetch_blocks, decision.sources[0].node), (BLOCKS as u32, READER));
     own.shutdown().await;
     router.shutdown().await;
 }

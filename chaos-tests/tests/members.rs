@@ -1,15 +1,16 @@
-//! Routers are added, replaced and removed while nodes announce, and nothing acknowledged is lost.
+//! Routers are added, replaced and removed while nodes announce, and no acknowledged announcement
+//! is lost.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
 use std::sync::Arc;
 
-use chaos_tests::cluster::{Cluster, Contacts, ROUTERS_COUNT, SHARDS_COUNT};
+use chaos_tests::cluster::{Cluster, ROUTERS_COUNT, RouterClients, SHARDS_COUNT};
+use chaos_tests::fake_node::{FakeNode, NodeCommand};
 use chaos_tests::oracle::Oracle;
-use chaos_tests::speaker::{Order, Speaker};
 use chaos_tests::waiting::{HANG, until, until_equal};
 use chaos_tests::workload::{CHAIN_BLOCKS, CHAINS_COUNT, NODES_COUNT, chain};
-use kvfleet_client::{Members, MembersError, Step};
+use kvfleet_client::{MembersError, MembershipClient, MembershipStep};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::{convert, pb};
 use parking_lot::Mutex;
@@ -19,41 +20,42 @@ use tokio_util::sync::CancellationToken;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
 
-/// Nodes that grow and shrink what they hold without a pause.
-struct Load {
+/// Nodes that grow and shrink their holdings continuously.
+struct AnnounceLoad {
     stop: CancellationToken,
-    nodes: Vec<JoinHandle<mpsc::Sender<Order>>>,
+    nodes: Vec<JoinHandle<mpsc::Sender<NodeCommand>>>,
 }
 
-impl Load {
-    fn start(contacts: &Contacts, oracle: &Arc<Mutex<Oracle>>) -> Load {
+impl AnnounceLoad {
+    fn start(contacts: &RouterClients, oracle: &Arc<Mutex<Oracle>>) -> AnnounceLoad {
         let stop = CancellationToken::new();
         let node = |node| {
-            let orders = Speaker::start(node, contacts.clone(), Arc::clone(oracle));
+            let orders = FakeNode::start(node, contacts.clone(), Arc::clone(oracle));
             let stop = stop.clone();
             tokio::spawn(async move {
                 for round in 0.. {
                     let wanted =
                         (0..CHAINS_COUNT).map(|number| (number, (round + number * 5) % CHAIN_BLOCKS + 1));
-                    if orders.send(Order::Hold(wanted.collect())).await.is_err() || stop.is_cancelled() {
+                    if orders.send(NodeCommand::Hold(wanted.collect())).await.is_err() || stop.is_cancelled()
+                    {
                         break;
                     }
                 }
                 orders
             })
         };
-        Load { nodes: (1..=NODES_COUNT).map(node).collect(), stop }
+        AnnounceLoad { nodes: (1..=NODES_COUNT).map(node).collect(), stop }
     }
 
-    /// Ends when everything that was sent is acknowledged. The nodes live on, and are not fenced, while what
-    /// this answers does.
-    async fn settle(self) -> Vec<mpsc::Sender<Order>> {
+    /// Ends when everything sent is acknowledged. The nodes stay alive while the returned senders
+    /// live.
+    async fn settle(self) -> Vec<mpsc::Sender<NodeCommand>> {
         self.stop.cancel();
         let mut nodes = Vec::new();
         for node in self.nodes {
             let orders = node.await.expect("a node runs");
             let (answer, settled) = oneshot::channel();
-            assert!(orders.send(Order::Settle(answer)).await.is_ok());
+            assert!(orders.send(NodeCommand::Settle(answer)).await.is_ok());
             assert!(tokio::time::timeout(HANG, settled).await.expect("in time").expect("an answer"));
             nodes.push(orders);
         }
@@ -67,11 +69,11 @@ fn acknowledged(oracle: &Mutex<Oracle>) -> u64 {
 
 async fn progress(oracle: &Mutex<Oracle>) {
     let before = acknowledged(oracle);
-    until("announcements going on", || async { (acknowledged(oracle) > before + 20).then_some(()) }).await;
+    until("continuing announcements", || async { (acknowledged(oracle) > before + 20).then_some(()) }).await;
 }
 
-/// Every group's voters and learners, once all groups agree.
-async fn roles(members: &mut Members) -> (Vec<u64>, Vec<u64>) {
+/// Voters and learners, equal in all groups.
+async fn roles(members: &mut MembershipClient) -> (Vec<u64>, Vec<u64>) {
     let groups = members.list().await.expect("a router answers");
     assert_eq!(groups.len(), usize::from(SHARDS_COUNT) + 1);
     let of = |group: &pb::GroupStatus, learner| {
@@ -83,9 +85,9 @@ async fn roles(members: &mut Members) -> (Vec<u64>, Vec<u64>) {
     first
 }
 
-/// Waits until the routers at these positions have applied the same, and compares their states and what they
-/// say of every chain.
-async fn judge(contacts: &Contacts, positions: &[usize], oracle: &Mutex<Oracle>) {
+/// Waits until the routers at these positions have applied the same entry, and compares their
+/// states and their answers for every chain.
+async fn check_replicas(contacts: &RouterClients, positions: &[usize], oracle: &Mutex<Oracle>) {
     until_equal(contacts, positions).await;
     let facts = oracle.lock().nodes.clone();
     for position in positions {
@@ -112,16 +114,16 @@ async fn judge(contacts: &Contacts, positions: &[usize], oracle: &Mutex<Oracle>)
 async fn routers_are_added_replaced_and_removed_under_load() {
     let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
     let oracle = Arc::new(Mutex::new(Oracle::default()));
-    let mut members = Members::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
-    // It waits, and the nodes know where it will be.
-    let (four, address) = cluster.start_joiner(|_| {}).unwrap();
-    let load = Load::start(&cluster.contacts(), &oracle);
+    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    // It waits to be added, and the nodes know its address.
+    let (four, address) = cluster.start_unjoined_router(|_| {}).unwrap();
+    let load = AnnounceLoad::start(&cluster.router_clients(), &oracle);
     progress(&oracle).await;
 
-    // A learner follows and answers reads, and has no vote.
+    // A learner follows and answers reads, without a vote.
     members.add(four, &address, true, |_| {}).await.unwrap();
     assert_eq!(roles(&mut members).await, (vec![1, 2, 3], vec![four]));
-    let contacts = cluster.contacts();
+    let contacts = cluster.router_clients();
     let request = || pb::LookupRequest {
         hashes: convert::hashes_to_bytes(&chain(0)),
         fresh: true,
@@ -133,15 +135,15 @@ async fn routers_are_added_replaced_and_removed_under_load() {
     .await;
     progress(&oracle).await;
 
-    // It gets its votes, and asked again nothing is left to do.
+    // It becomes a voter; a second call has no effect.
     let mut steps = Vec::new();
     members.add(four, &address, false, |step| steps.push(step)).await.unwrap();
     assert_eq!(roles(&mut members).await, (vec![1, 2, 3, four], vec![]));
-    assert!(steps.contains(&Step::Votes(u32::from(SHARDS_COUNT))));
+    assert!(steps.contains(&MembershipStep::VoterPromoted(u32::from(SHARDS_COUNT))));
     members.add(four, &address, false, |_| {}).await.unwrap();
     progress(&oracle).await;
 
-    // The first router goes; what it leads is led by others before.
+    // The first router leaves, after its leaderships were transferred.
     members.transfer_all(1, |_| {}).await.unwrap();
     members.remove(1, |_| {}).await.unwrap();
     members.remove(1, |_| {}).await.unwrap();
@@ -149,24 +151,25 @@ async fn routers_are_added_replaced_and_removed_under_load() {
     cluster.kill(0).unwrap();
     progress(&oracle).await;
 
-    // The new one counts: with it and one other, a majority lives.
+    // The new router counts: with one other it forms a majority.
     cluster.kill(1).unwrap();
     progress(&oracle).await;
     cluster.start_router(1).unwrap();
     let nodes = load.settle().await;
-    judge(&contacts, &[1, 2, 3], &oracle).await;
+    check_replicas(&contacts, &[1, 2, 3], &oracle).await;
     drop(nodes);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_that_cannot_be_a_member_is_refused_with_what_to_do() {
+async fn incompatible_router_is_refused_with_a_remedy() {
     let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
-    let mut members = Members::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
     let refused = |answer: Result<(), MembersError>| answer.expect_err("must be refused").to_string();
 
-    let (foreign, address) = cluster.start_joiner(|config| config.cluster = "elsewhere".into()).unwrap();
+    let (foreign, address) =
+        cluster.start_unjoined_router(|config| config.cluster = "elsewhere".into()).unwrap();
     says("a router of another cluster", &refused(members.add(foreign, &address, false, |_| {}).await), &[]);
-    let (other, address) = cluster.start_joiner(|config| config.shards = SHARDS_COUNT + 1).unwrap();
+    let (other, address) = cluster.start_unjoined_router(|config| config.shards = SHARDS_COUNT + 1).unwrap();
     says("a router with other shards", &refused(members.add(other, &address, false, |_| {}).await), &[]);
     let wrong = members.add(9, &address, false, |_| {}).await;
     says("a router with another number", &refused(wrong), &[&address]);
@@ -180,6 +183,7 @@ async fn a_router_that_cannot_be_a_member_is_refused_with_what_to_do() {
     members.remove(3, |_| {}).await.unwrap();
     members.remove(2, |_| {}).await.unwrap();
     says("the last voter", &refused(members.remove(1, |_| {}).await), &[]);
-    let mut nobody = Members::new(&["127.0.0.1:1".to_owned()], &cluster.identity().unwrap()).unwrap();
+    let mut nobody =
+        MembershipClient::new(&["127.0.0.1:1".to_owned()], &cluster.identity().unwrap()).unwrap();
     says("a cluster that does not answer", &nobody.list().await.unwrap_err(), &[]);
 }

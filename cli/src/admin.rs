@@ -1,6 +1,6 @@
-//! `kvfleet pin`, `unpin`, `quota`, `ttl`: writes that are answered after commit.
+//! `kvfleet pin`, `unpin`, `quota`, `ttl`: writes that are answered after their commit.
 //!
-//! A write goes to whichever router leads; the others refuse it and the next one is tried.
+//! Only a leader accepts a write; the routers are tried in turn.
 
 use std::time::Duration;
 
@@ -12,11 +12,11 @@ use crate::args::{ConnectArgs, PinArgs, QuotaArgs, TtlArgs, UnpinArgs};
 use crate::calls::{RouterCalls, explain};
 use crate::connect::Connection;
 
-/// Keeps blocks until unpinned, or for a time.
+/// Pins blocks until they are unpinned, or for a duration.
 pub async fn pin(args: &PinArgs) -> anyhow::Result<()> {
     let request = pin_request(args)?;
-    let done = at_leader(&args.connect, async |router| router.pin(request.clone()).await).await?;
-    let (how, until) = (if args.soft { "softly holds" } else { "holds" }, until(args.span));
+    let done = write_to_leader(&args.connect, async |router| router.pin(request.clone()).await).await?;
+    let (how, until) = (if args.soft { "softly holds" } else { "holds" }, duration_suffix(args.span));
     let blocks = args.blocks.len();
     println!("pin {} {how} {blocks} blocks{until} (log position {})", args.pin, done.applied_index);
     Ok(())
@@ -32,41 +32,41 @@ fn pin_request(args: &PinArgs) -> anyhow::Result<pb::PinRequest> {
     })
 }
 
-fn until(span: Option<Duration>) -> String {
-    span.map(|span| format!(" for {}", shown(span))).unwrap_or_default()
+fn duration_suffix(span: Option<Duration>) -> String {
+    span.map(|span| format!(" for {}", format_seconds(span))).unwrap_or_default()
 }
 
-/// A span in seconds, with as many decimals as it needs.
-pub(crate) fn shown(span: Duration) -> String {
+/// A duration in seconds, with as many decimals as needed.
+pub(crate) fn format_seconds(span: Duration) -> String {
     format!("{} s", span.as_millis() as f64 / 1000.0)
 }
 
 /// Ends a pin.
 pub async fn unpin(args: &UnpinArgs) -> anyhow::Result<()> {
     let request = pb::UnpinRequest { pin: args.pin, owner: args.owner.clone() };
-    let done = at_leader(&args.connect, async |router| router.unpin(request.clone()).await).await?;
+    let done = write_to_leader(&args.connect, async |router| router.unpin(request.clone()).await).await?;
     let what = if done.changed { "is ended" } else { "did not exist" };
     println!("pin {} {what} (log position {})", args.pin, done.applied_index);
     Ok(())
 }
 
-/// Sets or lifts a quota.
+/// Sets or removes a quota.
 pub async fn quota(args: &QuotaArgs) -> anyhow::Result<()> {
     let bytes = args.bytes.unwrap_or_default();
-    let request = pb::SetQuotaRequest { tenant: args.tenant, bytes, lift: args.lift };
-    let done = at_leader(&args.connect, async |router| router.set_quota(request).await).await?;
+    let request = pb::SetQuotaRequest { tenant: args.tenant, bytes, clear: args.lift };
+    let done = write_to_leader(&args.connect, async |router| router.set_quota(request).await).await?;
     let what =
         if args.lift { "has no quota".to_owned() } else { format!("may hold {bytes} bytes on each node") };
     println!("tenant {} {what} (log position {})", args.tenant, done.applied_index);
     Ok(())
 }
 
-/// Sets or lifts a group's time to live.
+/// Sets or removes a group's time to live.
 pub async fn ttl(args: &TtlArgs) -> anyhow::Result<()> {
     let group = group(args)?;
     let ttl_ms = args.seconds.unwrap_or_default().saturating_mul(1000);
-    let request = pb::SetTtlRequest { group, ttl_ms, lift: args.lift };
-    let done = at_leader(&args.connect, async |router| router.set_ttl(request).await).await?;
+    let request = pb::SetTtlRequest { group, ttl_ms, clear: args.lift };
+    let done = write_to_leader(&args.connect, async |router| router.set_ttl(request).await).await?;
     let what = match args.seconds {
         Some(seconds) => format!("leaves nodes {seconds} s after its last use"),
         None => "has no time to live".to_owned(),
@@ -75,10 +75,10 @@ pub async fn ttl(args: &TtlArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The group that was named, by its number or by a block of it.
+/// Group given by its number or by one of its blocks.
 fn group(args: &TtlArgs) -> anyhow::Result<u32> {
     match (&args.block, args.group) {
-        (Some(block), _) => Ok(parse_block(block)?.group().0),
+        (Some(block), _) => Ok(parse_block(block)?.ttl_group().0),
         (None, Some(group)) => Ok(group.into()),
         (None, None) => anyhow::bail!("name a group: --group NUMBER, or --block HASH of one of its blocks"),
     }
@@ -86,7 +86,7 @@ fn group(args: &TtlArgs) -> anyhow::Result<u32> {
 
 fn parse_block(text: &str) -> anyhow::Result<BlockHash> {
     BlockHash::from_hex(text)
-        .ok_or_else(|| anyhow::anyhow!("`{text}` is no block hash: expected 32 hexadecimal digits"))
+        .ok_or_else(|| anyhow::anyhow!("`{text}` is not a block hash: expected 32 hexadecimal digits"))
 }
 
 fn parse_blocks(texts: &[String]) -> anyhow::Result<Vec<u8>> {
@@ -97,8 +97,8 @@ fn parse_blocks(texts: &[String]) -> anyhow::Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Tries the named routers until one takes the write as leader.
-pub(crate) async fn at_leader(
+/// Tries the routers until one accepts the write as leader.
+pub(crate) async fn write_to_leader(
     connect: &ConnectArgs,
     write: impl AsyncFn(&RouterCalls) -> Result<pb::AdminReply, Status>,
 ) -> anyhow::Result<pb::AdminReply> {
@@ -106,12 +106,12 @@ pub(crate) async fn at_leader(
     for router in Connection::open(connect)?.all()? {
         match write(&router).await {
             Ok(reply) => return Ok(reply),
-            // Refusals of the leader itself are final; the others only say that they do not lead.
+            // Refusals by the leader are final; other routers only refuse because they do not lead.
             Err(status) if is_final(&status) => anyhow::bail!("{}", status.message()),
             Err(status) => refused.push(explain(&router.address, &status)),
         }
     }
-    anyhow::bail!("no router took the write:\n  {}", refused.join("\n  "))
+    anyhow::bail!("no router accepted the write:\n  {}", refused.join("\n  "))
 }
 
 fn is_final(status: &Status) -> bool {
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_group_is_named_by_its_number_or_by_a_block_of_it() {
+    fn finds_a_group_by_number_or_block() {
         let connect = ConnectArgs { cluster: Vec::new(), tls_dir: None };
         let args = TtlArgs { connect, group: Some(7), block: None, seconds: Some(1), lift: false };
         assert_eq!(group(&args).unwrap(), 7);
@@ -141,21 +141,24 @@ mod tests {
     }
 
     #[test]
-    fn a_pin_is_asked_for_as_it_was_said() {
+    fn builds_pin_requests() {
         let connect = ConnectArgs { cluster: Vec::new(), tls_dir: None };
         let (owner, blocks) = ("me".to_owned(), vec!["00".repeat(16)]);
         let hard = PinArgs { connect, pin: 1, owner, soft: false, span: None, blocks };
-        let asked = pin_request(&hard).unwrap();
-        assert_eq!((asked.soft, asked.for_ms, asked.blocks.len()), (false, None, 16));
+        let request = pin_request(&hard).unwrap();
+        assert_eq!((request.soft, request.for_ms, request.blocks.len()), (false, None, 16));
         let span = Some(Duration::from_millis(1_500));
         let asked = pin_request(&PinArgs { soft: true, span, ..hard }).unwrap();
-        assert_eq!((asked.soft, asked.for_ms, until(span).as_str()), (true, Some(1_500), " for 1.5 s"));
+        assert_eq!(
+            (asked.soft, asked.for_ms, duration_suffix(span).as_str()),
+            (true, Some(1_500), " for 1.5 s")
+        );
     }
 
     #[test]
-    fn a_wrong_hash_is_quoted() {
+    fn quotes_an_invalid_hash() {
         assert_eq!(parse_blocks(&["00".repeat(16)]).unwrap(), vec![0; 16]);
         let message = parse_blocks(&["abc".to_owned()]).unwrap_err().to_string();
-        assert_eq!(message, "`abc` is no block hash: expected 32 hexadecimal digits");
+        assert_eq!(message, "`abc` is not a block hash: expected 32 hexadecimal digits");
     }
 }

@@ -1,26 +1,27 @@
-//! How a command reaches a running cluster: addresses and certificates from flags or environment.
+//! Connection of a command to a running cluster: addresses and certificates from flags or
+//! environment.
 
 use std::path::Path;
 
 use kvfleet_client::{Client, ClientConfig, Transport};
-use kvfleet_proto::tls::{Identity, TlsFiles};
+use kvfleet_net::tls::{Identity, TlsFiles};
 
 use crate::args::ConnectArgs;
 use crate::calls::RouterCalls;
-use crate::certificates::files;
 use crate::cluster::ADMIN_ROLE;
+use kvfleet_net::certificates::files;
 
-/// A running cluster as a command sees it.
+/// Connection to a running cluster.
 #[derive(Clone, Debug)]
 pub struct Connection {
-    /// Addresses of the routers that were named.
+    /// Addresses of the named routers.
     pub routers: Vec<String>,
-    /// With which certificate they are called.
+    /// Certificate for calls.
     pub identity: Identity,
 }
 
 impl Connection {
-    /// Reads the certificates; no call is made yet.
+    /// Reads the certificates; makes no call yet.
     pub fn open(args: &ConnectArgs) -> anyhow::Result<Self> {
         if args.cluster.is_empty() {
             anyhow::bail!(
@@ -35,7 +36,7 @@ impl Connection {
         Ok(Self { routers: args.cluster.clone(), identity: admin_identity(directory)? })
     }
 
-    /// A handle to every router named.
+    /// Clients of all named routers.
     pub fn all(&self) -> anyhow::Result<Vec<RouterCalls>> {
         RouterCalls::all(&self.routers, &self.identity)
     }
@@ -46,7 +47,7 @@ fn admin_identity(directory: &Path) -> anyhow::Result<Identity> {
     Ok(TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?)
 }
 
-/// A client for route, fetch and save over these routers.
+/// A client for route, fetch and save through these routers.
 pub(crate) fn client(
     routers: &[String],
     identity: &Identity,

@@ -1,8 +1,8 @@
-//! `kvfleet demo`: a short generated trace on three routers, three nodes and three instances, with a
-//! node killed half way.
+//! `kvfleet demo`: a short generated trace on three routers, three nodes and three instances, with
+//! a node killed halfway.
 
 use clap::Parser;
-use kvfleet_sim::generate::Kind;
+use kvfleet_sim::generate::TrafficKind;
 
 use crate::args::{Args, Command, DemoArgs};
 use crate::process::Stop;
@@ -10,23 +10,23 @@ use crate::replay;
 use crate::report;
 use crate::trace::write_generated;
 
-/// Pace of the demo. The generated trace has a request every two seconds; at this pace there are some 120 a
-/// second: slow enough to see what a kill costs and how it passes, and over in some ten seconds.
+/// Pace of the demo: about 120 requests per second, slow enough to show the cost of the kill, and
+/// over in about ten seconds.
 const SPEED: &str = "240x";
 
-/// Runs the demo; says whether every request ended with right bytes.
+/// Runs the demo. Returns whether every request ended with correct bytes.
 pub async fn run(args: &DemoArgs, stop: &Stop) -> anyhow::Result<bool> {
     let directory = tempfile::Builder::new().prefix("kvfleet-demo-").tempdir()?;
     let trace = directory.path().join("consumer.jsonl");
     let (seed, requests, path) = (args.seed, args.requests, trace.clone());
     let generated =
-        tokio::task::spawn_blocking(move || write_generated(Kind::Consumer, seed, requests, &path));
+        tokio::task::spawn_blocking(move || write_generated(TrafficKind::Consumer, seed, requests, &path));
     tokio::select! {
         generated = generated => generated??,
-        _ = stop.requested() => anyhow::bail!("stopped before there was anything to replay"),
+        _ = stop.requested() => anyhow::bail!("stopped before the replay began"),
     }
     println!(
-        "a consumer trace of {} requests; three routers, three nodes, three instances; node 2 dies half way",
+        "a consumer trace of {} requests; three routers, three nodes, three instances; node 2 is killed halfway",
         args.requests
     );
     let seed = args.seed.to_string();
@@ -36,11 +36,11 @@ pub async fn run(args: &DemoArgs, stop: &Stop) -> anyhow::Result<bool> {
     }
     let words = words.iter().map(std::ffi::OsStr::new);
     let paths = [trace.as_os_str(), std::ffi::OsStr::new("--report"), args.report.as_os_str()];
-    // The demo is a replay that anyone could type; parsing it keeps the two from drifting apart.
+    // The demo parses a normal replay command line, so that both behave the same.
     let Command::Replay(replay) = Args::try_parse_from(words.chain(paths))?.command else {
-        anyhow::bail!("the demo's own command line is no replay");
+        anyhow::bail!("the demo's own command line is not a replay");
     };
-    let outcome = replay::run(&replay, stop).await?;
+    let outcome = replay::run_replay(&replay, stop).await?;
     print!("{}", report::table(&outcome.report));
     let files = outcome.files()?;
     println!("\nreport and plots are in {}:", args.report.display());

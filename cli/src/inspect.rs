@@ -1,4 +1,5 @@
-//! `kvfleet node inspect`: what one node holds, what happened to its blocks, and what another size would hit.
+//! `kvfleet node inspect`: contents of one node, history of its blocks, and expected hit rates at
+//! other sizes.
 //!
 //! Not here: the whole cluster (`status.rs`).
 
@@ -13,11 +14,11 @@ use serde::Serialize;
 use crate::args::InspectArgs;
 use crate::calls::explain;
 use crate::connect::{Connection, client};
-use crate::status::ends_in;
+use crate::status::next_pin_end;
 
-/// Everything that is shown.
+/// Everything that the command shows.
 #[derive(Debug, Serialize)]
-struct Inspected {
+struct NodeInspection {
     node: u32,
     epoch: u64,
     policy: String,
@@ -48,7 +49,7 @@ struct TierLine {
     why_not: String,
 }
 
-/// How the node's DRAM is cut.
+/// Partition of the node's DRAM.
 #[derive(Debug, Serialize)]
 struct ArenaLine {
     slab_bytes: u64,
@@ -67,38 +68,39 @@ struct SizeClassLine {
     slots: u64,
     used_slots: u64,
     frame_bytes: u64,
-    /// Share of what frames are charged for that no frame fills: ends of slots and of slabs.
+    /// Share of the charged bytes that no frame fills: rests of slots and slabs.
     lost: Option<f64>,
-    /// Share of the class's slots that are free, and of no use to other classes until they are moved together.
+    /// Share of the class's slots that are free but unusable for other classes until frames are
+    /// packed together.
     free: Option<f64>,
 }
 
-/// Blocks of requests of one kind and turn in one tier, since the node's start.
+/// History of blocks of one kind of request and turn in one tier, since the node's start.
 #[derive(Debug, Serialize)]
 struct ClassLine {
     tier: &'static str,
     kind: &'static str,
     turn: u32,
     hits: u64,
-    reuse_gap: SpansLine,
+    reuse_gap: DurationStats,
     demoted: u64,
     dropped: u64,
     quota: u64,
     failed: u64,
     ttl: u64,
-    age_at_eviction: SpansLine,
+    age_at_eviction: DurationStats,
 }
 
-/// In seconds; nothing where there was none. Quantiles are right to a factor of two.
+/// Durations in seconds; `None` without samples. Quantiles are exact to a factor of two.
 #[derive(Debug, Default, Serialize)]
-struct SpansLine {
+struct DurationStats {
     mean_s: Option<f64>,
     p50_s: Option<f64>,
     p90_s: Option<f64>,
     p99_s: Option<f64>,
 }
 
-/// What DRAM and SSD together would hit with this size, evicting by last use.
+/// Hit rate of DRAM and SSD together at this size, under LRU eviction.
 #[derive(Debug, Serialize)]
 struct CurveLine {
     blocks: u64,
@@ -113,20 +115,20 @@ struct TenantLine {
     quota_bytes: Option<u64>,
 }
 
-/// Finds the node through the routers, asks it, and prints what it says.
+/// Finds the node through the routers, queries it, and prints its status.
 pub async fn run(args: &InspectArgs) -> anyhow::Result<()> {
     let connection = Connection::open(&args.connect)?;
     let address = control_address(&connection, args.node).await?;
     let calls = client(&connection.routers, &connection.identity, Transport::Quic)?;
-    let inspected = gather(calls.node_status(&address).await?);
+    let inspected = inspection_from(calls.node_status(&address).await?);
     let text = if args.json { serde_json::to_string_pretty(&inspected)? + "\n" } else { render(&inspected) };
     print!("{text}");
     Ok(())
 }
 
-/// Where the node's control calls are served, by the first router that knows it.
+/// Control address of the node, from the first router that knows it.
 async fn control_address(connection: &Connection, number: u32) -> anyhow::Result<String> {
-    // Several routers may say the same.
+    // Several routers may report the same problem.
     let mut problems = BTreeSet::new();
     for router in connection.all()? {
         let status = match router.status().await {
@@ -139,7 +141,7 @@ async fn control_address(connection: &Connection, number: u32) -> anyhow::Result
         match status.nodes.iter().find(|node| node.node == number) {
             Some(node) if node.live => return Ok(node.control_address.clone()),
             Some(_) => {
-                problems.insert(format!("node {number} is gone: start it again, or name another one"));
+                problems.insert(format!("node {number} is down: start it again, or name another one"));
             }
             None => {
                 let known: Vec<_> = status.nodes.iter().map(|node| node.node.to_string()).collect();
@@ -151,8 +153,8 @@ async fn control_address(connection: &Connection, number: u32) -> anyhow::Result
     anyhow::bail!("{}", problems.into_iter().collect::<Vec<_>>().join("\n  "))
 }
 
-fn gather(status: pb::NodeStatusReply) -> Inspected {
-    Inspected {
+fn inspection_from(status: pb::NodeStatusReply) -> NodeInspection {
+    NodeInspection {
         node: status.node,
         epoch: status.epoch,
         policy: status.policy,
@@ -180,7 +182,7 @@ fn tier_name(number: u32) -> &'static str {
 }
 
 fn tier_line(tier: pb::TierStatus) -> TierLine {
-    let pb::TierStatus { tier, capacity_bytes, used_bytes, blocks, admitting, why_not } = tier;
+    let pb::TierStatus { tier, capacity_bytes, used_bytes, blocks, admitting, reject_reason: why_not } = tier;
     TierLine { tier: tier_name(tier), blocks, used_bytes, capacity_bytes, admitting, why_not }
 }
 
@@ -219,21 +221,21 @@ fn class_line(class: &pb::ClassStatus) -> ClassLine {
         kind: RequestKind::from_u8(u8::try_from(class.kind).unwrap_or_default()).name(),
         turn: class.turn,
         hits: class.hits,
-        reuse_gap: spans_line(class.reuse_gap.as_ref()),
+        reuse_gap: duration_stats(class.reuse_gap.as_ref()),
         demoted: class.demoted,
         dropped: class.dropped,
         quota: class.quota,
         failed: class.failed,
         ttl: class.ttl,
-        age_at_eviction: spans_line(class.age_at_eviction.as_ref()),
+        age_at_eviction: duration_stats(class.age_at_eviction.as_ref()),
     }
 }
 
 #[allow(clippy::cast_precision_loss)]
-fn spans_line(spans: Option<&pb::Spans>) -> SpansLine {
-    let Some(spans) = spans else { return SpansLine::default() };
+fn duration_stats(spans: Option<&pb::Spans>) -> DurationStats {
+    let Some(spans) = spans else { return DurationStats::default() };
     let seconds = |us: u64| Some(us as f64 / 1e6);
-    SpansLine {
+    DurationStats {
         mean_s: seconds(spans.mean_us),
         p50_s: seconds(spans.p50_us),
         p90_s: seconds(spans.p90_us),
@@ -250,7 +252,7 @@ fn tenant_line(tenant: &pb::TenantUse) -> TenantLine {
     TenantLine { tenant: tenant.tenant, bytes: tenant.bytes, quota_bytes }
 }
 
-fn in_words(seconds: Option<f64>) -> String {
+fn format_duration(seconds: Option<f64>) -> String {
     seconds.map_or("-".to_owned(), |seconds| match seconds {
         s if s < 1.0 => format!("{:.0} ms", s * 1e3),
         s if s < 120.0 => format!("{s:.1} s"),
@@ -258,7 +260,7 @@ fn in_words(seconds: Option<f64>) -> String {
     })
 }
 
-fn in_mib(bytes: u64) -> String {
+fn format_mib(bytes: u64) -> String {
     format!("{:.1}", mib(bytes))
 }
 
@@ -267,12 +269,12 @@ fn mib(bytes: u64) -> f64 {
     bytes as f64 / f64::from(1 << 20)
 }
 
-fn render(node: &Inspected) -> String {
+fn render(node: &NodeInspection) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
     let _ = writeln!(
         out,
-        "node {} in epoch {}: policy {}, {} requests under way, {} files set aside",
+        "node {} in epoch {}: policy {}, {} requests in flight, {} files quarantined",
         node.node, node.epoch, node.policy, node.leases, node.quarantined_files
     );
     let _ = writeln!(
@@ -281,18 +283,18 @@ fn render(node: &Inspected) -> String {
         node.pinned_blocks,
         node.pinned_blocks.saturating_sub(node.soft_pinned_blocks),
         node.soft_pinned_blocks,
-        ends_in(node.next_pin_end_ms)
+        next_pin_end(node.next_pin_end_ms)
     );
     let _ = writeln!(
         out,
         "{} blocks needed by waiting requests, {} prefetched for such; {} groups with a time to live",
         node.window_blocks, node.prefetched_blocks, node.ttl_groups
     );
-    let (peak, most) = (in_mib(node.memory_peak_bytes), in_mib(node.memory_bytes_max));
-    let _ = writeln!(out, "{peak} MiB of memory in place at most so far, of {most} that it may take\n");
+    let (peak, most) = (format_mib(node.memory_peak_bytes), format_mib(node.memory_bytes_max));
+    let _ = writeln!(out, "{peak} MiB of memory at peak, of at most {most}\n");
     let _ = writeln!(out, "tier   blocks     MiB used     of           takes new blocks");
     for tier in &node.tiers {
-        let (used, all) = (in_mib(tier.used_bytes), in_mib(tier.capacity_bytes));
+        let (used, all) = (format_mib(tier.used_bytes), format_mib(tier.capacity_bytes));
         let takes = match (tier.admitting, tier.why_not.is_empty()) {
             (true, true) => "yes",
             (true, false) => "yes; ",
@@ -309,18 +311,18 @@ fn render(node: &Inspected) -> String {
     }
     render_classes(&mut out, node);
     if !node.curve.is_empty() {
-        let _ = writeln!(out, "\nwith room for      MiB          hit rate, evicting by last use");
+        let _ = writeln!(out, "\nblocks             MiB          hit rate under LRU");
     }
     for point in &node.curve {
         let share = point.hit_rate * 100.0;
-        let _ = writeln!(out, "{:<18} {:<12} {share:.1} %", point.blocks, in_mib(point.bytes));
+        let _ = writeln!(out, "{:<18} {:<12} {share:.1} %", point.blocks, format_mib(point.bytes));
     }
     if !node.tenants.is_empty() {
         let _ = writeln!(out, "\ntenant  MiB          quota");
     }
     for tenant in &node.tenants {
-        let quota = tenant.quota_bytes.map_or("-".to_owned(), in_mib);
-        let _ = writeln!(out, "{:<7} {:<12} {quota}", tenant.tenant, in_mib(tenant.bytes));
+        let quota = tenant.quota_bytes.map_or("-".to_owned(), format_mib);
+        let _ = writeln!(out, "{:<7} {:<12} {quota}", tenant.tenant, format_mib(tenant.bytes));
     }
     out
 }
@@ -328,13 +330,13 @@ fn render(node: &Inspected) -> String {
 fn render_arena(out: &mut String, arena: &ArenaLine) {
     let _ = writeln!(
         out,
-        "\nDRAM lies in {} slabs of {} MiB: {} empty, {} kept for loads; {} frames ({} MiB) moved together",
+        "\nDRAM has {} slabs of {} MiB: {} empty, {} reserved for loads; {} frames ({} MiB) packed",
         arena.slabs,
-        in_mib(arena.slab_bytes),
+        format_mib(arena.slab_bytes),
         arena.empty_slabs,
         arena.reserve_slabs,
         arena.moved_frames,
-        in_mib(arena.moved_bytes)
+        format_mib(arena.moved_bytes)
     );
     let _ = writeln!(out, "slot MiB  slabs    slots used  of         lost     free");
     for class in &arena.size_classes {
@@ -353,9 +355,9 @@ fn render_arena(out: &mut String, arena: &ArenaLine) {
     }
 }
 
-fn render_classes(out: &mut String, node: &Inspected) {
+fn render_classes(out: &mut String, node: &NodeInspection) {
     if node.classes.is_empty() {
-        let _ = writeln!(out, "\nno block was used again and none left yet");
+        let _ = writeln!(out, "\nno block was used again or evicted yet");
         return;
     }
     let _ = writeln!(
@@ -371,15 +373,15 @@ fn render_classes(out: &mut String, node: &Inspected) {
             class.kind,
             class.turn,
             class.hits,
-            in_words(gap.p50_s),
-            in_words(gap.p90_s),
+            format_duration(gap.p50_s),
+            format_duration(gap.p90_s),
             class.demoted,
             class.dropped,
             class.quota,
             class.failed,
             class.ttl,
-            in_words(age.p50_s),
-            in_words(age.p90_s)
+            format_duration(age.p50_s),
+            format_duration(age.p90_s)
         );
     }
 }
@@ -389,7 +391,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_happened_is_shown_by_tier_kind_and_turn() {
+    fn shows_block_history_by_tier_kind_and_turn() {
         let spans =
             |us| Some(pb::Spans { count: 3, mean_us: us, p50_us: us, p90_us: 4 * us, p99_us: 8 * us });
         let class = pb::ClassStatus {
@@ -411,7 +413,7 @@ mod tests {
             tenants: vec![pb::TenantUse { tenant: 9, bytes: 1 << 20, ..Default::default() }],
             ..Default::default()
         };
-        let text = render(&gather(status));
+        let text = render(&inspection_from(status));
         let line = text.lines().find(|line| line.starts_with("ssd")).unwrap_or_default();
         let words: Vec<&str> = line.split_whitespace().collect();
         assert_eq!(
@@ -427,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn how_dram_is_cut_is_shown_by_size_class() {
+    fn shows_dram_by_size_class() {
         let class = pb::SizeClassStatus {
             slot_bytes: 256 << 10,
             slots_per_slab: 4,
@@ -445,8 +447,8 @@ mod tests {
             moved_bytes: 5 << 18,
             classes: vec![class, unused],
         };
-        let text = render(&gather(pb::NodeStatusReply { arena: Some(arena), ..Default::default() }));
-        let told = "40 slabs of 1.0 MiB: 37 empty, 17 kept for loads; 5 frames (1.2 MiB) moved together";
+        let text = render(&inspection_from(pb::NodeStatusReply { arena: Some(arena), ..Default::default() }));
+        let told = "40 slabs of 1.0 MiB: 37 empty, 17 reserved for loads; 5 frames (1.2 MiB) packed";
         assert!(text.contains(told), "{text}");
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert!(lines.contains(&vec!["0.250", "3", "6", "12", "2.3", "%", "50.0", "%"]), "{text}");
@@ -454,9 +456,9 @@ mod tests {
     }
 
     #[test]
-    fn a_fresh_node_says_that_nothing_happened() {
-        let text = render(&gather(pb::NodeStatusReply::default()));
+    fn shows_a_fresh_node() {
+        let text = render(&inspection_from(pb::NodeStatusReply::default()));
         assert!(text.contains("no block was used again"), "{text}");
-        assert!(!text.contains("with room for"), "{text}");
+        assert!(!text.contains("hit rate under LRU"), "{text}");
     }
 }

@@ -1,4 +1,4 @@
-//! The `kvfleet` command: parses what was typed and calls it. What the commands do is in the library.
+//! The `kvfleet` program: parses the command line and calls the library.
 
 use std::process::ExitCode;
 use std::time::Duration;
@@ -8,14 +8,15 @@ use kvfleet::args::{Args, Command, NodeArgs, NodeCommand};
 use kvfleet::process::{Role, Stop, run as run_process};
 use kvfleet::{admin, demo, inspect, members, probe, replay, report, status, trace, up, weights, why};
 
-/// A request at a door makes and frees some hundred small things; with libc's allocator that was a quarter of its time.
+/// mimalloc, because a gateway request makes many small allocations, for which the allocator of
+/// libc is slow.
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// How long work that cannot be cancelled, such as reading a trace, may hold up the end.
-const LAST_WORK: Duration = Duration::from_secs(1);
+/// Longest wait at exit for work that cannot be cancelled, such as reading a trace.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Exit status after a second Ctrl-C: that of a process ended by SIGINT, as shells count.
+/// Exit status after a second Ctrl-C: that of a process killed by SIGINT, by shell convention.
 const EXIT_INTERRUPTED: u8 = 130;
 
 fn main() -> ExitCode {
@@ -25,21 +26,21 @@ fn main() -> ExitCode {
         Err(cause) => return fail(&anyhow::anyhow!("cannot start threads: {cause}")),
     };
     let code = runtime.block_on(dispatch(args.command)).unwrap_or_else(|error| fail(&error));
-    runtime.shutdown_timeout(LAST_WORK);
+    runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
     code
 }
 
 async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     match command {
         Command::Demo(args) => {
-            until_insisted(async |stop| Ok(exit_code(demo::run(&args, stop).await?))).await
+            run_interruptible(async |stop| Ok(exit_code(demo::run(&args, stop).await?))).await
         }
         Command::Up(args) => {
-            until_insisted(async |stop| up::run(&args, stop).await.map(|()| ExitCode::SUCCESS)).await
+            run_interruptible(async |stop| up::run(&args, stop).await.map(|()| ExitCode::SUCCESS)).await
         }
         Command::Replay(args) => {
-            until_insisted(async |stop| {
-                let outcome = replay::run(&args, stop).await?;
+            run_interruptible(async |stop| {
+                let outcome = replay::run_replay(&args, stop).await?;
                 print!("{}", report::table(&outcome.report));
                 outcome.files()?.iter().for_each(|file| println!("wrote {}", file.display()));
                 Ok(exit_code(outcome.is_good()))
@@ -47,7 +48,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             .await
         }
         Command::Crosscheck(args) => {
-            until_insisted(async |stop| Ok(exit_code(replay::crosscheck(&args, stop).await?))).await
+            run_interruptible(async |stop| Ok(exit_code(replay::crosscheck(&args, stop).await?))).await
         }
         Command::Why(args) => why::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Status(args) => status::run(&args).await.map(|()| ExitCode::SUCCESS),
@@ -71,19 +72,19 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Runs a command that holds child processes and temporary directories. Signals are heard before it
-/// begins; at the second one it is dropped, and with it all that it holds.
-async fn until_insisted(
+/// Runs a command that owns child processes and temporary directories. Signal handlers are
+/// installed first. At the second signal the command is dropped, with everything it owns.
+async fn run_interruptible(
     command: impl AsyncFnOnce(&Stop) -> anyhow::Result<ExitCode>,
 ) -> anyhow::Result<ExitCode> {
-    let stop = Stop::of_command()?;
+    let stop = Stop::for_command()?;
     tokio::select! {
         code = command(&stop) => code,
-        () = stop.insisted() => Ok(ExitCode::from(EXIT_INTERRUPTED)),
+        () = stop.forced() => Ok(ExitCode::from(EXIT_INTERRUPTED)),
     }
 }
 
-/// A replay that lost a request, saw a wrong byte or did not do what it was asked is a failure even though
+/// A replay with a lost request, a wrong byte or a fault that was not carried out fails, although
 /// it has a report.
 fn exit_code(is_good: bool) -> ExitCode {
     if is_good { ExitCode::SUCCESS } else { ExitCode::from(2) }

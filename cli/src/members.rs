@@ -1,8 +1,8 @@
-//! `kvfleet members`: which routers a cluster has, who votes, who leads; and changes of that.
+//! `kvfleet members`: shows and changes the routers of a cluster, their votes and the leaders.
 //!
 //! Not here: the order of the steps (`kvfleet_client::Members`).
 
-use kvfleet_client::{GroupMembers, Members, Step};
+use kvfleet_client::{GroupMembers, MembershipClient, MembershipStep};
 
 use crate::args::{AddMemberArgs, ConnectArgs, GroupChoice, MembersCommand, RemoveMemberArgs, TransferArgs};
 use crate::connect::Connection;
@@ -20,14 +20,14 @@ pub async fn run(command: &MembersCommand) -> anyhow::Result<()> {
     }
 }
 
-fn open(args: &ConnectArgs) -> anyhow::Result<Members> {
+fn open(args: &ConnectArgs) -> anyhow::Result<MembershipClient> {
     let connection = Connection::open(args)?;
-    Ok(Members::new(&connection.routers, &connection.identity)?)
+    Ok(MembershipClient::new(&connection.routers, &connection.identity)?)
 }
 
 async fn add(args: &AddMemberArgs) -> anyhow::Result<()> {
     let router = args.router;
-    let made = |step| println!("{}", said(router, &step));
+    let made = |step| println!("{}", describe_step(router, &step));
     open(&args.connect)?.add(router, &args.address, args.learner, made).await?;
     let what = if args.learner { "learns" } else { "votes" };
     println!("router {router} {what} in every group");
@@ -36,8 +36,8 @@ async fn add(args: &AddMemberArgs) -> anyhow::Result<()> {
 
 async fn remove(args: &RemoveMemberArgs) -> anyhow::Result<()> {
     let router = args.router;
-    open(&args.connect)?.remove(router, |step| println!("{}", said(router, &step))).await?;
-    println!("router {router} is a member of no group: stop its process");
+    open(&args.connect)?.remove(router, |step| println!("{}", describe_step(router, &step))).await?;
+    println!("router {router} is no longer a member of any group: stop its process");
     Ok(())
 }
 
@@ -46,22 +46,27 @@ async fn transfer(args: &TransferArgs) -> anyhow::Result<()> {
     match args.group {
         GroupChoice::One(group) => {
             members.transfer(group, args.router).await?;
-            println!("{}", said(args.router, &Step::Led(group, args.router)));
+            println!(
+                "{}",
+                describe_step(args.router, &MembershipStep::LeaderTransferred(group, args.router))
+            );
         }
         GroupChoice::All => {
-            members.transfer_all(args.router, |step| println!("{}", said(args.router, &step))).await?;
+            members
+                .transfer_all(args.router, |step| println!("{}", describe_step(args.router, &step)))
+                .await?;
         }
     }
     Ok(())
 }
 
-/// A step in words. Groups are counted as the log counts them: 0 is control.
-fn said(router: u64, step: &Step) -> String {
+/// Text of a step. Groups are numbered as in the log: 0 is control.
+fn describe_step(router: u64, step: &MembershipStep) -> String {
     match step {
-        Step::Learns(group) => format!("group {group}: router {router} learns"),
-        Step::Votes(group) => format!("group {group}: router {router} votes"),
-        Step::Gone(group) => format!("group {group}: router {router} is gone"),
-        Step::Led(group, to) => format!("group {group}: router {to} leads"),
+        MembershipStep::LearnerAdded(group) => format!("group {group}: router {router} learns"),
+        MembershipStep::VoterPromoted(group) => format!("group {group}: router {router} votes"),
+        MembershipStep::Removed(group) => format!("group {group}: router {router} was removed"),
+        MembershipStep::LeaderTransferred(group, to) => format!("group {group}: router {to} leads"),
     }
 }
 
@@ -75,7 +80,7 @@ fn render(groups: &[GroupMembers]) -> String {
                 true => "learns",
                 false => "votes",
             };
-            // Only the leader knows how far the others are.
+            // Only the leader knows the progress of the others.
             let behind = if group.members.iter().any(|member| member.matched_index > 0) {
                 group.last_log_index.saturating_sub(member.matched_index).to_string()
             } else {

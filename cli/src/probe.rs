@@ -1,7 +1,8 @@
-//! `kvfleet probe` and `kvfleet drain`: asks a process of this machine whether it lives or is ready, and to let go of its work.
+//! `kvfleet probe` and `kvfleet drain`: asks a local process whether it is live or ready, and asks
+//! it to drain.
 //!
-//! For whoever runs processes and can run a command beside them: an image needs neither a shell nor an HTTP client for it. Not here:
-//! what is answered (`crate::process`).
+//! Made for process supervisors that can run a command, so that an image needs neither a shell nor
+//! an HTTP client. Not here: the answers (`crate::process`).
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
@@ -11,74 +12,80 @@ use tokio::net::TcpStream;
 
 use crate::args::{DrainArgs, ProbeArgs};
 
-/// Exit status where the process answered that it is not so.
-const EXIT_NOT_SO: u8 = 2;
+/// Exit status of a negative answer.
+const EXIT_REFUSED: u8 = 2;
 
-/// Longest answer that is read.
+/// Longest answer in bytes.
 const ANSWER_BYTES_MAX: u64 = 64 << 10;
 
-/// How long a process may take to say that its time for draining is over.
-const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// Time for a process to answer after its time for draining has passed.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Asks once; prints what was answered.
+/// Sends one probe and prints the answer.
 ///
 /// # Errors
-/// No answer in time, or none that is one.
+/// No answer in time, or an invalid one.
 pub async fn probe(args: &ProbeArgs) -> anyhow::Result<ExitCode> {
-    let answered = ask(&args.address, "GET", args.what.path(), args.timeout).await?;
-    Ok(told(&answered))
+    let answered = http_request(&args.address, "GET", args.what.path(), args.timeout).await?;
+    Ok(print_answer(&answered))
 }
 
-/// Asks to drain, waits until that is done, and in any case for as long as others may take to notice.
+/// Asks the process to drain and waits for the end, and at least for the linger time.
 ///
 /// # Errors
-/// No answer in time, or none that is one.
+/// No answer in time, or an invalid one.
 pub async fn drain(args: &DrainArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     let path = format!("/drain?within_ms={}", args.within.as_millis());
-    let answered = ask(&args.address, "POST", &path, args.within + ANSWER_WITHIN).await?;
+    let answered = http_request(&args.address, "POST", &path, args.within + ANSWER_TIMEOUT).await?;
     tokio::time::sleep(args.linger.unwrap_or_default().saturating_sub(begun.elapsed())).await;
-    Ok(told(&answered))
+    Ok(print_answer(&answered))
 }
 
-fn told(answered: &Answered) -> ExitCode {
+fn print_answer(answered: &ProbeAnswer) -> ExitCode {
     let line = answered.text.trim_end();
-    if answered.is_good {
+    if answered.is_success {
         println!("{line}");
         return ExitCode::SUCCESS;
     }
     eprintln!("kvfleet: {line}");
-    ExitCode::from(EXIT_NOT_SO)
+    ExitCode::from(EXIT_REFUSED)
 }
 
-/// What a process said.
+/// Answer of a process.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Answered {
-    pub(crate) is_good: bool,
+pub(crate) struct ProbeAnswer {
+    pub(crate) is_success: bool,
     pub(crate) text: String,
 }
 
-/// Asks a process of this machine over HTTP.
-pub(crate) async fn ask(address: &str, verb: &str, path: &str, within: Duration) -> anyhow::Result<Answered> {
+/// Sends an HTTP request to a local process.
+pub(crate) async fn http_request(
+    address: &str,
+    verb: &str,
+    path: &str,
+    within: Duration,
+) -> anyhow::Result<ProbeAnswer> {
     let asking = async {
         let mut stream = TcpStream::connect(address).await?;
-        // HTTP/1.0: the answer ends with the connection.
+        // HTTP/1.0, so that the answer ends with the connection.
         let request = format!("{verb} {path} HTTP/1.0\r\nhost: {address}\r\ncontent-length: 0\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut answer = vec![];
         stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer).await?;
         Ok::<_, std::io::Error>(answer)
     };
-    let hint = "give --address as process.metrics_listen (probe) or process.drain_listen (drain) has it";
+    let hint = "set --address to the value of process.metrics_listen (probe) or process.drain_listen (drain)";
     let answer = tokio::time::timeout(within, asking)
         .await
         .map_err(|_| anyhow::anyhow!("{address} did not answer within {within:?}; {hint}"))?
         .map_err(|cause| anyhow::anyhow!("cannot ask {address}: {cause}; {hint}"))?;
-    read(&answer).ok_or_else(|| anyhow::anyhow!("{address} answered {path} with no HTTP of ours; {hint}"))
+    parse_answer(&answer)
+        .ok_or_else(|| anyhow::anyhow!("{address} gave an unexpected answer to {path}; {hint}"))
 }
 
-/// Success and refusal are answers; whoever knows no such path is somebody else.
-fn read(answer: &[u8]) -> Option<Answered> {
+/// Parses success and refusal; any other status comes from another kind of server.
+fn parse_answer(answer: &[u8]) -> Option<ProbeAnswer> {
     let answer = String::from_utf8_lossy(answer);
     let (head, text) = answer.split_once("\r\n\r\n")?;
     let mut words = head.split(' ');
@@ -89,7 +96,7 @@ fn read(answer: &[u8]) -> Option<Answered> {
         "503" | "400" => false,
         _ => return None,
     };
-    Some(Answered { is_good, text: text.to_owned() })
+    Some(ProbeAnswer { is_success: is_good, text: text.to_owned() })
 }
 
 #[cfg(test)]
@@ -98,10 +105,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn answers_are_good_or_not_or_none() {
-        let good = read(b"HTTP/1.0 200 OK\r\nx: y\r\n\r\nready\n").unwrap();
-        assert_eq!(good, Answered { is_good: true, text: "ready\n".to_owned() });
-        assert!(!read(b"HTTP/1.1 503 Service Unavailable\r\n\r\nno").unwrap().is_good);
+    fn parses_answers() {
+        let good = parse_answer(b"HTTP/1.0 200 OK\r\nx: y\r\n\r\nready\n").unwrap();
+        assert_eq!(good, ProbeAnswer { is_success: true, text: "ready\n".to_owned() });
+        assert!(!parse_answer(b"HTTP/1.1 503 Service Unavailable\r\n\r\nno").unwrap().is_success);
         for none in [
             &b""[..],
             b"HTTP/1.0 200",
@@ -109,7 +116,7 @@ mod tests {
             b"SSH-2.0-x\r\n\r\n",
             b"\xff\xff\r\n\r\n",
         ] {
-            assert_eq!(read(none), None, "{none:?}");
+            assert_eq!(parse_answer(none), None, "{none:?}");
         }
     }
 }

@@ -6,12 +6,12 @@ use std::time::Duration;
 use kvfleet_proto::pb;
 use serde::Serialize;
 
-use crate::admin::shown;
+use crate::admin::format_seconds;
 use crate::args::StatusArgs;
 use crate::calls::explain;
 use crate::connect::Connection;
 
-/// What one router said, or why it did not.
+/// Status of one router, or why it is unknown.
 #[derive(Debug, Serialize)]
 struct RouterLine {
     address: String,
@@ -28,17 +28,17 @@ struct RouterLine {
     groups: Vec<GroupLine>,
 }
 
-/// One group as one router sees it.
+/// Status of one group as one router sees it.
 #[derive(Debug, Serialize)]
 struct GroupLine {
     group: u32,
     leader: u64,
     applied_index: u64,
-    /// Newest entry at which this replica was found to be like another one; 0 before the first.
+    /// Newest log index at which this replica matched another one; 0 before the first comparison.
     agreed_index: u64,
     diverged: bool,
     drifts: u64,
-    /// Times that this replica could not take the leader's state.
+    /// Failed attempts of this replica to install the leader's state.
     repairs_failed: u64,
 }
 
@@ -52,9 +52,10 @@ struct NodeLine {
     silent_ms: u64,
     data_address: String,
     control_address: String,
-    /// Share of audited blocks listed of the node that it holds; none before the first audit.
+    /// Share of the audited index entries of the node that it really holds; `None` before the first
+    /// audit.
     precision: Option<f64>,
-    /// Share of audited blocks of the node that the index lists.
+    /// Share of the audited blocks of the node that the index lists.
     recall: Option<f64>,
     drifts: u64,
 }
@@ -68,15 +69,15 @@ struct InstanceLine {
     running: u32,
     report_age_ms: u64,
     node: Option<u32>,
-    /// What it has in GPU memory, as each router heard; the most of them, since each hears for itself.
+    /// Resident GPU blocks; the largest count of all routers, since each tracks them separately.
     resident_blocks: u64,
-    /// Routers that are missing batches of its reports of GPU memory.
+    /// Number of routers that miss residency reports of the instance.
     uncertain_at: u64,
 }
 
-/// Everything that is shown.
+/// Everything that the command shows.
 #[derive(Debug, Serialize)]
-struct Fleet {
+struct FleetStatus {
     routers: Vec<RouterLine>,
     nodes: Vec<NodeLine>,
     instances: Vec<InstanceLine>,
@@ -85,7 +86,7 @@ struct Fleet {
     next_pin_end_ms: Option<u64>,
 }
 
-/// Asks every router named and every voter it knows, and prints what they say.
+/// Queries the named routers and all voters that they know, and prints the status.
 pub async fn run(args: &StatusArgs) -> anyhow::Result<()> {
     let mut connection = Connection::open(&args.connect)?;
     let mut answers = ask(&connection).await?;
@@ -105,15 +106,15 @@ pub async fn run(args: &StatusArgs) -> anyhow::Result<()> {
         let said: Vec<_> = answers.into_iter().filter_map(|(_, answer)| answer.err()).collect();
         anyhow::bail!("{}", said.join("\n"));
     }
-    let fleet = gather(answers);
+    let fleet = fleet_status(answers);
     let text = if args.json { serde_json::to_string_pretty(&fleet)? + "\n" } else { render(&fleet) };
     print!("{text}");
     Ok(())
 }
 
-type Answer = (String, Result<pb::StatusReply, String>);
+type RouterAnswer = (String, Result<pb::StatusReply, String>);
 
-async fn ask(connection: &Connection) -> anyhow::Result<Vec<Answer>> {
+async fn ask(connection: &Connection) -> anyhow::Result<Vec<RouterAnswer>> {
     let mut answers = vec![];
     for router in connection.all()? {
         let answer = router.status().await.map_err(|status| explain(&router.address, &status));
@@ -122,12 +123,12 @@ async fn ask(connection: &Connection) -> anyhow::Result<Vec<Answer>> {
     Ok(answers)
 }
 
-fn gather(answers: Vec<Answer>) -> Fleet {
+fn fleet_status(answers: Vec<RouterAnswer>) -> FleetStatus {
     let reached = || answers.iter().filter_map(|(_, answer)| answer.as_ref().ok());
     let newest = reached().max_by_key(|status| status.applied_index).cloned().unwrap_or_default();
     let last = reached().map(|status| status.last_log_index).max().unwrap_or_default();
-    Fleet {
-        nodes: newest.nodes.iter().map(|node| node_line(node, &audited(reached(), node.node))).collect(),
+    FleetStatus {
+        nodes: newest.nodes.iter().map(|node| node_line(node, &audit_totals(reached(), node.node))).collect(),
         instances: newest.instances.iter().map(|one| instance_line(one, reached())).collect(),
         pins: newest.pins,
         soft_pins: newest.soft_pins,
@@ -163,10 +164,10 @@ fn group_line(group: &pb::GroupStatus) -> GroupLine {
     GroupLine { group, leader, applied_index, agreed_index, diverged, drifts, repairs_failed }
 }
 
-/// What all routers together found of a node: each audits for the shards that it leads.
-fn audited<'a>(statuses: impl Iterator<Item = &'a pb::StatusReply>, node: u32) -> pb::Truth {
+/// Audit results of a node, summed over routers, since each audits the shards that it leads.
+fn audit_totals<'a>(statuses: impl Iterator<Item = &'a pb::StatusReply>, node: u32) -> pb::AuditStats {
     let found = statuses.flat_map(|status| &status.nodes).filter(|known| known.node == node);
-    found.filter_map(|known| known.truth).fold(pb::Truth::default(), |sum, one| pb::Truth {
+    found.filter_map(|known| known.audit).fold(pb::AuditStats::default(), |sum, one| pb::AuditStats {
         claimed_blocks: sum.claimed_blocks + one.claimed_blocks,
         claimed_wrong: sum.claimed_wrong + one.claimed_wrong,
         held_blocks: sum.held_blocks + one.held_blocks,
@@ -180,7 +181,7 @@ fn share(all: u64, wrong: u64) -> Option<f64> {
     (all > 0).then(|| 1.0 - wrong as f64 / all as f64)
 }
 
-fn node_line(node: &pb::NodeStatus, truth: &pb::Truth) -> NodeLine {
+fn node_line(node: &pb::NodeStatus, truth: &pb::AuditStats) -> NodeLine {
     NodeLine {
         node: node.node,
         live: node.live,
@@ -213,8 +214,8 @@ fn instance_line<'a>(
     }
 }
 
-/// One line a group: who leads, how far each replica is, and whether they agree.
-fn render_groups(out: &mut String, fleet: &Fleet) {
+/// One line per group: leader, progress, and whether the replicas agree.
+fn render_groups(out: &mut String, fleet: &FleetStatus) {
     let up = || fleet.routers.iter().filter(|router| router.reachable);
     let count = up().map(|router| router.groups.len()).max().unwrap_or(0);
     // Writing to a string cannot fail.
@@ -236,17 +237,17 @@ fn render_groups(out: &mut String, fleet: &Fleet) {
     }
 }
 
-/// A question mark where a router is missing reports.
-fn resident_in_words(instance: &InstanceLine) -> String {
+/// Resident blocks, with a question mark if a router misses reports.
+fn format_resident(instance: &InstanceLine) -> String {
     let mark = if instance.uncertain_at > 0 { "?" } else { "" };
     format!("{}{mark}", instance.resident_blocks)
 }
 
-fn in_words(share: Option<f64>) -> String {
+fn format_share(share: Option<f64>) -> String {
     share.map_or("-".to_owned(), |share| format!("{share:.4}"))
 }
 
-fn render(fleet: &Fleet) -> String {
+fn render(fleet: &FleetStatus) -> String {
     let mut out = String::new();
     // Writing to a string cannot fail.
     let _ = writeln!(out, "router  address                term  leader  applied   lag  index blocks  copies");
@@ -282,8 +283,8 @@ fn render(fleet: &Fleet) -> String {
             node.data_address,
             node.epoch,
             node.blocks,
-            in_words(node.precision),
-            in_words(node.recall),
+            format_share(node.precision),
+            format_share(node.recall),
             node.drifts,
             node.silent_ms
         );
@@ -301,22 +302,22 @@ fn render(fleet: &Fleet) -> String {
             instance.address,
             instance.running,
             instance.queue_tokens,
-            resident_in_words(instance),
+            format_resident(instance),
             instance.report_age_ms
         );
     }
     if fleet.pins > 0 {
         let hard = fleet.pins.saturating_sub(fleet.soft_pins);
-        let ends = ends_in(fleet.next_pin_end_ms);
+        let ends = next_pin_end(fleet.next_pin_end_ms);
         let _ = writeln!(out, "\n{} pins: {hard} hard, {} soft{ends}", fleet.pins, fleet.soft_pins);
     }
     out
 }
 
-/// When the next pin is over, if one has an end.
-pub(crate) fn ends_in(next_pin_end_ms: Option<u64>) -> String {
+/// Text of the next end of a pin; empty if none has an end.
+pub(crate) fn next_pin_end(next_pin_end_ms: Option<u64>) -> String {
     let span = next_pin_end_ms.map(Duration::from_millis);
-    span.map(|span| format!("; the next ends in {}", shown(span))).unwrap_or_default()
+    span.map(|span| format!("; the next ends in {}", format_seconds(span))).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -324,7 +325,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn groups_and_nodes_show_what_the_truth_meter_found() {
+    fn shows_anti_entropy_results() {
         let group = |agreed_index, diverged, repairs_failed| pb::GroupStatus {
             group: 1,
             leader: 2,
@@ -335,20 +336,21 @@ mod tests {
             repairs_failed,
             ..Default::default()
         };
-        let truth = pb::Truth { claimed_blocks: 8, claimed_wrong: 2, held_blocks: 4, ..Default::default() };
-        let node = pb::NodeStatus { node: 7, truth: Some(truth), ..Default::default() };
+        let truth =
+            pb::AuditStats { claimed_blocks: 8, claimed_wrong: 2, held_blocks: 4, ..Default::default() };
+        let node = pb::NodeStatus { node: 7, audit: Some(truth), ..Default::default() };
         let status = |router, diverged, repairs_failed| pb::StatusReply {
             router,
             groups: vec![group(512, diverged, repairs_failed)],
             nodes: vec![node.clone()],
             ..Default::default()
         };
-        // What an earlier repair came to is of no interest once the replica is like the others.
+        // Earlier failed repairs do not matter once the replica matches again.
         let shown = |diverged, failed| {
             let answers = [(1, false, 9), (2, diverged, failed)];
             let answers = answers
                 .map(|(router, diverged, failed)| ("a:1".to_owned(), Ok(status(router, diverged, failed))));
-            render(&gather(answers.into()))
+            render(&fleet_status(answers.into()))
         };
         let text = shown(false, 9);
         assert!(text.contains("1       2       700       512               2"), "{text}");
@@ -358,10 +360,10 @@ mod tests {
     }
 
     #[test]
-    fn pins_are_shown_by_kind_and_with_the_next_end() {
+    fn shows_pins_and_their_next_end() {
         let shown = |pins, soft_pins, next_pin_end_ms| {
             let status = pb::StatusReply { pins, soft_pins, next_pin_end_ms, ..Default::default() };
-            render(&gather(vec![("a:1".to_owned(), Ok(status))]))
+            render(&fleet_status(vec![("a:1".to_owned(), Ok(status))]))
         };
         assert!(shown(3, 1, Some(1_500)).contains("3 pins: 2 hard, 1 soft; the next ends in 1.5 s"));
         assert!(shown(1, 0, None).ends_with("1 pins: 1 hard, 0 soft\n"));
@@ -369,13 +371,14 @@ mod tests {
     }
 
     #[test]
-    fn instances_show_what_routers_heard_of_their_gpu_memory() {
+    fn shows_resident_blocks() {
         let status = |blocks, uncertain| {
             let residency = pb::Residency { blocks, uncertain, ..Default::default() };
             let one = pb::InstanceStatus { instance: 3, residency: Some(residency), ..Default::default() };
             Ok(pb::StatusReply { instances: vec![one], ..Default::default() })
         };
-        let shown = |second| render(&gather(vec![("a:1".into(), status(70, false)), ("b:1".into(), second)]));
+        let shown =
+            |second| render(&fleet_status(vec![("a:1".into(), status(70, false)), ("b:1".into(), second)]));
         let text = shown(status(80, false));
         assert!(text.contains(" 80          0 ms ago"), "{text}");
         let text = shown(status(0, true));
@@ -383,7 +386,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unreachable_router_is_shown_with_its_problem() {
+    fn shows_unreachable_routers() {
         let up = pb::StatusReply {
             router: 2,
             leader: 2,
@@ -391,8 +394,10 @@ mod tests {
             applied_index: 7,
             ..Default::default()
         };
-        let fleet =
-            gather(vec![("a:1".into(), Err("router a:1 cannot be reached".into())), ("b:2".into(), Ok(up))]);
+        let fleet = fleet_status(vec![
+            ("a:1".into(), Err("router a:1 cannot be reached".into())),
+            ("b:2".into(), Ok(up)),
+        ]);
         assert_eq!(fleet.routers[1].lag_entries, 2);
         let text = render(&fleet);
         assert!(text.contains("a:1 cannot be reached"), "{text}");

@@ -1,43 +1,43 @@
 //! `kvfleet up`: a cluster on this machine until Ctrl-C.
 
 use kv_core::id::TenantId;
-use kvfleet_doors::ModelConfig;
+use kvfleet_gateway::ModelConfig;
 use serde::Serialize;
 
 use crate::args::{Capacity, UpArgs};
-use crate::certificates::Authority;
-use crate::cluster::{Cluster, NodeCapacity, OpenAiShape, Shape, name};
-use crate::instance::InstanceConfig;
+use crate::cluster::{ClusterShape, LocalCluster, NodeCapacity, OpenAiShape, process_name};
 use crate::process::{Role, Stop};
+use kvfleet_engine::mock::InstanceConfig;
+use kvfleet_net::certificates::Authority;
 
-/// DRAM of each node when nothing else is said: small enough for a laptop, large enough to see hits.
+/// Default DRAM of each node: fits a laptop and still shows hits.
 const DRAM_DEFAULT: Capacity = Capacity::Bytes(256 << 20);
 
-/// Tokens of a block when nothing else is said: those of Mooncake's traces, and those of vLLM.
+/// Default tokens of a block: as in Mooncake's traces, and as in vLLM.
 const BLOCK_TOKENS_OF_TRACES: u32 = 512;
 const BLOCK_TOKENS_OF_ENGINES: u32 = 16;
 
-/// What is ready, for scripts.
+/// The started processes, for scripts.
 #[derive(Debug, Serialize)]
 struct UpReply {
     routers: Vec<String>,
     tls_dir: String,
     data_dir: String,
-    processes: Vec<crate::process::Ready>,
-    /// Certificates of the tenants that were asked for.
+    processes: Vec<crate::process::ReadyLine>,
+    /// Certificates of the requested tenants.
     tenants: Vec<String>,
 }
 
-/// Starts the cluster, says where it is, and stops it when asked to.
+/// Starts the cluster, prints its addresses, and stops it on request.
 pub async fn run(args: &UpArgs, stop: &Stop) -> anyhow::Result<()> {
     let shape = shape(args)?;
     let mut cluster = tokio::select! {
-        cluster = Cluster::start(shape) => cluster?,
+        cluster = LocalCluster::start(shape) => cluster?,
         _ = stop.requested() => return Ok(()),
     };
-    // Whatever comes of it, the cluster is stopped.
-    let told = tenants(args, &cluster).and_then(|tenants| print(args, &cluster, tenants));
-    if let Err(error) = told {
+    // On any error below, the cluster must be stopped.
+    let printed = tenants(args, &cluster).and_then(|tenants| print(args, &cluster, tenants));
+    if let Err(error) = printed {
         cluster.stop().await;
         return Err(error);
     }
@@ -49,12 +49,12 @@ pub async fn run(args: &UpArgs, stop: &Stop) -> anyhow::Result<()> {
     outcome
 }
 
-fn shape(args: &UpArgs) -> anyhow::Result<Shape> {
-    let shape = Shape::from_args(&args.shape)?;
+fn shape(args: &UpArgs) -> anyhow::Result<ClusterShape> {
+    let shape = ClusterShape::from_args(&args.shape)?;
     let blocks = |capacity: Capacity, flag: &str| match capacity {
         Capacity::Share(_) | Capacity::Unbounded => {
             anyhow::bail!(
-                "{flag} {capacity} needs a trace to be a share of: give bytes (512MiB) or blocks (1000b)"
+                "{flag} {capacity} is only valid with a trace: give bytes (512MiB) or blocks (1000b)"
             )
         }
         sized => Ok(sized.blocks_per_node(0, args.shape.nodes, args.shape.block_bytes)),
@@ -63,7 +63,7 @@ fn shape(args: &UpArgs) -> anyhow::Result<Shape> {
         dram_blocks: blocks(args.shape.dram.unwrap_or(DRAM_DEFAULT), "--dram")?,
         ssd_blocks: blocks(args.shape.ssd.unwrap_or(Capacity::None), "--ssd")?,
     };
-    Ok(Shape {
+    Ok(ClusterShape {
         capacity,
         watermarks: args.shape.watermarks.map(|marks| (marks.high, marks.low)),
         base_port: args.base_port,
@@ -73,7 +73,7 @@ fn shape(args: &UpArgs) -> anyhow::Result<Shape> {
             BLOCK_TOKENS_OF_TRACES
         }),
         openai: args.openai.map(|port| openai(args, port)).transpose()?,
-        // What an instance waits for when nothing else is said; a replay that counts hits waits longer.
+        // The production default; a replay that counts hits waits longer.
         fetch_floor_ms: InstanceConfig::default().fetch_floor_ms,
         ..shape
     })
@@ -83,7 +83,7 @@ fn openai(args: &UpArgs, port: u16) -> anyhow::Result<OpenAiShape> {
     let (Some(tokenizer), Some(name)) = (&args.tokenizer, &args.model) else {
         return Ok(OpenAiShape { port, models: Vec::new() });
     };
-    // The processes are started elsewhere.
+    // The processes run in other working directories.
     let tokenizer = tokenizer.canonicalize().map_err(|cause| {
         anyhow::anyhow!("cannot read {}: {cause}; give the tokenizer.json of a model", tokenizer.display())
     })?;
@@ -91,25 +91,25 @@ fn openai(args: &UpArgs, port: u16) -> anyhow::Result<OpenAiShape> {
     Ok(OpenAiShape { port, models: vec![model] })
 }
 
-async fn first_crash(cluster: &mut Cluster) -> String {
-    /// How soon a crash is noticed; nothing waits for it.
-    const LOOK_EVERY: std::time::Duration = std::time::Duration::from_millis(500);
+async fn first_crash(cluster: &mut LocalCluster) -> String {
+    /// Interval of crash checks.
+    const POLL_INTERVAL: std::time::Duration = std::time::Duration::from_millis(500);
     loop {
-        if let Some(crashed) = cluster.crashed().into_iter().next() {
+        if let Some(crashed) = cluster.crashed_children().into_iter().next() {
             return crashed;
         }
-        tokio::time::sleep(LOOK_EVERY).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// Makes the certificates of tenants, and says where they are.
-fn tenants(args: &UpArgs, cluster: &Cluster) -> anyhow::Result<Vec<String>> {
+/// Issues the certificates of tenants, and returns their paths.
+fn tenants(args: &UpArgs, cluster: &LocalCluster) -> anyhow::Result<Vec<String>> {
     let authority = Authority::open(&cluster.certificates())?;
-    let issue = |tenant: &u32| Ok(authority.issue_for(TenantId(*tenant))?.cert.display().to_string());
+    let issue = |tenant: &u32| Ok(authority.issue_for_tenant(TenantId(*tenant))?.cert.display().to_string());
     args.tenants.iter().map(issue).collect()
 }
 
-fn print(args: &UpArgs, cluster: &Cluster, tenants: Vec<String>) -> anyhow::Result<()> {
+fn print(args: &UpArgs, cluster: &LocalCluster, tenants: Vec<String>) -> anyhow::Result<()> {
     let processes: Vec<_> = cluster.children().filter_map(|(_, child)| child.ready().cloned()).collect();
     let reply = UpReply {
         routers: cluster.router_addresses(),
@@ -125,7 +125,7 @@ fn print(args: &UpArgs, cluster: &Cluster, tenants: Vec<String>) -> anyhow::Resu
     for ready in &reply.processes {
         let role =
             [Role::Router, Role::Node, Role::Instance].into_iter().find(|role| role.name() == ready.role);
-        let name = role.map_or_else(|| ready.role.clone(), |role| name((role, ready.number)));
+        let name = role.map_or_else(|| ready.role.clone(), |role| process_name((role, ready.number)));
         let addresses: Vec<_> =
             ready.addresses.iter().map(|(purpose, address)| format!("{purpose} {address}")).collect();
         println!("  {name:12} {}", addresses.join("  "));
@@ -133,17 +133,17 @@ fn print(args: &UpArgs, cluster: &Cluster, tenants: Vec<String>) -> anyhow::Resu
     for certificate in &reply.tenants {
         println!("  tenant       {certificate}");
     }
-    let doors = reply.processes.iter().filter(|ready| ready.role == Role::Router.name());
-    let door = doors.flat_map(|ready| &ready.addresses).find(|(purpose, _)| *purpose == "openai");
+    let routers = reply.processes.iter().filter(|ready| ready.role == Role::Router.name());
+    let door = routers.flat_map(|ready| &ready.addresses).find(|(purpose, _)| *purpose == "openai");
     if let Some((_, address)) = door {
         let model = args.model.as_deref().unwrap_or("any");
         println!(
-            "ask it with\n  curl -s http://{address}/v1/completions -d '{{\"model\":\"{model}\",\"prompt\":\"…\"}}'"
+            "try it with\n  curl -s http://{address}/v1/completions -d '{{\"model\":\"{model}\",\"prompt\":\"…\"}}'"
         );
     }
     println!("data and logs in {}", reply.data_dir);
     println!(
-        "look at it with\n  kvfleet status --cluster {} --tls-dir {}",
+        "inspect it with\n  kvfleet status --cluster {} --tls-dir {}",
         reply.routers.join(","),
         reply.tls_dir
     );
@@ -161,7 +161,7 @@ mod tests {
     use crate::args::{Args, Command};
 
     #[test]
-    fn a_cluster_is_what_its_flags_say_and_waits_as_the_product_does() {
+    fn flags_set_the_shape_and_default_fetch_time() {
         let words = ["kvfleet", "up", "--block-tokens", "16", "--base-port", "30000", "--tenant", "3,5"];
         let Command::Up(args) = Args::try_parse_from(words).unwrap().command else { panic!("not up") };
         let shape = shape(&args).unwrap();
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn doors_are_what_the_flags_say() {
+    fn flags_set_the_openai_listener() {
         let up = |words: &[&str]| match Args::try_parse_from([&["kvfleet", "up"], words].concat())
             .unwrap()
             .command

@@ -1,33 +1,35 @@
-//! `kvfleet weights`: which generation of weights is in force, and going on to the next.
+//! `kvfleet weights`: shows the current generation of weights, or switches to the next.
 //!
-//! Each router says what it has applied. Not here: what the change does (`kv_core::index`, docs/adr/0060).
+//! Each router reports its applied state. Not here: the effect of the change (`kv_core::index`,
+//! docs/adr/0060).
 
 use std::fmt::Write;
 
 use kvfleet_proto::pb;
 
-use crate::admin::at_leader;
+use crate::admin::write_to_leader;
 use crate::args::WeightsArgs;
 use crate::calls::explain;
 use crate::connect::Connection;
 
-/// Shows the generation, or goes on to the one that was named.
+/// Shows the generation, or switches to the given one.
 pub async fn run(args: &WeightsArgs) -> anyhow::Result<()> {
     match args.next {
         Some(next) => {
-            let done = at_leader(&args.connect, async |router| router.set_generation(next).await).await?;
-            print!("{}", said(next, &done));
+            let done =
+                write_to_leader(&args.connect, async |router| router.set_generation(next).await).await?;
+            print!("{}", describe_change(next, &done));
             Ok(())
         }
         None => show(args).await,
     }
 }
 
-fn said(next: u32, done: &pb::AdminReply) -> String {
+fn describe_change(next: u32, done: &pb::AdminReply) -> String {
     let position = done.applied_index;
     if done.changed {
         format!(
-            "weights are of generation {next} from now on: what was computed with earlier ones is void on every node (log \
+            "weights are now of generation {next}: KV of earlier generations is invalid on every node (log \
              position {position})\n"
         )
     } else {
@@ -51,7 +53,7 @@ async fn show(args: &WeightsArgs) -> anyhow::Result<()> {
 
 fn render(answers: &[(String, Result<pb::StatusReply, String>)]) -> String {
     let reached = || answers.iter().filter_map(|(_, answer)| answer.as_ref().ok());
-    // Whoever has applied most knows best; the others follow.
+    // The router with the newest applied entry is the most recent.
     let newest = reached().max_by_key(|status| status.applied_index).cloned().unwrap_or_default();
     let live = newest.nodes.iter().filter(|node| node.live).count();
     let mut text = format!(
@@ -83,7 +85,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_behind_and_who_does_not_answer_is_shown_beside_what_is_in_force() {
+    fn shows_lagging_and_unreachable_routers() {
         let answers = [
             ("r1:1".to_owned(), Ok(status(9, 3, &[true, false]))),
             ("r2:1".to_owned(), Ok(status(7, 2, &[true, true]))),
@@ -95,11 +97,11 @@ mod tests {
     }
 
     #[test]
-    fn a_change_that_was_made_before_is_told_from_one_that_is_made_now() {
+    fn describes_repeated_changes() {
         let reply = |changed| pb::AdminReply { applied_index: 4, changed };
-        assert!(said(2, &reply(true)).contains("void on every node"));
+        assert!(describe_change(2, &reply(true)).contains("invalid on every node"));
         assert_eq!(
-            said(2, &reply(false)),
+            describe_change(2, &reply(false)),
             "weights are of generation 2 already: nothing changed (log position 4)\n"
         );
     }

@@ -1,85 +1,88 @@
-//! Fetch: the cached part of a prefix, from all its sources at once, proven block by block.
+//! Fetch: reads the cached part of a prefix from all its sources at once and verifies it block by
+//! block.
 //!
-//! A block counts only while every earlier one came: what is handed out is contiguous from the first block that
-//! the engine has not itself.
-//! Waiting ends at one deadline for everything, because after it recomputing is cheaper. Not here:
-//! which sources (the router's decision) and recomputing (the engine).
+//! A block counts only if every earlier one arrived, so the result is contiguous from the first
+//! block that is not resident. One deadline limits the whole fetch, because recomputing is cheaper
+//! after it. Not here: choosing sources (the router's decision) and recomputing (the engine).
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::{
-    BlockHash, Category, Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier,
+    BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, TenantId, Tier, TrafficClass,
 };
+use kvfleet_net::trace_context::current_traceparent;
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
-use kvfleet_proto::trace_context::current_traceparent;
-use kvfleet_transport::{Asker, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, Progress};
+use kvfleet_transport::{
+    BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, Progress, RequestContext,
+};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
 use crate::Client;
-use crate::links::{LinkReader, Links, Timed, one_tier};
-use crate::paths::{Found, Paths};
+use crate::links::{LinkReader, LinkStats, TransferTiming, common_tier};
+use crate::paths::{AcquiredPath, Paths};
 
-/// Longest deadline; more is the same as none, and would overflow the clock.
+/// Longest deadline, to avoid overflow of the clock; a longer one would have no effect.
 pub(crate) const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
-/// Fetch what a decision says is cached.
+/// A fetch of the blocks that a decision lists as cached.
 #[derive(Clone, Debug)]
 pub struct FetchCall {
     /// Lease that holds the blocks on the nodes until released.
     pub lease: LeaseId,
     /// The request.
     pub request: RequestId,
-    /// Whose.
+    /// The tenant.
     pub tenant: TenantId,
     /// Its category.
     pub category: Category,
-    /// Identity the bytes must have.
+    /// Expected identity of the bytes.
     pub identity: IdentityDigest,
     /// Blocks of the whole request, in prefix order.
     pub hashes: Vec<BlockHash>,
-    /// Leading blocks that the engine has in GPU memory itself, as the decision says: sources begin behind them.
+    /// Leading blocks that are in the engine's GPU memory, as the decision says; sources begin
+    /// behind them.
     pub resident_blocks: u32,
     /// The decision's sources: consecutive segments from the first block that is not resident.
     pub sources: Vec<pb::Source>,
     /// Time after which recomputing is cheaper than waiting.
     pub deadline: Duration,
-    /// What it is for, where no request waits for it.
-    pub class: Option<Class>,
+    /// The traffic class if no request waits for this fetch, else `None`.
+    pub class: Option<TrafficClass>,
 }
 
-/// A block that came, proven to be the one asked.
+/// A received block, verified to be the requested one.
 #[derive(Clone, Debug)]
 pub struct FetchedBlock {
     /// Its bytes.
     pub frame: Frame,
     /// Tier it was read from.
     pub tier: Tier,
-    /// Node it came from.
+    /// Node that sent it.
     pub node: NodeId,
 }
 
-/// What came of a fetch.
+/// Result of a fetch.
 #[derive(Clone, Debug, Default)]
 pub struct FetchOutcome {
-    /// Blocks from the first that is not resident on, without gaps, all verified.
+    /// Blocks from the first non-resident one on, without gaps, all verified.
     pub blocks: Vec<FetchedBlock>,
     /// Encoded bytes of `blocks`.
     pub bytes: u64,
-    /// Encoded bytes of all frames that arrived, usable or not.
+    /// Encoded bytes of all received frames, usable or not.
     pub received_bytes: u64,
-    /// Frames that arrived and were not the block asked, whole.
+    /// Received frames that are not the requested block, or are damaged.
     pub wrong_blocks: u32,
     /// Sources that delivered less than the decision promised.
     pub misses: Vec<SourceMiss>,
-    /// Leases now held, to be released when the request ends.
+    /// Leases now held; release them when the request ends.
     pub leases: Vec<HeldLease>,
 }
 
-/// A source that fell short.
+/// A source that delivered less than planned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SourceMiss {
     /// The node.
@@ -88,9 +91,9 @@ pub struct SourceMiss {
     pub address: String,
     /// First block of the request that it did not deliver.
     pub first_missing_block: u32,
-    /// Why.
+    /// The reason.
     pub reason: MissReason,
-    /// What is broken between here and the node, and what to do about it, where that is known.
+    /// The broken link between here and the node and its remedy, if known.
     pub cause: Option<String>,
 }
 
@@ -110,7 +113,8 @@ pub struct HeldLease {
     pub lease: LeaseId,
 }
 
-/// Why a fetch could not even begin. That blocks did not come is no error (see [`FetchOutcome::misses`]).
+/// Error of a fetch that could not start. Missing blocks are not an error (see
+/// [`FetchOutcome::misses`]).
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FetchError {
     /// The sources are not consecutive segments behind the resident blocks and within the request.
@@ -118,29 +122,29 @@ pub enum FetchError {
         "source {position} covers blocks {start} to {end}, expected it to begin at {expected} and end by {asked}"
     )]
     Sources {
-        /// Which source.
+        /// Position of the source.
         position: usize,
         /// Its first block.
         start: u32,
         /// One past its last block.
         end: u64,
-        /// Where it should begin.
+        /// Block at which it should begin.
         expected: u64,
         /// Blocks of the request.
         asked: usize,
     },
-    /// Not one room for each block of the sources.
-    #[error("{rooms} rooms for {blocks} blocks of the sources: give one for each")]
-    Rooms {
-        /// Rooms that were given.
+    /// The number of buffers differs from the number of blocks of the sources.
+    #[error("{rooms} buffers for {blocks} blocks of the sources: give one for each")]
+    BufferCount {
+        /// Buffers given.
         rooms: usize,
         /// Blocks of all sources.
         blocks: usize,
     },
-    /// Rooms of another model than the one whose computing is reckoned with.
-    #[error("rooms of {layers} layers, and costs of {costs}: give both for the same model")]
-    Layers {
-        /// Layers of the first room.
+    /// The buffers have another number of layers than the compute costs.
+    #[error("buffers of {layers} layers, and costs of {costs}: give both for the same model")]
+    LayerCount {
+        /// Layers of the first buffer.
         layers: usize,
         /// Layers of the costs.
         costs: usize,
@@ -151,31 +155,31 @@ impl Client {
     /// Fetches from all sources at once and verifies every frame: identity, hash, checksums.
     ///
     /// # Errors
-    /// When the sources make no sense for these hashes.
+    /// If the sources are inconsistent with the hashes.
     pub async fn fetch(&self, call: FetchCall) -> Result<FetchOutcome, FetchError> {
         check_sources(&call)?;
         let deadline = Instant::now() + call.deadline.min(DEADLINE_MAX);
         let mut running = JoinSet::new();
         for (position, source) in call.sources.iter().enumerate() {
             let all = source.start_blocks..source.start_blocks + source.len_blocks;
-            let one = OneSource::new(&call, source, all, (deadline, &self.links));
+            let one = SourceFetch::new(&call, source, all, (deadline, &self.links));
             let paths = self.paths.clone();
             let (identity, hashes) = (call.identity, one.request.hashes.clone());
-            let mut proving = Proving {
+            let mut proving = FrameReceiver {
                 identity,
                 hashes,
                 frames: Vec::new(),
-                tally: Tally::default(),
-                timed: Timed::begin(),
+                totals: FetchTotals::default(),
+                timing: TransferTiming::begin(),
             };
             running.spawn(async move {
                 let came = one.run(&paths, &mut proving).await;
                 (position, (came, proving.frames))
             });
         }
-        let mut came: Vec<_> = call.sources.iter().map(|_| (Came::default(), Vec::new())).collect();
+        let mut came: Vec<_> = call.sources.iter().map(|_| (SourceOutcome::default(), Vec::new())).collect();
         while let Some(ended) = running.join_next().await {
-            // A source whose task panicked has delivered nothing; its default says that it is lost.
+            // If a source's task panicked, its default outcome reports the source as lost.
             if let Ok((position, result)) = ended {
                 came[position] = result;
             }
@@ -183,14 +187,15 @@ impl Client {
         Ok(assemble(&call, came))
     }
 
-    /// What fetches came to, for reports to one router ([`pb::ReportRequest::links`]).
+    /// Reader of the measured transfers per link, for reports to one router
+    /// ([`pb::ReportRequest::links`]).
     #[must_use]
     pub fn link_reader(&self) -> LinkReader {
         LinkReader::new(self.links.clone())
     }
 
-    /// Ends leases, on all nodes at once. What cannot be released expires by itself; the failures come
-    /// back for the log.
+    /// Releases leases on all nodes at once. A lease that cannot be released expires; the failures
+    /// are returned for the log.
     pub async fn release(&self, leases: &[HeldLease]) -> Vec<(HeldLease, PathError)> {
         let mut running = JoinSet::new();
         for held in leases {
@@ -202,11 +207,11 @@ impl Client {
 }
 
 async fn release_one(paths: &Paths, held: &HeldLease) -> Result<(), PathError> {
-    // No epoch: a node that was lost is not waited for again to say goodbye.
-    let Found { path, .. } = paths.get(&held.address, None).await?;
+    // Without an epoch, so a lost node delays no release.
+    let AcquiredPath { path, .. } = paths.get(&held.address, None).await?;
     let released = path.release(held.lease).await;
     if let Err(error) = &released {
-        paths.failed(&held.address, None, &path, error);
+        paths.note_failure(&held.address, None, &path, error);
     }
     released
 }
@@ -224,45 +229,45 @@ pub(crate) fn check_sources(call: &FetchCall) -> Result<(), FetchError> {
     Ok(())
 }
 
-/// What came from one source. The default is a source that is lost.
+/// Outcome of one source. The default is a lost source.
 #[derive(Default)]
-pub(crate) struct Came {
-    /// The leading blocks that are proven and kept.
+pub(crate) struct SourceOutcome {
+    /// Leading blocks that are verified and kept.
     pub(crate) proven: usize,
     tiers: Vec<Tier>,
     pub(crate) received_bytes: u64,
     pub(crate) wrong_blocks: u32,
-    /// Why not all; nothing when all came.
+    /// Reason of the shortfall; `None` if all blocks arrived.
     pub(crate) reason: Option<MissReason>,
-    /// What is broken, where that is why.
+    /// Description of the failure behind the reason, if known.
     pub(crate) cause: Option<String>,
     /// Whether the node may hold a lease now.
     pub(crate) leased: bool,
 }
 
-impl Came {
-    /// Given up to be asked for again at once.
-    pub(crate) fn again() -> Came {
-        Came { reason: Some(MissReason::Busy), leased: true, ..Came::default() }
+impl SourceOutcome {
+    /// Outcome of an attempt that was abandoned to be retried at once.
+    pub(crate) fn to_retry() -> SourceOutcome {
+        SourceOutcome { reason: Some(MissReason::Busy), leased: true, ..SourceOutcome::default() }
     }
 
-    /// The deadline came first.
-    pub(crate) fn late() -> Came {
-        Came { reason: Some(MissReason::TooLate), leased: true, ..Came::default() }
+    /// Outcome of an attempt that the deadline ended.
+    pub(crate) fn too_late() -> SourceOutcome {
+        SourceOutcome { reason: Some(MissReason::TooLate), leased: true, ..SourceOutcome::default() }
     }
 }
 
-/// What one attempt brought so far.
+/// Running totals of one attempt.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Tally {
-    /// The leading blocks that are proven and kept.
+pub(crate) struct FetchTotals {
+    /// Leading blocks that are verified and kept.
     pub(crate) proven: usize,
     pub(crate) received_bytes: u64,
     pub(crate) wrong_blocks: u32,
 }
 
-/// Who takes what comes of a source, and proves it.
-pub(crate) trait Taking: Send {
+/// Receives the blocks of a source and verifies them.
+pub(crate) trait SourceReceiver: Send {
     /// One attempt over this path.
     fn fetch<'a>(
         &'a mut self,
@@ -270,45 +275,45 @@ pub(crate) trait Taking: Send {
         request: FetchRequest,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
 
-    /// What the attempt brought.
-    fn tally(&self) -> Tally;
+    /// Totals of the attempt.
+    fn totals(&self) -> FetchTotals;
 
-    /// When it came.
-    fn timed(&self) -> Timed;
+    /// Timing of the attempt's transfers.
+    fn timing(&self) -> TransferTiming;
 }
 
-/// Takes frames. The first that is not the block asked ends what is usable of its source.
-struct Proving {
+/// Receives frames. The first wrong frame ends the usable part of its source.
+struct FrameReceiver {
     identity: IdentityDigest,
     hashes: Vec<BlockHash>,
     frames: Vec<Frame>,
-    tally: Tally,
-    timed: Timed,
+    totals: FetchTotals,
+    timing: TransferTiming,
 }
 
-impl Taking for Proving {
+impl SourceReceiver for FrameReceiver {
     fn fetch<'a>(
         &'a mut self,
         path: &'a dyn Path,
         request: FetchRequest,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        self.timed = Timed::begin();
-        Box::pin(async move { path.fetch(request, &mut |frame| self.take(frame)).await })
+        self.timing = TransferTiming::begin();
+        Box::pin(async move { path.fetch(request, &mut |frame| self.receive(frame)).await })
     }
 
-    fn tally(&self) -> Tally {
-        self.tally
+    fn totals(&self) -> FetchTotals {
+        self.totals
     }
 
-    fn timed(&self) -> Timed {
-        self.timed
+    fn timing(&self) -> TransferTiming {
+        self.timing
     }
 }
 
-impl Proving {
-    fn take(&mut self, frame: Frame) {
-        self.timed.came(frame.bytes.len());
-        let tally = &mut self.tally;
+impl FrameReceiver {
+    fn receive(&mut self, frame: Frame) {
+        self.timing.record(frame.bytes.len());
+        let tally = &mut self.totals;
         tally.received_bytes += frame.bytes.len() as u64;
         if tally.wrong_blocks > 0 {
             return;
@@ -323,32 +328,32 @@ impl Proving {
     }
 }
 
-/// One source's part of a fetch.
-pub(crate) struct OneSource {
+/// The part of a fetch that one source delivers.
+pub(crate) struct SourceFetch {
     address: String,
     node: NodeId,
     /// The tier that the decision named.
     planned: Option<Tier>,
     request: FetchRequest,
     deadline: Instant,
-    links: Links,
+    links: LinkStats,
 }
 
-impl OneSource {
-    /// Blocks of a source, counted as the request's.
+impl SourceFetch {
+    /// A fetch of some blocks of a source, numbered within the request.
     pub(crate) fn new(
         call: &FetchCall,
         source: &pb::Source,
         blocks: Range<u32>,
-        (deadline, links): (Instant, &Links),
-    ) -> OneSource {
-        OneSource {
+        (deadline, links): (Instant, &LinkStats),
+    ) -> SourceFetch {
+        SourceFetch {
             address: source.address.clone(),
             planned: Tier::ALL.into_iter().find(|tier| *tier as u32 == source.tier),
             node: NodeId(source.node),
             links: links.clone(),
             request: FetchRequest {
-                asker: Asker {
+                context: RequestContext {
                     lease: call.lease,
                     request: call.request,
                     tenant: call.tenant,
@@ -367,32 +372,35 @@ impl OneSource {
         }
     }
 
-    /// The same for something else than the call says.
-    pub(crate) fn of_class(mut self, class: Class) -> OneSource {
-        self.request.asker.class = Some(class);
+    /// The same with another traffic class than the call's.
+    pub(crate) fn with_class(mut self, class: TrafficClass) -> SourceFetch {
+        self.request.context.class = Some(class);
         self
     }
 
-    pub(crate) async fn run(self, paths: &Paths, taking: &mut dyn Taking) -> Came {
+    pub(crate) async fn run(self, paths: &Paths, receiver: &mut dyn SourceReceiver) -> SourceOutcome {
         loop {
             let found = match timeout_at(self.deadline, paths.get(&self.address, self.epoch())).await {
                 Ok(Ok(found)) => found,
-                Ok(Err(error)) => return lost(&self.address, &error, false),
-                Err(_) => return Came { reason: Some(MissReason::TooLate), ..Came::default() },
+                Ok(Err(error)) => return lost_source(&self.address, &error, false),
+                Err(_) => {
+                    return SourceOutcome { reason: Some(MissReason::TooLate), ..SourceOutcome::default() };
+                }
             };
-            let (mut came, error) = self.fetch_over(&found.path, taking).await;
+            let (mut came, error) = self.fetch_over(&found.path, receiver).await;
             let Some(error) = error else {
-                // A stream that was cut says nothing of the others; a path that ended does.
+                // A broken stream does not affect the path's other streams; a failed path does.
                 if let Some(error) = found.path.failure() {
-                    paths.failed(&self.address, self.epoch(), &found.path, &error);
+                    paths.note_failure(&self.address, self.epoch(), &found.path, &error);
                     came.cause = (came.reason == Some(MissReason::NodeLost)).then(|| error.to_string());
                 }
                 return came;
             };
-            paths.failed(&self.address, self.epoch(), &found.path, &error);
-            // A kept path may have died unnoticed, as when its node restarted: dial once more.
-            if !found.kept || !matches!(error, PathError::Broken { .. }) {
-                return lost(&self.address, &error, true);
+            paths.note_failure(&self.address, self.epoch(), &found.path, &error);
+            // A kept path may have failed unnoticed, for example when its node restarted: dial once
+            // more.
+            if !found.reused || !matches!(error, PathError::Broken { .. }) {
+                return lost_source(&self.address, &error, true);
             }
         }
     }
@@ -401,31 +409,35 @@ impl OneSource {
         Some(self.request.epoch)
     }
 
-    /// One attempt. An error means that nothing came.
-    async fn fetch_over(&self, path: &Arc<dyn Path>, taking: &mut dyn Taking) -> (Came, Option<PathError>) {
-        let mut came = Came { leased: true, ..Came::default() };
+    /// Makes one attempt. An error means that no block was received.
+    async fn fetch_over(
+        &self,
+        path: &Arc<dyn Path>,
+        receiver: &mut dyn SourceReceiver,
+    ) -> (SourceOutcome, Option<PathError>) {
+        let mut came = SourceOutcome { leased: true, ..SourceOutcome::default() };
         let mut request = self.request.clone();
         request.deadline = self.deadline.saturating_duration_since(Instant::now());
         let (class, progress) = (request.class(), request.progress.clone());
-        let answer = match taking.fetch(&**path, request).await {
+        let answer = match receiver.fetch(&**path, request).await {
             Ok(answer) => answer,
             Err(error) => return (came, Some(error)),
         };
-        let mut timed = taking.timed();
-        let Tally { proven, received_bytes, wrong_blocks } = taking.tally();
+        let mut timed = receiver.timing();
+        let FetchTotals { proven, received_bytes, wrong_blocks } = receiver.totals();
         (came.proven, came.received_bytes, came.wrong_blocks) = (proven, received_bytes, wrong_blocks);
-        self.conclude(&mut came, &answer);
+        self.apply_answer(&mut came, &answer);
         if came.reason == Some(MissReason::TooLate) {
-            timed.held_up();
+            timed.record_stall();
         }
-        if class == Class::Fetch && came.wrong_blocks == 0 {
-            let tier = one_tier(&came.tiers, self.request.hashes.len(), self.planned);
-            self.links.fetched((self.node, self.request.epoch), progress.kind(), tier, &timed);
+        if class == TrafficClass::Fetch && came.wrong_blocks == 0 {
+            let tier = common_tier(&came.tiers, self.request.hashes.len(), self.planned);
+            self.links.record_fetch((self.node, self.request.epoch), progress.kind(), tier, &timed);
         }
         (came, None)
     }
 
-    fn conclude(&self, came: &mut Came, answer: &FetchAnswer) {
+    fn apply_answer(&self, came: &mut SourceOutcome, answer: &FetchAnswer) {
         came.tiers = answer.tiers().to_vec();
         came.proven = came.proven.min(came.tiers.len());
         let told = match answer {
@@ -440,19 +452,20 @@ impl OneSource {
             Some(reason) => Some(reason),
             None => Some(MissReason::MediumFailed),
         };
-        // One that began and ended busy has its lease.
+        // A `Busy` answer before any transfer grants no lease; a transfer that ended busy keeps its
+        // lease.
         came.leased = !matches!(answer, FetchAnswer::Busy { .. });
     }
 }
 
-fn lost(address: &str, error: &PathError, leased: bool) -> Came {
+fn lost_source(address: &str, error: &PathError, leased: bool) -> SourceOutcome {
     tracing::debug!(address, %error, "source lost");
     let cause = Some(error.to_string());
-    Came { reason: Some(MissReason::NodeLost), cause, leased, ..Came::default() }
+    SourceOutcome { reason: Some(MissReason::NodeLost), cause, leased, ..SourceOutcome::default() }
 }
 
-/// Puts the sources' parts together up to the first block that is missing.
-fn assemble(call: &FetchCall, came: Vec<(Came, Vec<Frame>)>) -> FetchOutcome {
+/// Joins the sources' parts up to the first missing block.
+fn assemble(call: &FetchCall, came: Vec<(SourceOutcome, Vec<Frame>)>) -> FetchOutcome {
     let mut outcome = FetchOutcome::default();
     let mut whole = true;
     for (source, (came, frames)) in call.sources.iter().zip(came) {

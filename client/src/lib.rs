@@ -1,15 +1,23 @@
-//! What frontends and engines link: route, fetch, save, and the release that ends a request.
+//! The client library that frontends and engines link: route, fetch, save, and release.
 //!
-//! [`Client`] holds the routers of a cluster and a path to every node it was sent to. Where the verbs
-//! live: `route.rs` (with lookup, status and report), `fetch.rs`, `save.rs`, both for engines that compute layer by layer in `layers.rs` and `layer_save.rs`, a whole prefill beside its load in `prefill.rs`, `control.rs` (a node's own
-//! calls); all of them for threads without a runtime in `completions.rs`; reports to them again and again in `report.rs`; how routers are tried in turn is `retry.rs`, and how route calls share a stream `stream.rs`; how paths are kept is `paths.rs`.
+//! [`Client`] holds the routers of a cluster and a path to every node that a router named. The calls are in these files:
 //!
-//! Not here: choosing (the router does), computing, and what a block's bytes mean. The client proves
-//! that a frame is the block asked; everything doubtful is a miss with a reason, never a wrong byte.
+//! - `route.rs`: route, lookup, status, load report; `retry.rs` chooses the router, and `stream.rs`
+//!   lets route calls share a stream.
+//! - `fetch.rs` and `save.rs`: whole blocks. `layers.rs` and `layer_save.rs`: the same layer by
+//!   layer.
+//! - `prefill.rs`: a prefill that overlaps with its load.
+//! - `completions.rs`: all of these for threads without a runtime.
+//! - `report.rs`: periodic reports to routers. `control.rs`: a node's own control calls.
+//! - `paths.rs`: how paths to nodes are opened and kept.
+//!
+//! Not here: choosing an instance (the router does), computing, and the meaning of a block's bytes.
+//! The client verifies that a frame is the requested block; any doubt is a miss with a reason,
+//! never a wrong byte.
 
 use std::sync::Arc;
 
-use kvfleet_proto::tls::Identity;
+use kvfleet_net::tls::Identity;
 use kvfleet_transport::Dialer;
 use kvfleet_transport::pick::PickDialer;
 use kvfleet_transport::quic::QuicConfig;
@@ -22,7 +30,7 @@ mod fetch;
 mod layer_save;
 mod layers;
 mod links;
-mod members;
+mod membership;
 mod outcomes;
 mod paths;
 mod prefill;
@@ -34,60 +42,67 @@ mod stream;
 mod transport;
 
 pub use completions::{
-    Completion, CompletionQueue, Ended, LayersCame, LayersOperation, MayDecodeCall, OPERATION_BLOCKS_MAX,
-    OPERATIONS_MAX, Operation, Outcome, Progress, QueueError, QueueLimits, Refused, Submission, SubmitError,
+    AdmitDecodeCall, Completion, CompletionQueue, FetchLayersOperation, LayerFetchResult,
+    OPERATION_BLOCKS_MAX, OPERATIONS_MAX, Operation, OperationEnd, OperationOutcome, Progress, QueueError,
+    QueueLimits, RejectedBatch, Submission, SubmitError,
 };
 pub use control::ControlError;
 pub use fetch::{FetchCall, FetchError, FetchOutcome, FetchedBlock, HeldLease, SourceMiss};
-pub use layer_save::{LayerSave, LayerSaveCall, LayerSaveError, LayersAnswer, LayersSaved};
-pub use layers::{BlockRoom, LayerEvent, LayerFetch, LayersCall, RoomBack, RoomsLeft, SourceEnd};
+pub use layer_save::{LayerSave, LayerSaveAnswer, LayerSaveCall, LayerSaveError, PendingLayerSave};
+pub use layers::{
+    BufferReturns, LayerEvent, LayerFetch, LayerFetchCall, ReturnedBuffer, SliceBuffer, SourceEnd,
+};
 pub use links::LinkReader;
-pub use members::{GroupMembers, Members, MembersError, Step};
+pub use membership::{GroupMembers, MembersError, MembershipClient, MembershipStep};
 pub use outcomes::RequestOutcome;
-pub use prefill::{Prefill, PrefillCall, PrefillEnd};
+pub use prefill::{Prefill, PrefillCall, PrefillResult};
 pub use report::{InstanceLoad, Reporter, ReporterConfig};
 pub use retry::RouterError;
-pub use route::{MayDecode, RouteAnswer, RouteCall, RouteError};
+pub use route::{DecodeAdmission, RouteAnswer, RouteCall, RouteError};
 pub use save::{
     BackgroundSave, FrameSource, SAVE_DEADLINE, SAVE_QUEUE_BYTES_MAX, SAVE_QUEUE_CALLS_MAX, SaveBusy,
     SaveCall, SaveError,
 };
-pub use transport::{NoTransport, RdmaSettings, Transport};
+pub use transport::{RdmaSettings, Transport, TransportNameError};
 
-pub use kvfleet_transport::{Asker, MissReason, SaveAnswer, SaveDone, SaveRefusal, VisibleAt};
+pub use kvfleet_transport::{
+    AnnouncePosition, MissReason, RequestContext, SaveAnswer, SaveDone, SaveRefusal,
+};
 
-use links::Links;
+use links::LinkStats;
 use outcomes::Outcomes;
 use paths::{COOL_DOWN, Paths};
 use retry::Routers;
 use save::SaveQueue;
 
-/// What a client needs to know.
+/// Configuration of a client.
 #[derive(Clone, Debug)]
 pub struct ClientConfig {
-    /// Routers, `host:port` each; tried in this order until one answers, then kept.
+    /// Addresses of routers, `host:port` each. They are tried in this order until one answers; that
+    /// one is asked first from then on.
     pub routers: Vec<String>,
     /// Certificates of this process.
     pub identity: Identity,
-    /// Seed of the jitter between retries; give each process its own.
+    /// Seed of the jitter between retries; use a different one for each process.
     pub seed: u64,
-    /// Whether route calls to a router share one stream that stays open; each is a call of its own otherwise, as it is to a router that
-    /// takes no streams.
+    /// Whether route calls to a router share one long-lived stream. If false, or if the router does
+    /// not support streams, each call is a unary RPC.
     pub route_streams: bool,
-    /// Which paths are taken to nodes.
+    /// Kinds of paths to nodes.
     pub transport: Transport,
     /// Settings of QUIC.
     pub quic: QuicConfig,
     /// Settings of TLS over TCP.
     pub tcp: TcpConfig,
-    /// Where the sockets of this host's nodes are, and whom to believe there; nothing for no shared memory.
+    /// Directory of the local nodes' sockets and the accepted peer identity; `None` disables shared
+    /// memory.
     pub shm: Option<ShmConfig>,
     /// Settings of RDMA.
     pub rdma: RdmaSettings,
 }
 
 impl ClientConfig {
-    /// Defaults for everything but the cluster; the jitter is seeded from the process number.
+    /// Default values for everything except the cluster. The jitter seed is the process id.
     #[must_use]
     pub fn new(routers: Vec<String>, identity: Identity) -> ClientConfig {
         ClientConfig {
@@ -104,27 +119,27 @@ impl ClientConfig {
     }
 }
 
-/// Why a client cannot be made.
+/// Error of creating a client.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ClientError {
-    /// No router was named.
-    #[error("no router is named: give at least one HOST:PORT")]
+    /// The list of routers is empty.
+    #[error("no router is configured: give at least one HOST:PORT")]
     NoRouters,
-    /// Nobody said where the sockets of this host's nodes are.
+    /// The transport is shared memory, but no socket directory is configured.
     #[error("transport shm needs the directory of the nodes' sockets: give shm.dir as the nodes have it")]
     NoShmDir,
-    /// There is no RDMA, and nothing else may be taken.
+    /// The transport is RDMA only, and RDMA is not available.
     #[error("transport rdma: {cause}")]
     Rdma {
-        /// What is missing, and what to do.
+        /// The missing part, and the remedy.
         cause: String,
     },
-    /// A router's address is not one.
+    /// A router's address is malformed.
     #[error("router {address:?} is not HOST:PORT: {cause}")]
     RouterAddress {
-        /// What was given.
+        /// The address.
         address: String,
-        /// What is wrong.
+        /// Description of the problem.
         cause: String,
     },
 }
@@ -134,10 +149,11 @@ pub enum ClientError {
 pub struct Client {
     routers: Arc<Routers>,
     paths: Paths,
-    /// Where the paths come from several kinds.
-    picks: Option<Arc<PickDialer>>,
+    /// The dialer that picks among several kinds of paths; `None` if the caller supplied its own
+    /// dialer.
+    pick_dialer: Option<Arc<PickDialer>>,
     saves: Arc<SaveQueue>,
-    links: Links,
+    links: LinkStats,
     outcomes: Outcomes,
     identity: Identity,
 }
@@ -149,29 +165,31 @@ impl std::fmt::Debug for Client {
 }
 
 impl Client {
-    /// Tells routers with the next reports what became of a request, which is what `kvfleet why` knows of it. Bounded, and never waits.
-    pub fn tell(&self, outcome: &RequestOutcome) {
+    /// Queues a request's outcome for the next reports to routers; `kvfleet why` shows it. Bounded,
+    /// and never blocks.
+    pub fn record_outcome(&self, outcome: &RequestOutcome) {
         self.outcomes.add(outcome);
     }
 
-    /// A client over the transport that is configured. Connects when first used. Needs a tokio runtime.
+    /// A client over the configured transport. It connects at first use. Needs a tokio runtime.
     ///
     /// # Errors
-    /// When no router is named, an address is malformed, or the transport needs what is not configured.
+    /// If no router is named, an address is malformed, or the transport lacks configuration.
     pub fn new(config: ClientConfig) -> Result<Client, ClientError> {
         let picks = Arc::new(config.transport.dialer(&config)?);
         let client = Client::with_dialer(config, Arc::clone(&picks) as Arc<dyn Dialer>)?;
-        Ok(Client { picks: Some(picks), ..client })
+        Ok(Client { pick_dialer: Some(picks), ..client })
     }
 
-    /// The same client, whose fetches do not count among what [`Client::link_reader`] and a reporter tell: for requests whose
-    /// sources somebody named who is not to say how fast nodes are.
+    /// The same client with link statistics of its own, which [`Client::link_reader`] and reporters
+    /// do not include. For requests with sources from a third party, which must not bias the
+    /// measured speed of nodes.
     #[must_use]
-    pub fn with_links_apart(&self) -> Client {
-        Client { links: Links::default(), ..self.clone() }
+    pub fn with_separate_link_stats(&self) -> Client {
+        Client { links: LinkStats::default(), ..self.clone() }
     }
 
-    /// A client over any transport.
+    /// A client over a given transport.
     ///
     /// # Errors
     /// As [`Client::new`].
@@ -184,9 +202,9 @@ impl Client {
                 config.route_streams,
             )?),
             paths: Paths::new(dialer, COOL_DOWN),
-            picks: None,
+            pick_dialer: None,
             saves: Arc::new(SaveQueue::default()),
-            links: Links::default(),
+            links: LinkStats::default(),
             outcomes: Outcomes::default(),
             identity: config.identity,
         })

@@ -1,6 +1,7 @@
-//! What became of requests that an instance served, kept until every router has heard of it, or as many as a bound says.
+//! Outcomes of requests that an instance served, kept until every router has them or the buffer is
+//! full.
 //!
-//! Not here: the telling (`report.rs`), and what routers make of it.
+//! Not here: sending them (`report.rs`), and their use by routers.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,34 +12,36 @@ use kvfleet_proto::pb;
 
 use crate::fetch::SourceMiss;
 
-/// Outcomes kept for routers that are away: those of some seconds. Who is away for longer misses the oldest, and knows less.
-const KEPT_MAX: usize = 1_024;
+/// Outcomes kept for unreachable routers, enough for some seconds. A router that is away longer
+/// misses the oldest.
+const OUTCOMES_MAX: usize = 1_024;
 
 /// Outcomes in one report.
-const TOLD_MAX: usize = 256;
+const REPORT_OUTCOMES_MAX: usize = 256;
 
-/// Misses that are told of one request.
+/// Misses reported per request.
 const MISSES_MAX: usize = 64;
 
-/// What became of a request.
+/// Outcome of a request.
 #[derive(Clone, Debug)]
 pub struct RequestOutcome {
-    /// The request, as its decision has it.
+    /// The request's number in its decision.
     pub request: RequestId,
-    /// Blocks that came, of those that were to be fetched.
+    /// Blocks that were fetched.
     pub hit_blocks: u32,
-    /// Until its first token, from when it was sent; nothing where that was not measured.
+    /// Time to first token, from when the request was sent; `None` if not measured.
     pub ttft: Option<Duration>,
-    /// Sources that fell short.
+    /// Sources that delivered less than planned.
     pub misses: Vec<SourceMiss>,
-    /// Tokens that it said; 0 until it has ended. What came before may be told in an outcome of its own.
+    /// Tokens generated; 0 until the request ends. Earlier results may be reported in a separate
+    /// outcome.
     pub output_tokens: u32,
-    /// Mean time between two of these; nothing where that was not measured.
+    /// Mean time between output tokens; `None` if not measured.
     pub tbt: Option<Duration>,
 }
 
 impl RequestOutcome {
-    /// A request ended, of which all else was told before.
+    /// An outcome for the end of a request; the other results were reported before.
     #[must_use]
     pub fn ended(request: RequestId, output_tokens: u32, tbt: Option<Duration>) -> RequestOutcome {
         RequestOutcome { request, hit_blocks: 0, ttft: None, misses: Vec::new(), output_tokens, tbt }
@@ -50,8 +53,8 @@ fn micros(time: Option<Duration>) -> u64 {
 }
 
 #[derive(Debug, Default)]
-struct Kept {
-    /// Number of the first that is kept.
+struct OutcomeBuffer {
+    /// Number of the oldest kept outcome.
     first: u64,
     list: VecDeque<pb::Outcome>,
 }
@@ -59,13 +62,13 @@ struct Kept {
 /// The outcomes of one client. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outcomes {
-    kept: Arc<Mutex<Kept>>,
+    buffer: Arc<Mutex<OutcomeBuffer>>,
 }
 
 impl Outcomes {
-    /// Nothing is left half done by whoever panicked.
-    fn kept(&self) -> MutexGuard<'_, Kept> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    /// A panic leaves no partial update, so a poisoned lock is safe to use.
+    fn lock(&self) -> MutexGuard<'_, OutcomeBuffer> {
+        self.buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn add(&self, outcome: &RequestOutcome) {
@@ -74,7 +77,7 @@ impl Outcomes {
             start_blocks: miss.first_missing_block,
             reason: miss.reason as u32,
         };
-        let told = pb::Outcome {
+        let outcome_pb = pb::Outcome {
             request: outcome.request.0,
             hit_blocks: outcome.hit_blocks,
             ttft_us: micros(outcome.ttft),
@@ -82,22 +85,22 @@ impl Outcomes {
             tbt_us: micros(outcome.tbt),
             output_tokens: outcome.output_tokens,
         };
-        let mut kept = self.kept();
-        kept.list.push_back(told);
-        if kept.list.len() > KEPT_MAX {
-            kept.list.pop_front();
-            kept.first += 1;
+        let mut buffer = self.lock();
+        buffer.list.push_back(outcome_pb);
+        if buffer.list.len() > OUTCOMES_MAX {
+            buffer.list.pop_front();
+            buffer.first += 1;
         }
     }
 
-    /// Those from this number on, as many as go into a report, and the number behind them.
-    pub(crate) fn from(&self, number: u64) -> (Vec<pb::Outcome>, u64) {
-        let kept = self.kept();
-        let from = number.max(kept.first);
-        let skipped = usize::try_from(from - kept.first).unwrap_or(usize::MAX);
-        let told: Vec<_> = kept.list.iter().skip(skipped).take(TOLD_MAX).cloned().collect();
-        let next = from + told.len() as u64;
-        (told, next)
+    /// The outcomes from this number on, as many as fit a report, and the number of the next one.
+    pub(crate) fn batch_from(&self, number: u64) -> (Vec<pb::Outcome>, u64) {
+        let buffer = self.lock();
+        let start = number.max(buffer.first);
+        let skipped = usize::try_from(start - buffer.first).unwrap_or(usize::MAX);
+        let batch: Vec<_> = buffer.list.iter().skip(skipped).take(REPORT_OUTCOMES_MAX).cloned().collect();
+        let next = start + batch.len() as u64;
+        (batch, next)
     }
 }
 
@@ -110,22 +113,22 @@ mod tests {
     }
 
     #[test]
-    fn each_router_hears_each_outcome_in_turn() {
+    fn outcomes_are_handed_out_in_batches() {
         let outcomes = Outcomes::default();
         (0..300).for_each(|request| outcomes.add(&outcome(request)));
         let requests = |told: &[pb::Outcome]| told.iter().map(|one| one.request).collect::<Vec<_>>();
-        let (told, next) = outcomes.from(0);
+        let (told, next) = outcomes.batch_from(0);
         assert_eq!((requests(&told), next), ((0..256).collect(), 256));
-        let (told, next) = outcomes.from(next);
+        let (told, next) = outcomes.batch_from(next);
         assert_eq!((requests(&told), next), ((256..300).collect(), 300));
-        assert_eq!(outcomes.from(300), (vec![], 300));
+        assert_eq!(outcomes.batch_from(300), (vec![], 300));
     }
 
     #[test]
-    fn a_router_that_was_away_misses_the_oldest() {
+    fn absent_router_misses_oldest_outcomes() {
         let outcomes = Outcomes::default();
         (0..2_000).for_each(|request| outcomes.add(&outcome(request)));
-        let (told, next) = outcomes.from(3);
+        let (told, next) = outcomes.batch_from(3);
         assert_eq!((told[0].request, told.len(), next), (976, 256, 1_232));
     }
 }

@@ -1,140 +1,141 @@
-//! A prefill beside its load: what an engine follows that computes layer by layer while its history comes.
+//! A prefill that overlaps with loading its history, for an engine that computes layer by layer.
 //!
-//! [`Client::prefill`] joins what is apart elsewhere: the read buffer is sized by what loading takes longer than computing
-//! ([`Preload`]), slices come in the order of layers ([`Client::fetch_layers`]), the deadline is what recomputing costs, and at each
-//! moment [`Race`] says whether compute waits or computes what has not come. So a request never takes longer than if nothing
-//! had been cached, but for the 64th of it that a wait in vain may cost, or two milliseconds where that is more: timers tell no
-//! less apart.
+//! [`Client::prefill`] combines several parts. The read buffer covers the excess of the load time over the compute time ([`Preload`]). Slices arrive in the order of layers ([`Client::fetch_layers`]). The deadline is the cost of recomputing. At each moment [`kv_core::pipeline`] decides whether compute waits or recomputes missing blocks. So a request takes no longer than without a cache, except for a bounded loss of idle waiting: a 64th, or two milliseconds if that is more, because timers are no finer.
 //!
 //! ```text
-//! let mut prefill = client.prefill(call, rooms)?;      // the read buffer fills while other jobs compute
-//! prefill.begin();                                     // the job's turn
+//! let mut prefill = client.prefill(call, buffers)?;    // the read buffer fills while other jobs compute
+//! prefill.begin();                                     // the prefill starts
 //! loop {
 //!     match prefill.next().await {
-//!         Next::Layer { layer } => …,                  // of the new tokens and the blocks of prefill.pass()
-//!         Next::CatchUp { blocks, layers } => …,       // the first layers of these blocks
-//!         Next::Done | Next::Wait { .. } => break,
+//!         NextAction::Layer { layer } => …,                  // of the new tokens and the blocks of prefill.wave()
+//!         NextAction::CatchUp { blocks, layers } => …,       // the first layers of these blocks
+//!         NextAction::Done | NextAction::Wait { .. } => break,
 //!     }
 //! }
-//! let end = prefill.end();                             // what came, what was computed, every room, and the leases to release
+//! let end = prefill.end();                             // blocks that arrived or were computed, all buffers, leases to release
 //! ```
 //!
-//! Not here: computing, saving what was computed (`layer_save.rs`), and the rules ([`kv_core::pipeline`]).
+//! Not here: computing, saving the results (`layer_save.rs`), and the rules
+//! ([`kv_core::pipeline`]).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Duration;
 
-use kv_core::pipeline::{Arrive, Costs, Next, Preload, PreloadWork, Race};
+use kv_core::pipeline::{ArrivalOrder, ComputeCosts, LoadComputeOverlap, NextAction, Preload, PreloadWork};
 use kvfleet_proto::frame::SLICES_MAX;
 use kvfleet_proto::pb;
 use tokio::time::{Instant, timeout_at};
 
 use crate::fetch::check_sources;
-use crate::layers::slices_of;
+use crate::layers::slice_lengths;
 use crate::{
-    BlockRoom, Client, FetchCall, FetchError, HeldLease, LayerEvent, LayerFetch, LayersCall, RoomBack,
-    RoomsLeft, SourceEnd, SourceMiss,
+    BufferReturns, Client, FetchCall, FetchError, HeldLease, LayerEvent, LayerFetch, LayerFetchCall,
+    ReturnedBuffer, SliceBuffer, SourceEnd, SourceMiss,
 };
 
-/// How late timers are: a wait ends so much sooner, and counts as long as it was to be.
+/// Lateness of timers: a wait ends earlier by this much and counts in full.
 const TIMER_GRAIN_NS: u64 = 1_000_000;
 
-/// What is asked for at once takes about so long: many round trips of a data centre, and still a small part of a history that is worth
-/// while.
-const REQUEST_NS: u64 = 32_000_000;
+/// Target duration of one request: many round trips within a data centre, and still a small part of
+/// a worthwhile history.
+const REQUEST_TARGET_NS: u64 = 32_000_000;
 
-/// A prefill whose history is loaded.
+/// A prefill with a history to load.
 #[derive(Clone, Debug)]
 pub struct PrefillCall {
-    /// What is fetched. Its deadline counts from the job's turn, and is never later than recomputing all would end.
+    /// The fetch. Its deadline counts from the prefill start, and is at most the time to recompute
+    /// everything.
     pub fetch: FetchCall,
-    /// What computing takes: of each block of the sources, in order, and of the tokens behind them.
-    pub costs: Costs,
+    /// Compute costs of each block of the sources, in order, and of the tokens behind them.
+    pub costs: ComputeCosts,
     /// Encoded size of the largest frame, in bytes.
     pub frame_bytes: u64,
-    /// Bytes a second that are expected of all sources together where earlier fetches say nothing of one of them. It is believed until
-    /// slices come, or do not.
+    /// Expected throughput of all sources together, in bytes a second, if one of them is
+    /// unmeasured. Used until slices arrive or fail to.
     pub bytes_per_s: u64,
-    /// Bytes that may be loaded before the job's turn, at most.
+    /// Maximum bytes to load before the prefill start.
     pub read_buffer_bytes_max: u64,
-    /// As in [`LayersCall::in_flight_bytes_max`].
+    /// As in [`LayerFetchCall::in_flight_bytes_max`].
     pub in_flight_bytes_max: u64,
 }
 
-/// A prefill under way. Dropping it ends its fetch; rooms that did not come back are dropped too.
+/// A running prefill. Dropping it ends its fetch and drops buffers that were not returned.
 #[derive(Debug)]
 pub struct Prefill<R> {
     fetch: LayerFetch<R>,
-    race: Race,
-    /// What times of the race count from.
+    overlap: LoadComputeOverlap,
+    /// Origin of the overlap's times.
     origin: Instant,
     read_buffer_bytes: u64,
-    /// The blocks of the sources.
+    /// Numbers of the sources' blocks in the request.
     blocks: Range<u32>,
     arrived: BTreeMap<u32, R>,
-    absent: Vec<RoomBack<R>>,
-    ends: Vec<SourceEnd<R>>,
-    /// Of each source that has not ended what its node may hold.
-    awaited: BTreeMap<usize, HeldLease>,
-    is_begun: bool,
-    is_over: bool,
-    /// The end of a wait that is over.
+    incomplete: Vec<ReturnedBuffer<R>>,
+    source_ends: Vec<SourceEnd<R>>,
+    /// For each source that has not ended, the lease that its node may hold.
+    open_sources: BTreeMap<usize, HeldLease>,
+    is_started: bool,
+    is_finished: bool,
+    /// The scheduled end of the last wait that timed out.
     waited_ns: u64,
     work: PreloadWork,
-    /// What may be idled in vain.
-    wait_ns: u64,
+    /// Maximum idle time of waits without result.
+    wait_budget_ns: u64,
 }
 
-/// What came of a prefill.
+/// Result of a prefill.
 #[derive(Debug)]
-pub struct PrefillEnd<R> {
-    /// Blocks that came whole, by their number in the request. A block behind one of its source that was still to come is not among
-    /// them, but in `rest`.
+pub struct PrefillResult<R> {
+    /// Buffers of whole blocks, by number in the request. A block behind an outstanding one of its
+    /// source is in `pending_buffers` instead.
     pub arrived: BTreeMap<u32, R>,
-    /// Rooms of blocks that did not come whole, of sources that have ended: in ascending order, with what is in them.
-    pub absent: Vec<RoomBack<R>>,
-    /// All other rooms: of sources that were still awaited. They come when nothing is written to them any more, which is not waited for
-    /// here.
-    pub rest: RoomsLeft<R>,
-    /// Blocks that were computed although a source had them, in ascending order. Some of them may have come all the same.
+    /// Buffers of incomplete blocks of ended sources, in ascending order, with their number of
+    /// layers.
+    pub incomplete: Vec<ReturnedBuffer<R>>,
+    /// All other buffers, those of sources still outstanding. They are returned when they are not
+    /// written any more, without waiting here.
+    pub pending_buffers: BufferReturns<R>,
+    /// Blocks that were computed although a source had them, in ascending order. Some of them may
+    /// have arrived anyway.
     pub computed: Vec<u32>,
-    /// Sources that said why they fell short. One that was still awaited at the end says nothing.
+    /// Shortfalls of ended sources. Sources still outstanding are not included.
     pub misses: Vec<SourceMiss>,
-    /// Leases that nodes may hold now, to be released when the request ends.
+    /// Leases that nodes may hold now; release them when the request ends.
     pub leases: Vec<HeldLease>,
-    /// Encoded bytes that came, usable or not.
+    /// Encoded bytes received, usable or not.
     pub received_bytes: u64,
-    /// Frames that were not the block asked, whole, or did not fit their rooms.
+    /// Frames that are not the requested block, are damaged, or do not fit their buffers.
     pub wrong_blocks: u32,
-    /// How long compute had nothing to do.
-    pub idle: Duration,
-    /// Computing that was spared.
-    pub saved: Duration,
+    /// Time during which compute was idle.
+    pub idle_time: Duration,
+    /// Compute time saved by the cache.
+    pub saved_time: Duration,
 }
 
 impl Client {
-    /// Begins to load the history of a prefill into `rooms`, one for each block of the sources: until [`Prefill::begin`] what the
-    /// read buffer takes. Needs a tokio runtime.
+    /// Starts to load the history of a prefill into `buffers`, one for each block of the sources;
+    /// until [`Prefill::begin`] only as much as the read buffer holds. Needs a tokio runtime.
     ///
     /// # Errors
-    /// When the sources make no sense for these hashes, or there are not as many rooms and costs as blocks.
-    pub fn prefill<R: BlockRoom>(
+    /// If the sources are inconsistent with the hashes, or the numbers of buffers, costs and blocks
+    /// differ.
+    pub fn prefill<R: SliceBuffer>(
         &self,
         call: PrefillCall,
-        mut rooms: Vec<R>,
+        mut buffers: Vec<R>,
     ) -> Result<Prefill<R>, FetchError> {
         check_sources(&call.fetch)?;
         let blocks = call.costs.block_layer_ns.len();
-        if rooms.len() != blocks {
-            return Err(FetchError::Rooms { rooms: rooms.len(), blocks });
+        if buffers.len() != blocks {
+            return Err(FetchError::BufferCount { rooms: buffers.len(), blocks });
         }
-        let slices = rooms.first_mut().map(slices_of).unwrap_or_default();
+        let slices = buffers.first_mut().map(slice_lengths).unwrap_or_default();
         let slices: Vec<u32> =
             slices.into_iter().map(|bytes| u32::try_from(bytes).unwrap_or(u32::MAX)).collect();
         let layers = usize::try_from(call.costs.layers).unwrap_or(usize::MAX);
         if layers > SLICES_MAX || blocks > 0 && slices.len() != layers {
-            return Err(FetchError::Layers { layers: slices.len(), costs: layers });
+            return Err(FetchError::LayerCount { layers: slices.len(), costs: layers });
         }
         let bytes_per_s = self.links.rate(&call.fetch.sources).unwrap_or(call.bytes_per_s);
         let block_bytes: u64 = slices.iter().map(|bytes| u64::from(*bytes)).sum();
@@ -150,152 +151,163 @@ impl Client {
         let awaited: BTreeMap<_, _> = fetch.sources.iter().map(held).enumerate().collect();
         let wait_ns = call.costs.wait_ns(TIMER_GRAIN_NS);
         let origin = Instant::now();
-        let race = Race::by_clock(call.costs, &slices, Arrive::ByLayer, bytes_per_s, 0, TIMER_GRAIN_NS);
+        let race = LoadComputeOverlap::with_timer(
+            call.costs,
+            &slices,
+            ArrivalOrder::ByLayer,
+            bytes_per_s,
+            0,
+            TIMER_GRAIN_NS,
+        );
         let fetch = self.fetch_layers(
-            LayersCall {
+            LayerFetchCall {
                 fetch,
                 frame_bytes: call.frame_bytes,
                 read_buffer_bytes,
                 in_flight_bytes_max: call.in_flight_bytes_max,
-                layers_at_once: layers_at_once(work, layers),
-                arrive: Arrive::ByLayer,
+                layers_per_request: layers_per_request(work, layers),
+                arrival_order: ArrivalOrder::ByLayer,
             },
-            rooms,
+            buffers,
         )?;
         let (arrived, absent, ends) = (BTreeMap::new(), Vec::new(), Vec::new());
         Ok(Prefill {
             fetch,
-            race,
+            overlap: race,
             origin,
             read_buffer_bytes,
             blocks,
             arrived,
-            absent,
-            ends,
-            awaited,
-            is_begun: false,
-            is_over: false,
+            incomplete: absent,
+            source_ends: ends,
+            open_sources: awaited,
+            is_started: false,
+            is_finished: false,
             waited_ns: 0,
             work,
-            wait_ns,
+            wait_budget_ns: wait_ns,
         })
     }
 }
 
-/// Layers that are asked for at once: what comes before blocks that are computed meanwhile can be left out.
-fn layers_at_once(work: PreloadWork, layers: usize) -> u32 {
-    let requests = (work.load_ns() / REQUEST_NS).clamp(1, layers.max(1) as u64);
+/// Layers per request. Blocks that are computed meanwhile can be skipped between two requests.
+fn layers_per_request(work: PreloadWork, layers: usize) -> u32 {
+    let requests = (work.load_ns() / REQUEST_TARGET_NS).clamp(1, layers.max(1) as u64);
     u32::try_from((layers as u64).div_ceil(requests)).unwrap_or(u32::MAX)
 }
 
 impl<R> Prefill<R> {
-    /// Bytes that are loaded before the job's turn.
+    /// Bytes to load before the prefill start.
     #[must_use]
     pub fn read_buffer_bytes(&self) -> u64 {
         self.read_buffer_bytes
     }
 
-    /// It is the job's turn: from now on compute may be idle, and the rest is loaded. Once is enough.
+    /// Starts the prefill: compute may wait from now on, and the rest is loaded. Repeated calls
+    /// have no effect.
     pub fn begin(&mut self) {
-        if std::mem::replace(&mut self.is_begun, true) {
+        if std::mem::replace(&mut self.is_started, true) {
             return;
         }
-        // What came before the turn is not counted as how fast it comes.
-        self.hear();
+        // Data from before the start does not count for the measured rate.
+        self.drain_events();
         let now_ns = self.now_ns();
-        self.race.begin(now_ns);
-        self.fetch.blocks_first(self.blocks_first());
+        self.overlap.begin(now_ns);
+        self.fetch.prioritize_blocks(self.priority_blocks());
         self.fetch.begin();
     }
 
-    /// Leading blocks that come whole before layers of the others, where loading what is not here takes longer than computing. By
-    /// layers nothing is whole before the end, so that compute could wait for no more than its credit, and would have to
-    /// compute what is on its way. So many are whole first that what is left takes as long as computing, and half of the credit: none
-    /// where the first of each source would not be whole within that.
-    fn blocks_first(&self) -> u32 {
-        let left_ns = self.race.missing_bytes() as f64 / self.work.bytes_per_s.max(1) as f64 * 1e9;
-        let credit_ns = self.wait_ns as f64 / 2.0;
+    /// Number of leading blocks to complete before layers of the others, if loading the rest takes
+    /// longer than computing.
+    ///
+    /// In layer order no block is complete before the end. Compute could then wait only for its
+    /// wait budget, and would recompute blocks in flight. With this many whole blocks first, the
+    /// remaining load takes as long as computing plus half of the wait budget. Returns 0 if the
+    /// first block of each source would not be complete within that half.
+    fn priority_blocks(&self) -> u32 {
+        let left_ns = self.overlap.missing_bytes() as f64 / self.work.bytes_per_s.max(1) as f64 * 1e9;
+        let credit_ns = self.wait_budget_ns as f64 / 2.0;
         let blocks = f64::from(self.blocks.end - self.blocks.start);
-        if left_ns * self.awaited.len() as f64 > credit_ns * blocks {
+        if left_ns * self.open_sources.len() as f64 > credit_ns * blocks {
             return 0;
         }
-        // At most zero where loading is the faster.
+        // Zero or less if loading is faster.
         (blocks * (1.0 - (self.work.compute_ns() as f64 + credit_ns) / left_ns.max(1.0))) as u32
     }
 
-    /// What compute does next, once there is something to do; what was said before is done. [`Next::Done`] once all layers
-    /// are computed, and never [`Next::Wait`]. Cancelled, it may be called again.
-    pub async fn next(&mut self) -> Next {
+    /// The next compute step, once there is one; the previous step is done. Returns [`NextAction::Done`]
+    /// when all layers are computed, and never [`NextAction::Wait`]. Cancel-safe.
+    pub async fn next(&mut self) -> NextAction {
         loop {
             match self.poll() {
-                Next::Wait { until_ns } => self.wait(until_ns).await,
+                NextAction::Wait { until_ns } => self.wait(until_ns).await,
                 next => return next,
             }
         }
     }
 
-    /// The same for a thread that never waits here: in place of waiting it is told until when, in nanoseconds from
-    /// [`Prefill::origin`], nothing needs to be asked again unless something comes before.
-    pub fn poll(&mut self) -> Next {
-        self.hear();
-        self.race.comes(self.fetch.arrive());
+    /// The same for a thread that never waits here. [`NextAction::Wait`] returns the time until which
+    /// polling is unnecessary unless data arrives, in nanoseconds from [`Prefill::origin`].
+    pub fn poll(&mut self) -> NextAction {
+        self.drain_events();
+        self.overlap.set_arrival_order(self.fetch.arrival_order());
         let now_ns = self.now_ns();
-        let next = self.race.next(now_ns);
-        self.leave_out();
+        let next = self.overlap.next(now_ns);
+        self.skip_computed_tail();
         match next {
-            Next::CatchUp { mut blocks, layers } => {
+            NextAction::CatchUp { mut blocks, layers } => {
                 blocks.iter_mut().for_each(|block| *block += self.blocks.start);
-                Next::CatchUp { blocks, layers }
+                NextAction::CatchUp { blocks, layers }
             }
             next => next,
         }
     }
 
-    /// The blocks that are computed beside the new tokens, as numbers in the request and in ascending order.
-    pub fn pass(&self) -> impl Iterator<Item = u32> + '_ {
-        self.race.pass().map(|block| block + self.blocks.start)
+    /// The blocks computed along with the new tokens, as numbers in the request in ascending order.
+    pub fn wave(&self) -> impl Iterator<Item = u32> + '_ {
+        self.overlap.wave().map(|block| block + self.blocks.start)
     }
 
-    /// What times in [`Next::Wait`] count from.
+    /// Origin of the times in [`NextAction::Wait`].
     #[must_use]
     pub fn origin(&self) -> Instant {
         self.origin
     }
 
-    /// The prefill is over, or nobody wants it any more: what is still on its way is not waited for.
+    /// Ends the prefill, complete or abandoned, without waiting for data in flight.
     #[must_use]
-    pub fn end(mut self) -> PrefillEnd<R> {
-        let computed = self.pass().collect();
-        // What happens from here on comes by way of the rooms that are left, as does what is being told at this moment.
+    pub fn end(mut self) -> PrefillResult<R> {
+        let computed = self.wave().collect();
+        // Later events, and those being sent now, reach the caller through `pending_buffers`.
         self.fetch.close();
         while let Some(event) = self.fetch.poll() {
-            self.told(event);
+            self.handle_event(event);
         }
-        self.absent.sort_by_key(|back| back.block);
-        let ended = self.ends.iter().filter_map(|end| end.lease.clone());
-        PrefillEnd {
+        self.incomplete.sort_by_key(|back| back.block);
+        let ended = self.source_ends.iter().filter_map(|end| end.lease.clone());
+        PrefillResult {
             computed,
-            // A node that has not ended may hold it too.
-            leases: ended.chain(self.awaited.into_values()).collect(),
+            // The node of a source that has not ended may hold the lease too.
+            leases: ended.chain(self.open_sources.into_values()).collect(),
             received_bytes: self.fetch.received_bytes(),
             wrong_blocks: self.fetch.wrong_blocks(),
-            misses: self.ends.into_iter().filter_map(|end| end.miss).collect(),
-            idle: Duration::from_nanos(self.race.idle_ns()),
-            saved: Duration::from_nanos(self.race.saved_ns()),
+            misses: self.source_ends.into_iter().filter_map(|end| end.miss).collect(),
+            idle_time: Duration::from_nanos(self.overlap.idle_ns()),
+            saved_time: Duration::from_nanos(self.overlap.saved_ns()),
             arrived: self.arrived,
-            absent: self.absent,
-            rest: self.fetch.rooms_left(),
+            incomplete: self.incomplete,
+            pending_buffers: self.fetch.into_buffer_returns(),
         }
     }
 
-    /// What is behind the last block that is not computed need not come.
-    fn leave_out(&mut self) {
-        let computed: Vec<u32> = self.race.pass().collect();
+    /// Skips the trailing blocks that are all computed.
+    fn skip_computed_tail(&mut self) {
+        let computed: Vec<u32> = self.overlap.wave().collect();
         let end = self.blocks.end - self.blocks.start;
         let tail =
             computed.iter().rev().zip((0..end).rev()).take_while(|(block, last)| *block == last).count();
         if tail > 0 {
-            self.fetch.leave_out(self.blocks.end - u32::try_from(tail).unwrap_or(u32::MAX));
+            self.fetch.skip_from(self.blocks.end - u32::try_from(tail).unwrap_or(u32::MAX));
         }
     }
 
@@ -304,50 +316,51 @@ impl<R> Prefill<R> {
         let early_ns = TIMER_GRAIN_NS.min(until_ns.saturating_sub(now_ns) / 2);
         let until = self.origin + Duration::from_nanos(until_ns - early_ns);
         match timeout_at(until, self.fetch.next()).await {
-            Ok(Some(event)) => self.told(event),
-            Ok(None) => self.over(),
+            Ok(Some(event)) => self.handle_event(event),
+            Ok(None) => self.finish(),
             Err(_) => self.waited_ns = until_ns,
         }
     }
 
-    /// Everything that has happened.
-    fn hear(&mut self) {
+    /// Handles all available events.
+    fn drain_events(&mut self) {
         while let Some(event) = self.fetch.poll() {
-            self.told(event);
+            self.handle_event(event);
         }
-        if self.fetch.is_over() {
-            self.over();
+        if self.fetch.is_finished() {
+            self.finish();
         }
     }
 
-    fn told(&mut self, event: LayerEvent<R>) {
+    fn handle_event(&mut self, event: LayerEvent<R>) {
         let now_ns = self.now_ns();
         match event {
             LayerEvent::Slices { block, layers } => {
-                self.race.arrived(block - self.blocks.start, layers.end, now_ns);
+                self.overlap.slices_arrived(block - self.blocks.start, layers.end, now_ns);
             }
-            LayerEvent::Arrived { block, room } => {
-                self.race.arrived(block - self.blocks.start, self.fetch.layers(), now_ns);
+            LayerEvent::Arrived { block, buffer: room } => {
+                self.overlap.slices_arrived(block - self.blocks.start, self.fetch.layers(), now_ns);
                 self.arrived.insert(block, room);
             }
-            LayerEvent::Short { blocks } => {
-                blocks.for_each(|block| self.race.lost(block - self.blocks.start));
+            LayerEvent::Unavailable { blocks } => {
+                blocks.for_each(|block| self.overlap.mark_lost(block - self.blocks.start));
             }
-            LayerEvent::Ended(mut end) => {
-                for back in end.absent.drain(..) {
-                    self.race.lost(back.block - self.blocks.start);
-                    self.absent.push(back);
+            LayerEvent::SourceEnded(mut end) => {
+                for back in end.incomplete.drain(..) {
+                    self.overlap.mark_lost(back.block - self.blocks.start);
+                    self.incomplete.push(back);
                 }
-                self.awaited.remove(&end.source);
-                self.ends.push(*end);
+                self.open_sources.remove(&end.source);
+                self.source_ends.push(*end);
             }
         }
     }
 
-    /// Nothing more comes: also not from a source that ended without a word, with its runtime.
-    fn over(&mut self) {
-        if !std::mem::replace(&mut self.is_over, true) {
-            (0..self.blocks.end - self.blocks.start).for_each(|block| self.race.lost(block));
+    /// Marks all remaining blocks as lost, also those of a source that stopped with its runtime
+    /// before its end.
+    fn finish(&mut self) {
+        if !std::mem::replace(&mut self.is_finished, true) {
+            (0..self.blocks.end - self.blocks.start).for_each(|block| self.overlap.mark_lost(block));
         }
     }
 

@@ -1,16 +1,17 @@
-//! Reports of an instance to every router, again and again: what it is doing, and how fast it read from nodes.
+//! Periodic reports of an instance to every router: its load, and the measured speed of its reads
+//! from nodes.
 //!
-//! One task for each router, so that a dead one does not delay the others, and nothing of it on the way of a request. Load is
-//! soft: a report that does not arrive is followed by the next one. What it said of links is said again with that, for a
-//! while, so one of which only the answer was lost counts twice; nothing is kept for it but sums that are bounded. Not here: what
-//! fetches came to (`links.rs`).
+//! Each router has a task of its own, so a dead router does not delay the others and no request
+//! waits for a report. Load is ephemeral state: the next report replaces a lost one. Link
+//! measurements are resent for a while, so they count twice if only the answer was lost; memory
+//! stays bounded. Not here: measuring fetches (`links.rs`).
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use kv_core::id::{InstanceId, NodeId};
 use kv_core::prefix::IdentityManifest;
-use kv_core::schedule::Role;
+use kv_core::schedule::InstanceRole;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::{convert, pb};
 use tokio::sync::watch;
@@ -23,42 +24,44 @@ use crate::Client;
 use crate::links::LinkReader;
 use crate::outcomes::Outcomes;
 
-/// Least time a router has to take a report; longer when reports are rarer than that.
+/// Minimum timeout of a report; longer if the interval is longer.
 const REPORT_TIMEOUT_MIN: Duration = Duration::from_millis(500);
 
-/// Reports are no more frequent than that, whatever is asked for.
-const EVERY_MIN: Duration = Duration::from_millis(1);
+/// Minimum interval between reports.
+const INTERVAL_MIN: Duration = Duration::from_millis(1);
 
-/// What a router did not hear of links for longer is left out: an estimate takes what it hears as of now, and of what is so old
-/// no half would be left.
-const SAID_AGAIN_FOR: Duration = Duration::from_secs(10);
+/// Link measurements that a router has not accepted for this long are dropped. An estimate treats
+/// them as current, and older ones would carry too much weight.
+const LINK_RESEND_PERIOD: Duration = Duration::from_secs(10);
 
-/// What an instance is, and how often it says so.
+/// Description of an instance, and its report interval.
 #[derive(Clone, Debug)]
 pub struct ReporterConfig {
     /// Its number, unique in the cluster.
     pub instance: InstanceId,
-    /// Where it takes requests, `host:port`.
+    /// Address at which it accepts requests, `host:port`.
     pub address: String,
     /// Its host's name.
     pub host: String,
-    /// Its own node, with no network between.
+    /// The node on the same host, reached without a network.
     pub node: Option<NodeId>,
-    /// Time between two reports. Routers leave out who was silent for two seconds.
-    pub every: Duration,
-    /// Whether what the client's fetches came to is told too.
+    /// Interval between two reports. Routers exclude an instance that is silent for two seconds.
+    pub interval: Duration,
+    /// Whether to report this client's link measurements too.
     pub links: bool,
-    /// Whether it begins what waits in the order of the turns that decisions have.
-    pub keeps_order: bool,
-    /// What it does of a request.
-    pub role: Role,
-    /// Where it stands, the largest first, as in `zone-a/rack-7/host-3`; up to four names. Routers refuse reports with another.
+    /// Whether it starts waiting requests in the order of the decisions' priority deadlines.
+    pub orders_by_deadline: bool,
+    /// Phase of a request that it serves: prefill, decode, or both.
+    pub role: InstanceRole,
+    /// Topology path, the largest domain first, as in `zone-a/rack-7/host-3`; up to four names.
+    /// Routers refuse a report with a malformed one.
     pub place: String,
-    /// What decides the bytes of the blocks that it makes, where more of it is known than its digest: where another identity is refused, it is told then in which fields.
+    /// The full identity of its blocks, if more than the digest is known. A router that refuses the
+    /// identity can then name the differing fields.
     pub manifest: Option<IdentityManifest>,
 }
 
-/// What an instance is doing right now.
+/// Current load of an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct InstanceLoad {
     /// Prompt tokens that wait for prefill.
@@ -67,17 +70,18 @@ pub struct InstanceLoad {
     pub running: u32,
     /// Requests that wait.
     pub waiting: u32,
-    /// Tokens whose KV its GPU memory can hold; 0 when unknown, as with all that follows.
+    /// Capacity of its GPU memory for KV, in tokens; 0 if unknown, also for the fields below.
     pub kv_tokens_max: u64,
-    /// Of these, those held for requests that run.
+    /// Tokens of KV in use by running requests.
     pub kv_tokens: u64,
-    /// Mean time of late between two tokens of a request, in microseconds.
+    /// Recent mean time between two tokens of a request, in microseconds.
     pub tbt_us: u32,
-    /// Tokens of prompts in one step, at most.
+    /// Maximum prompt tokens in one step.
     pub chunk_tokens: u32,
 }
 
-/// Reports that go on until they are stopped. Dropping it stops them too, with a goodbye while the runtime lives.
+/// Reports that continue until stopped. Dropping it stops them too, with a final report if the
+/// runtime still runs.
 #[derive(Debug)]
 pub struct Reporter {
     stop: watch::Sender<bool>,
@@ -85,32 +89,35 @@ pub struct Reporter {
 }
 
 impl Reporter {
-    /// Says goodbye to the routers, which send no more requests then, and ends: within a report's time.
+    /// Sends a final report, after which routers send no more requests, and ends. Takes at most one
+    /// report's timeout.
     pub async fn stop(mut self) {
-        let _ = self.stop.send(true); // an error says that all have ended
+        let _ = self.stop.send(true); // an error means that all tasks have ended
         for task in self.tasks.drain(..) {
-            // One that panicked has said so.
+            // A task that panicked has logged it.
             let _ = task.await;
         }
     }
 }
 
 impl Client {
-    /// Begins to report to every router what `load` says, and what this client's fetches came to. Needs a tokio runtime.
+    /// Starts to report the result of `load`, and this client's link measurements, to every router.
+    /// Needs a tokio runtime.
     ///
-    /// `load` is asked on that runtime, which goes on while the engine's own threads stand still: what it says must be what they
-    /// are doing now. Where that is not known, [`Client::reporter_while`] is silent.
+    /// `load` runs on that runtime, which continues while the engine's own threads are stalled. It
+    /// must return their current load. If the load can be unknown, use
+    /// [`Client::reporter_optional`].
     pub fn reporter(
         &self,
         config: &ReporterConfig,
         load: impl Fn() -> InstanceLoad + Send + Sync + 'static,
     ) -> Reporter {
-        self.reporter_while(config, move || Some(load()))
+        self.reporter_optional(config, move || Some(load()))
     }
 
-    /// The same while `load` says something. Nothing is reported otherwise, so that routers leave the instance out as they do one
-    /// that fell silent, and take it back with the first report that follows.
-    pub fn reporter_while(
+    /// The same, but reports only while `load` returns a value. During a silence routers exclude
+    /// the instance; the first report afterwards restores it.
+    pub fn reporter_optional(
         &self,
         config: &ReporterConfig,
         load: impl Fn() -> Option<InstanceLoad> + Send + Sync + 'static,
@@ -122,29 +129,30 @@ impl Client {
             host: config.host.clone(),
             node: config.node.unwrap_or_default().0,
             has_node: config.node.is_some(),
-            keeps_order: config.keeps_order,
+            orders_by_deadline: config.orders_by_deadline,
             role: config.role as u32,
-            place: config.place.clone(),
+            topology: config.place.clone(),
             manifest: config.manifest.as_ref().map(convert::manifest_to_pb),
             started_us: u64::try_from(started.as_micros()).unwrap_or(u64::MAX),
             ..pb::ReportRequest::default()
         };
-        let load: Arc<Load> = Arc::new(load);
+        let load: Arc<LoadFn> = Arc::new(load);
         let (stop, stopped) = watch::channel(false);
         let task = |(address, client): (&str, RouterClient<Channel>)| {
-            let one = OneRouter {
+            let one = RouterReporter {
                 address: address.to_owned(),
                 client,
                 fixed: fixed.clone(),
-                every: config.every.max(EVERY_MIN),
+                interval: config.interval.max(INTERVAL_MIN),
                 load: Arc::clone(&load),
-                // What was long before says nothing of links now, and was told by a reporter before this one.
+                // Start from now: older measurements are stale, and an earlier reporter has sent
+                // them.
                 links: config.links.then(|| LinkReader::from_now(self.links.clone())),
                 outcomes: self.outcomes.clone(),
-                told_outcomes: 0,
-                heard: Instant::now(),
+                next_outcome: 0,
+                last_accepted: Instant::now(),
                 is_reachable: true,
-                is_known: true,
+                is_load_known: true,
             };
             tokio::spawn(one.run(stopped.clone()))
         };
@@ -152,39 +160,39 @@ impl Client {
     }
 }
 
-/// What the instance is doing, while that is known.
-type Load = dyn Fn() -> Option<InstanceLoad> + Send + Sync;
+/// Returns the instance's load, if known.
+type LoadFn = dyn Fn() -> Option<InstanceLoad> + Send + Sync;
 
-struct OneRouter {
+struct RouterReporter {
     address: String,
     client: RouterClient<Channel>,
     fixed: pb::ReportRequest,
-    every: Duration,
-    load: Arc<Load>,
+    interval: Duration,
+    load: Arc<LoadFn>,
     links: Option<LinkReader>,
     outcomes: Outcomes,
-    /// Outcomes that this router has heard of.
-    told_outcomes: u64,
-    /// When it took a report last.
-    heard: Instant,
+    /// Number of the next outcome for this router.
+    next_outcome: u64,
+    /// Time at which it last accepted a report.
+    last_accepted: Instant,
     is_reachable: bool,
-    /// Whether the instance said what it does when it was asked last.
-    is_known: bool,
+    /// Whether the load was known at the last report.
+    is_load_known: bool,
 }
 
-impl OneRouter {
+impl RouterReporter {
     async fn run(mut self, mut stopped: watch::Receiver<bool>) {
-        let mut due = interval(self.every);
+        let mut due = interval(self.interval);
         due.set_missed_tick_behavior(MissedTickBehavior::Delay);
         for sequence in 1.. {
             let leaving = tokio::select! {
                 _ = due.tick() => false,
-                // An error says that the reporter was dropped.
+                // An error means that the reporter was dropped.
                 _ = stopped.wait_for(|is_stopped| *is_stopped) => true,
             };
             let load = (self.load)();
             self.log_silence(load.is_some() || leaving);
-            // A goodbye is said whatever is known.
+            // The final report is sent even if the load is unknown.
             if let Some(load) = load.or(leaving.then(InstanceLoad::default)) {
                 self.send(sequence, load, leaving).await;
             }
@@ -197,9 +205,9 @@ impl OneRouter {
     async fn send(&mut self, sequence: u64, load: InstanceLoad, leaving: bool) {
         let InstanceLoad { queue_tokens, running, waiting, kv_tokens_max, kv_tokens, tbt_us, chunk_tokens } =
             load;
-        let looked = self.links.as_ref().filter(|_| !leaving).map(LinkReader::look);
+        let looked = self.links.as_ref().filter(|_| !leaving).map(LinkReader::peek);
         let (links, told) = looked.map_or((Vec::new(), None), |(links, told)| (links, Some(told)));
-        let (outcomes, told_to) = self.outcomes.from(self.told_outcomes);
+        let (outcomes, following_outcome) = self.outcomes.batch_from(self.next_outcome);
         let report = pb::ReportRequest {
             outcomes,
             queue_tokens,
@@ -214,7 +222,7 @@ impl OneRouter {
             links,
             ..self.fixed.clone()
         };
-        let time = self.every.max(REPORT_TIMEOUT_MIN);
+        let time = self.interval.max(REPORT_TIMEOUT_MIN);
         let mut request = Request::new(report);
         request.set_timeout(time);
         let sent = match timeout(time, self.client.report(request)).await {
@@ -222,35 +230,35 @@ impl OneRouter {
             Err(_) => Err(tonic::Status::deadline_exceeded("no answer in time")),
         };
         if sent.is_ok() {
-            self.told_outcomes = told_to;
-            self.heard = Instant::now();
+            self.next_outcome = following_outcome;
+            self.last_accepted = Instant::now();
         }
         if let (Some(links), Some(told)) = (&mut self.links, told)
-            && (sent.is_ok() || self.heard.elapsed() > SAID_AGAIN_FOR)
+            && (sent.is_ok() || self.last_accepted.elapsed() > LINK_RESEND_PERIOD)
         {
-            links.told(told);
+            links.acknowledge(told);
         }
         self.log_change(&sent);
     }
 
-    /// One line per change.
+    /// Logs one line per change.
     fn log_silence(&mut self, is_known: bool) {
-        if self.is_known && !is_known {
-            tracing::warn!(router = self.address, "the engine says nothing of its load: nothing is reported");
-        } else if is_known && !self.is_known {
-            tracing::info!(router = self.address, "the engine says its load again");
+        if self.is_load_known && !is_known {
+            tracing::warn!(router = self.address, "the engine's load is unknown: reports are paused");
+        } else if is_known && !self.is_load_known {
+            tracing::info!(router = self.address, "the engine's load is known again: reports resume");
         }
-        self.is_known = is_known;
+        self.is_load_known = is_known;
     }
 
-    /// One line per change, not one per report.
+    /// Logs one line per change, not one per report.
     fn log_change(&mut self, sent: &Result<(), tonic::Status>) {
         match sent {
             Err(cause) if self.is_reachable => {
-                tracing::warn!(router = self.address, %cause, "router takes no load reports");
+                tracing::warn!(router = self.address, %cause, "router does not accept load reports");
             }
             Ok(()) if !self.is_reachable => {
-                tracing::info!(router = self.address, "router takes load reports again");
+                tracing::info!(router = self.address, "router accepts load reports again");
             }
             _ => {}
         }

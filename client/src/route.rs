@@ -1,29 +1,30 @@
 //! The calls that routers answer: route, lookup, status, report.
 //!
-//! Not here: which router (`retry.rs`), how route calls travel (`stream.rs`), and what is done with a decision (`fetch.rs`, `save.rs`).
+//! Not here: choosing a router (`retry.rs`), the shared stream of route calls (`stream.rs`), and
+//! use of a decision (`fetch.rs`, `save.rs`).
 
 use std::time::Duration;
 
 use kv_core::id::{BlockHash, Category, IdentityDigest, InstanceId, RequestId, TenantId};
+use kvfleet_net::trace_context::current_traceparent;
 use kvfleet_proto::convert::{category_to_pb, hashes_to_bytes};
 use kvfleet_proto::pb;
-use kvfleet_proto::trace_context::current_traceparent;
 use tonic::{Request, Status};
 
 use crate::{Client, RouterError};
 
-/// Time for one load report: the next one follows anyway.
+/// Timeout of one load report; the next one follows anyway.
 const REPORT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Longest that a first token waits for whether it may be said.
-const MAY_DECODE_TIMEOUT: Duration = Duration::from_millis(100);
+/// Longest delay of a first token by the decode admission check.
+const ADMIT_DECODE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// Where should this request run?
+/// A request to place.
 #[derive(Clone, Debug)]
 pub struct RouteCall {
     /// The request.
     pub request: RequestId,
-    /// Whose.
+    /// The tenant.
     pub tenant: TenantId,
     /// Its category.
     pub category: Category,
@@ -33,59 +34,60 @@ pub struct RouteCall {
     pub block_tokens: u32,
     /// Tokens of the whole prompt; the last block may be partly filled.
     pub input_tokens: u32,
-    /// Tokens of the answer, at most; 0 when unknown.
+    /// Maximum tokens of the answer; 0 if unknown.
     pub output_tokens: u32,
-    /// How far apart these may come, the mean of those behind the first, in microseconds; where that cannot be, the call is rejected. 0: as the router is set.
+    /// Limit of the mean time between output tokens after the first, in microseconds. A request
+    /// that cannot meet it is rejected. 0 uses the router's setting.
     pub tbt_max_us: u64,
     /// Identity of the KV.
     pub identity: IdentityDigest,
-    /// Saves whose effect the answer must have seen.
-    pub after: Vec<pb::Seen>,
-    /// Answer from what is committed now, at the price of a round trip to the leader.
+    /// Saves that the answer must take into account.
+    pub after: Vec<pb::AnnouncePosition>,
+    /// Whether to answer from committed state, at the cost of a round trip to the leader.
     pub fresh: bool,
 }
 
-/// What a router says to a route call.
+/// A router's answer to a route call.
 #[derive(Clone, Debug, PartialEq)]
-#[allow(clippy::large_enum_variant)] // one of them is made for each call, and decisions are the usual ones
+#[allow(clippy::large_enum_variant)] // one is made per call, and decisions are the usual ones
 pub enum RouteAnswer {
     /// An instance, with the sources of its KV.
     Decided(pb::Decision),
-    /// No instance can take it now.
+    /// No instance can accept it now.
     Rejected {
-        /// Why.
+        /// The reason.
         reason: String,
-        /// When asking again makes sense.
+        /// Time after which to retry.
         retry_after: Duration,
     },
 }
 
 /// Whether a request may begin to decode.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum MayDecode {
+pub enum DecodeAdmission {
     /// It may.
-    Begins,
-    /// Its tokens would come too far apart.
-    Ends {
-        /// Why.
+    Admitted,
+    /// The time between its tokens would exceed the limit.
+    Rejected {
+        /// The reason.
         reason: String,
-        /// When asking again makes sense.
+        /// Time after which to retry.
         retry_after: Duration,
     },
 }
 
-/// Why a route call has no answer.
+/// Error of a route call.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum RouteError {
     /// See [`RouterError`].
     #[error(transparent)]
     Router(#[from] RouterError),
-    /// A router answered without saying anything.
-    #[error("a router gave neither a decision nor a rejection: run the same release on both ends")]
+    /// A router answered with an empty reply.
+    #[error("a router returned neither a decision nor a rejection: run the same release on both ends")]
     Empty,
 }
 
-fn message(call: RouteCall) -> pb::RouteRequest {
+fn route_request(call: RouteCall) -> pb::RouteRequest {
     pb::RouteRequest {
         request: call.request.0,
         tenant: call.tenant.0,
@@ -96,13 +98,13 @@ fn message(call: RouteCall) -> pb::RouteRequest {
         output_tokens: call.output_tokens,
         identity: call.identity.0.to_vec(),
         after: call.after,
-        among: None,
-        without: Vec::new(),
+        candidates: None,
+        excluded: Vec::new(),
         ttft_max_ms: 0,
         tbt_max_us: call.tbt_max_us,
         priority: 0,
-        runs_there: false,
-        sent_there: false,
+        pinned_instance: false,
+        prior_instance: false,
         fresh: call.fresh,
         traceparent: current_traceparent(),
         call: 0,
@@ -111,30 +113,39 @@ fn message(call: RouteCall) -> pb::RouteRequest {
 }
 
 impl Client {
-    /// Asks where a request should run. All that ask at the same time share a stream to the router, unless
+    /// Asks where a request should run. Concurrent calls share a stream to the router, unless
     /// [`ClientConfig::route_streams`](crate::ClientConfig) is off.
     ///
     /// # Errors
-    /// When no router answers, or one refuses the call as wrong.
+    /// If no router answers, or one refuses the call as invalid.
     pub async fn route(&self, call: RouteCall) -> Result<RouteAnswer, RouteError> {
-        self.ask_route(message(call)).await
+        self.ask_route(route_request(call)).await
     }
 
-    /// Asks how the KV of a request gets to an instance where it runs already: for engines that are sent requests by a door, which
-    /// tells them nothing of that. It is not turned away, and counts where it was sent. `sent_by_router` where a router of this cluster
-    /// chose the instance under the request's number, which a door gives engines in a header: it has the request's story then. For
-    /// certificates of the cluster's own.
+    /// Asks for the sources of a request's KV at an instance where the request already runs. It is
+    /// for engines behind a gateway, which receive no decision.
+    ///
+    /// The router never rejects such a request and counts it on that instance. `sent_by_router`
+    /// tells that a router of this cluster chose the instance under this request number, which the
+    /// gateway passes in a header; the router then has the request's decision log. Requires a
+    /// certificate of the cluster's own.
     ///
     /// # Errors
-    /// When no router answers, or one refuses the call as wrong.
+    /// If no router answers, or one refuses the call as invalid.
     pub async fn plan(
         &self,
         call: RouteCall,
         (instance, sent_by_router): (InstanceId, bool),
     ) -> Result<RouteAnswer, RouteError> {
-        let among = Some(pb::Among { instances: vec![instance.0] });
-        let sent_there = sent_by_router;
-        self.ask_route(pb::RouteRequest { among, runs_there: true, sent_there, ..message(call) }).await
+        let among = Some(pb::CandidateSet { instances: vec![instance.0] });
+        let prior_instance = sent_by_router;
+        self.ask_route(pb::RouteRequest {
+            candidates: among,
+            pinned_instance: true,
+            prior_instance,
+            ..route_request(call)
+        })
+        .await
     }
 
     async fn ask_route(&self, message: pb::RouteRequest) -> Result<RouteAnswer, RouteError> {
@@ -148,50 +159,57 @@ impl Client {
         }
     }
 
-    /// Asks whether a request whose prompt is computed may begin to decode at its instance, by what decodes there now. One that may not is to be ended as
-    /// one that was turned away, with the reason and the time to come again. Where no router answers in time, it may.
-    pub async fn may_decode(&self, request: RequestId, instance: InstanceId, tbt_max_us: u64) -> MayDecode {
-        let message = pb::MayDecodeRequest { request: request.0, instance: instance.0, tbt_max_us };
-        let asked = self
-            .routers
-            .call(&message, |mut router: RouterOf, message| async move { router.may_decode(message).await });
-        match tokio::time::timeout(MAY_DECODE_TIMEOUT, asked).await {
-            Ok(Ok(pb::MayDecodeReply { may: false, reason, retry_after_ms, .. })) => {
-                MayDecode::Ends { reason, retry_after: Duration::from_millis(retry_after_ms) }
+    /// Asks whether a request with a computed prompt may begin to decode at its instance, given the
+    /// current decode load. If rejected, end the request like one that was shed, with the reason
+    /// and the retry time. If no router answers in time, it is admitted.
+    pub async fn admit_decode(
+        &self,
+        request: RequestId,
+        instance: InstanceId,
+        tbt_max_us: u64,
+    ) -> DecodeAdmission {
+        let message = pb::AdmitDecodeRequest { request: request.0, instance: instance.0, tbt_max_us };
+        let asked = self.routers.call(&message, |mut router: RouterRpc, message| async move {
+            router.admit_decode(message).await
+        });
+        match tokio::time::timeout(ADMIT_DECODE_TIMEOUT, asked).await {
+            Ok(Ok(pb::AdmitDecodeReply { admitted: false, reason, retry_after_ms, .. })) => {
+                DecodeAdmission::Rejected { reason, retry_after: Duration::from_millis(retry_after_ms) }
             }
-            _ => MayDecode::Begins,
+            _ => DecodeAdmission::Admitted,
         }
     }
 
-    /// Asks who holds which part of a prefix; a fresh answer is from what is committed now.
+    /// Asks which nodes hold each part of a prefix; `fresh` requests an answer from committed
+    /// state.
     ///
     /// # Errors
-    /// When no router answers, or one refuses the call as wrong.
+    /// If no router answers, or one refuses the call as invalid.
     pub async fn lookup(
         &self,
         hashes: &[BlockHash],
-        after: Vec<pb::Seen>,
+        after: Vec<pb::AnnouncePosition>,
         fresh: bool,
     ) -> Result<pb::LookupReply, RouterError> {
         let message = pb::LookupRequest { hashes: hashes_to_bytes(hashes), after, fresh };
         self.routers
-            .call(&message, |mut router: RouterOf, message| async move { router.lookup(message).await })
+            .call(&message, |mut router: RouterRpc, message| async move { router.lookup(message).await })
             .await
     }
 
     /// Asks the router that answered last for its view of the cluster.
     ///
     /// # Errors
-    /// When no router answers.
+    /// If no router answers.
     pub async fn status(&self) -> Result<pb::StatusReply, RouterError> {
         let message = pb::StatusRequest {};
         self.routers
-            .call(&message, |mut router: RouterOf, message| async move { router.status(message).await })
+            .call(&message, |mut router: RouterRpc, message| async move { router.status(message).await })
             .await
     }
 
-    /// Tells every router the load of an instance, at once. Load is soft: failures come back for the
-    /// log, one per router that did not take it, and are not tried again.
+    /// Sends the load of an instance to every router at once. Load is ephemeral state: failures are
+    /// returned for the log, one per router, and not retried.
     pub async fn report(&self, report: &pb::ReportRequest) -> Vec<(String, Status)> {
         let mut calls = tokio::task::JoinSet::new();
         for (address, mut router) in self.routers.each() {
@@ -203,4 +221,4 @@ impl Client {
     }
 }
 
-type RouterOf = pb::router_client::RouterClient<tonic::transport::Channel>;
+type RouterRpc = pb::router_client::RouterClient<tonic::transport::Channel>;

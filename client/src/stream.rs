@@ -1,8 +1,9 @@
-//! The stream of one router on which route calls travel: opened with the first, kept open, and opened again when it has ended.
+//! The stream to one router on which route calls travel: opened with the first call, kept open, and
+//! reopened after it ends.
 //!
-//! A question is tied to its answer by a number of its own, and one that nobody waits for any more leaves nothing behind. What was not
-//! answered when the stream ends fails as a call to a router that went away does, so that it is asked elsewhere. Not
-//! here: which router is asked, and how often (`retry.rs`).
+//! A number ties each call to its answer, and an abandoned call leaves no state behind. When the
+//! stream ends, unanswered calls fail like calls to an unreachable router, so another router is
+//! asked. Not here: choosing the router, and retries (`retry.rs`).
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -18,288 +19,291 @@ use tokio::time::{Instant, timeout};
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status, Streaming};
 
-use crate::retry::{ANSWER_TIMEOUT, may_differ_elsewhere};
+use crate::retry::{ANSWER_TIMEOUT, is_retryable_elsewhere};
 
-/// Questions that wait to be written. A router takes in 256 of a stream; whoever has more waits here, within its own time.
-const WRITTEN_MAX: usize = 256;
+/// Calls that wait to be sent. A router accepts 256 of a stream; further ones wait here within
+/// their own timeout.
+const UNSENT_MAX: usize = 256;
 
-/// Bytes of hashes up to which a question goes over the stream: those of the longest prompt that routers take. What is longer
-/// could end the stream for all others.
+/// Maximum bytes of hashes for a call on the stream: the longest prompt that routers accept. A
+/// longer call could end the stream for all others.
 const HASHES_BYTES_MAX: usize = 1 << 20;
 
-/// The same for points to wait for.
-const SEEN_MAX: usize = 4_096;
+/// Maximum number of saves to wait for, for a call on the stream.
+const AFTER_MAX: usize = 4_096;
 
-/// How long a router that takes no streams is asked without; by then it may be of another release.
-const ALONE_FOR: Duration = Duration::from_secs(60);
+/// How long unary calls are used for a router without streams; it may be upgraded by then.
+const UNARY_PERIOD: Duration = Duration::from_secs(60);
 
-/// Where a router stands among all, and which of them is asked first.
+/// A router's position in the list, and the shared position of the router that is asked first.
 #[derive(Clone, Debug)]
-pub(crate) struct Place {
+pub(crate) struct RouterSlot {
     pub(crate) sticky: Arc<AtomicUsize>,
     pub(crate) position: usize,
     pub(crate) count: usize,
 }
 
-impl Place {
-    /// Has the next router asked first, if this one was.
-    fn leave(&self) {
+impl RouterSlot {
+    /// Makes the next router the first one, if this one was.
+    fn prefer_next(&self) {
         let next = (self.position + 1) % self.count;
-        // An error says that another one is asked first already.
+        // An error means that another router is already first.
         let _ = self.sticky.compare_exchange(self.position, next, Ordering::Relaxed, Ordering::Relaxed);
     }
 }
 
-/// Why a question has no answer.
+/// Error of a call over the stream.
 #[derive(Clone, Debug)]
-pub(crate) enum NoAnswer {
-    /// This is no question for a stream, or no router of streams: ask by a call.
-    Alone,
-    /// As a call of its own would have ended.
+pub(crate) enum StreamError {
+    /// The call does not fit the stream, or the router has no streams: use a unary call.
+    UseUnary,
+    /// The status that a unary call would have returned.
     Failed(Status),
 }
 
-type Answered = Result<pb::RouteReply, NoAnswer>;
+type RouteResult = Result<pb::RouteReply, StreamError>;
 
 /// Route calls to one router over a stream.
 pub(crate) struct RouteStream {
     client: RouterClient<Channel>,
-    place: Place,
-    open: Mutex<Option<Open>>,
-    /// Questions asked so far over all streams: a late answer of one is no answer of another.
+    slot: RouterSlot,
+    open: Mutex<Option<OpenStream>>,
+    /// Calls made so far over all streams, so that a late answer never matches another call.
     calls: AtomicU64,
 }
 
 impl RouteStream {
-    pub(crate) fn new(client: RouterClient<Channel>, place: Place) -> RouteStream {
-        RouteStream { client, place, open: Mutex::default(), calls: AtomicU64::default() }
+    pub(crate) fn new(client: RouterClient<Channel>, slot: RouterSlot) -> RouteStream {
+        RouteStream { client, slot, open: Mutex::default(), calls: AtomicU64::default() }
     }
 
-    /// Asks, and waits as long as a call would.
-    pub(crate) async fn ask(&self, message: &pb::RouteRequest) -> Answered {
-        if message.hashes.len() > HASHES_BYTES_MAX || message.after.len() > SEEN_MAX {
-            return Err(NoAnswer::Alone);
+    /// Sends a call and waits as long as a unary call would.
+    pub(crate) async fn call(&self, message: &pb::RouteRequest) -> RouteResult {
+        if message.hashes.len() > HASHES_BYTES_MAX || message.after.len() > AFTER_MAX {
+            return Err(StreamError::UseUnary);
         }
-        let Entered { written, waits, mut answer, heard } = self.enter()?;
+        let RegisteredCall { requests: written, guard: waits, mut answer, answers_before: heard } =
+            self.register()?;
         let message = pb::RouteRequest { call: waits.call, ..message.clone() };
         let asking = async {
             tokio::select! {
                 biased;
                 ended = &mut answer => ended,
-                // Where nobody writes any more, the stream is about to end, and says so to all that wait.
+                // If the channel is closed, the stream is about to end and fails all pending calls.
                 _ = written.send(message) => (&mut answer).await,
             }
         };
         match timeout(ANSWER_TIMEOUT, asking).await {
-            Ok(answered) => answered.unwrap_or_else(|_| Err(NoAnswer::Failed(dropped()))),
+            Ok(answered) => answered.unwrap_or_else(|_| Err(StreamError::Failed(stream_dropped()))),
             Err(_) => {
                 let late = Status::deadline_exceeded(format!("no answer within {ANSWER_TIMEOUT:?}"));
-                // Not one answer since: the others that wait have nothing to hope for here either.
-                waits.on.end_if_silent_since(heard, &late);
-                Err(NoAnswer::Failed(late))
+                // No answer arrived since this call was sent, so the other pending calls fail too.
+                waits.pending.end_if_silent_since(heard, &late);
+                Err(StreamError::Failed(late))
             }
         }
     }
 
-    /// Enters a question into the stream that is open, or into a new one.
-    fn enter(&self) -> Result<Entered, NoAnswer> {
+    /// Registers a call on the open stream, or on a new one.
+    fn register(&self) -> Result<RegisteredCall, StreamError> {
         let call = self.calls.fetch_add(1, Ordering::Relaxed);
         let mut open = lock(&self.open);
         let entered = match &*open {
-            Some(open) if !open.waiting.is_to_be_replaced() => open.enter(call),
-            _ => open.insert(Open::begin(self.client.clone(), self.place.clone())).enter(call),
+            Some(open) if !open.pending.needs_reopen() => open.register(call),
+            _ => open.insert(OpenStream::begin(self.client.clone(), self.slot.clone())).register(call),
         };
         drop(open);
         entered
     }
 
-    /// Questions that wait for an answer.
+    /// Calls that wait for an answer.
     #[cfg(test)]
-    pub(crate) fn waiting(&self) -> usize {
-        lock(&self.open).as_ref().map_or(0, |open| lock(&open.waiting.inner).calls.len())
+    pub(crate) fn pending_calls(&self) -> usize {
+        lock(&self.open).as_ref().map_or(0, |open| lock(&open.pending.inner).calls.len())
     }
 }
 
-/// A question on its way.
-struct Entered {
-    written: mpsc::Sender<pb::RouteRequest>,
-    waits: Waits,
-    answer: oneshot::Receiver<Answered>,
-    /// Answers that had come before.
-    heard: u64,
+/// A registered call.
+struct RegisteredCall {
+    requests: mpsc::Sender<pb::RouteRequest>,
+    guard: CallGuard,
+    answer: oneshot::Receiver<RouteResult>,
+    /// Answers received on the stream before this call.
+    answers_before: u64,
 }
 
-/// That a question waits, for as long as somebody waits for it.
-struct Waits {
-    on: Arc<Waiting>,
+/// Removes the call from the table when the caller stops waiting.
+struct CallGuard {
+    pending: Arc<PendingCalls>,
     call: u64,
 }
 
-impl Drop for Waits {
+impl Drop for CallGuard {
     fn drop(&mut self) {
-        lock(&self.on.inner).calls.remove(&self.call);
+        lock(&self.pending.inner).calls.remove(&self.call);
     }
 }
 
-/// One stream. Its task ends with it.
-struct Open {
-    written: mpsc::Sender<pb::RouteRequest>,
-    waiting: Arc<Waiting>,
+/// One stream. Dropping it aborts its task.
+struct OpenStream {
+    requests: mpsc::Sender<pb::RouteRequest>,
+    pending: Arc<PendingCalls>,
     task: AbortHandle,
 }
 
-impl Open {
-    fn begin(client: RouterClient<Channel>, place: Place) -> Open {
-        let (written, words) = mpsc::channel(WRITTEN_MAX);
-        let waiting = Arc::new(Waiting { inner: Mutex::default(), place });
-        let ending = Ending(Arc::clone(&waiting));
-        let task = tokio::spawn(converse(client, words, ending)).abort_handle();
-        Open { written, waiting, task }
+impl OpenStream {
+    fn begin(client: RouterClient<Channel>, place: RouterSlot) -> OpenStream {
+        let (requests, words) = mpsc::channel(UNSENT_MAX);
+        let pending = Arc::new(PendingCalls { inner: Mutex::default(), slot: place });
+        let ending = EndGuard(Arc::clone(&pending));
+        let task = tokio::spawn(run_stream(client, words, ending)).abort_handle();
+        OpenStream { requests, pending, task }
     }
 
-    fn enter(&self, call: u64) -> Result<Entered, NoAnswer> {
-        let mut inner = lock(&self.waiting.inner);
+    fn register(&self, call: u64) -> Result<RegisteredCall, StreamError> {
+        let mut inner = lock(&self.pending.inner);
         if let Some(ended) = &inner.ended {
             return Err(ended.why.clone());
         }
         let (send, answer) = oneshot::channel();
         inner.calls.insert(call, send);
-        let heard = inner.heard;
+        let heard = inner.answers;
         drop(inner);
-        let waits = Waits { on: Arc::clone(&self.waiting), call };
-        Ok(Entered { written: self.written.clone(), waits, answer, heard })
+        let waits = CallGuard { pending: Arc::clone(&self.pending), call };
+        Ok(RegisteredCall { requests: self.requests.clone(), guard: waits, answer, answers_before: heard })
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenStream {
     fn drop(&mut self) {
         self.task.abort();
     }
 }
 
-/// Who waits for answers of one stream.
-struct Waiting {
-    inner: Mutex<Inner>,
-    place: Place,
+/// Calls that wait for answers of one stream.
+struct PendingCalls {
+    inner: Mutex<CallTable>,
+    slot: RouterSlot,
 }
 
 #[derive(Default)]
-struct Inner {
-    calls: HashMap<u64, oneshot::Sender<Answered>>,
-    heard: u64,
-    ended: Option<Ended>,
+struct CallTable {
+    calls: HashMap<u64, oneshot::Sender<RouteResult>>,
+    answers: u64,
+    ended: Option<StreamEnd>,
 }
 
-struct Ended {
-    why: NoAnswer,
+struct StreamEnd {
+    why: StreamError,
     at: Instant,
 }
 
-impl Waiting {
-    /// Gives an answer to who asked for it, if somebody still does.
-    fn answered(&self, reply: pb::RouteStreamReply) {
+impl PendingCalls {
+    /// Delivers an answer to its caller, if the caller still waits.
+    fn deliver(&self, reply: pb::RouteStreamReply) {
         let answer = match reply.answer {
             Some(Answer::Reply(reply)) => Ok(reply),
             Some(Answer::Refused(pb::Refused { code, message })) => {
-                Err(NoAnswer::Failed(Status::new(Code::from_i32(code), message)))
+                Err(StreamError::Failed(Status::new(Code::from_i32(code), message)))
             }
             None => Ok(pb::RouteReply::default()),
         };
         let mut inner = lock(&self.inner);
-        inner.heard += 1;
+        inner.answers += 1;
         let asked = inner.calls.remove(&reply.call);
         drop(inner);
         if let Some(asked) = asked {
-            // Whoever asked may have given up just now.
+            // The caller may have given up just now.
             let _ = asked.send(answer);
         }
     }
 
-    /// Ends the stream for all that wait, unless it has ended.
-    fn end(&self, why: &NoAnswer) {
+    /// Ends the stream for all pending calls, unless it has ended.
+    fn end(&self, why: &StreamError) {
         self.end_in(lock(&self.inner), why);
     }
 
     fn end_if_silent_since(&self, heard: u64, late: &Status) {
         let inner = lock(&self.inner);
-        if inner.heard == heard {
-            self.end_in(inner, &NoAnswer::Failed(late.clone()));
+        if inner.answers == heard {
+            self.end_in(inner, &StreamError::Failed(late.clone()));
         }
     }
 
-    fn end_in(&self, mut inner: MutexGuard<'_, Inner>, why: &NoAnswer) {
+    fn end_in(&self, mut inner: MutexGuard<'_, CallTable>, why: &StreamError) {
         if inner.ended.is_some() {
             return;
         }
-        inner.ended = Some(Ended { why: why.clone(), at: Instant::now() });
+        inner.ended = Some(StreamEnd { why: why.clone(), at: Instant::now() });
         let left = std::mem::take(&mut inner.calls);
         drop(inner);
-        if matches!(why, NoAnswer::Failed(_)) {
-            self.place.leave();
+        if matches!(why, StreamError::Failed(_)) {
+            self.slot.prefer_next();
         }
         for asked in left.into_values() {
-            // As above.
+            // The caller may have given up just now.
             let _ = asked.send(Err(why.clone()));
         }
     }
 
-    fn is_to_be_replaced(&self) -> bool {
+    fn needs_reopen(&self) -> bool {
         lock(&self.inner).ended.as_ref().is_some_and(|ended| match ended.why {
-            NoAnswer::Alone => ended.at.elapsed() >= ALONE_FOR,
-            NoAnswer::Failed(_) => true,
+            StreamError::UseUnary => ended.at.elapsed() >= UNARY_PERIOD,
+            StreamError::Failed(_) => true,
         })
     }
 }
 
-/// Whatever becomes of a stream's task, nobody waits for it in vain.
-struct Ending(Arc<Waiting>);
+/// Ends all pending calls when the stream's task ends for any reason.
+struct EndGuard(Arc<PendingCalls>);
 
-impl Drop for Ending {
+impl Drop for EndGuard {
     fn drop(&mut self) {
-        self.0.end(&NoAnswer::Failed(dropped()));
+        self.0.end(&StreamError::Failed(stream_dropped()));
     }
 }
 
-/// Opens the stream and hands out answers until it ends.
-async fn converse(
+/// Opens the stream and delivers answers until it ends.
+async fn run_stream(
     mut client: RouterClient<Channel>,
-    mut words: mpsc::Receiver<pb::RouteRequest>,
-    ending: Ending,
+    mut requests: mpsc::Receiver<pb::RouteRequest>,
+    guard: EndGuard,
 ) {
-    let words = futures_util::stream::poll_fn(move |context| words.poll_recv(context));
-    // Without a deadline, which would be one of the whole stream.
+    let words = futures_util::stream::poll_fn(move |context| requests.poll_recv(context));
+    // No deadline: it would limit the whole stream.
     let why = match client.route_stream(Request::new(words)).await {
-        Ok(replies) => NoAnswer::Failed(hear(replies.into_inner(), &ending.0).await),
-        // Of an earlier release: to members a call that it does not have, to tenants one that is not for them.
+        Ok(replies) => StreamError::Failed(read_replies(replies.into_inner(), &guard.0).await),
+        // A router of an earlier release: it lacks the method for members, or does not allow it to
+        // tenants.
         Err(status) if matches!(status.code(), Code::Unimplemented | Code::PermissionDenied) => {
-            NoAnswer::Alone
+            StreamError::UseUnary
         }
-        Err(status) => NoAnswer::Failed(of_stream(status)),
+        Err(status) => StreamError::Failed(retryable_status(status)),
     };
-    ending.0.end(&why);
+    guard.0.end(&why);
 }
 
-/// Why it ended.
-async fn hear(mut replies: Streaming<pb::RouteStreamReply>, waiting: &Waiting) -> Status {
+/// Returns the status with which the stream ended.
+async fn read_replies(mut replies: Streaming<pb::RouteStreamReply>, waiting: &PendingCalls) -> Status {
     loop {
         match replies.message().await {
-            Ok(Some(reply)) => waiting.answered(reply),
-            Ok(None) => return Status::unavailable("the router ended its stream of answers"),
-            Err(status) => return of_stream(status),
+            Ok(Some(reply)) => waiting.deliver(reply),
+            Ok(None) => return Status::unavailable("the router ended the route stream"),
+            Err(status) => return retryable_status(status),
         }
     }
 }
 
-/// What ended a stream says nothing against a question on it: it may be asked again.
-fn of_stream(status: Status) -> Status {
-    if may_differ_elsewhere(status.code()) {
+/// The end of a stream is no verdict on its calls, so they may be retried.
+fn retryable_status(status: Status) -> Status {
+    if is_retryable_elsewhere(status.code()) {
         return status;
     }
-    Status::unavailable(format!("the stream of answers ended: {}", status.message()))
+    Status::unavailable(format!("the route stream ended: {}", status.message()))
 }
 
-fn dropped() -> Status {
-    Status::unavailable("the stream of answers was dropped")
+fn stream_dropped() -> Status {
+    Status::unavailable("the route stream was dropped")
 }
 
 fn lock<T>(of: &Mutex<T>) -> MutexGuard<'_, T> {

@@ -1,4 +1,4 @@
-//! Which paths a client takes to nodes, by name; and what it says of them.
+//! Kinds of paths that a client uses to nodes, by name, and statistics of them.
 //!
 //! Not here: how one of several is picked (`kvfleet_transport::pick`).
 
@@ -7,64 +7,65 @@ use std::net::IpAddr;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use kvfleet_transport::pick::{Candidate, PathKind, PeerReport, PickDialer, PickRules};
+use kvfleet_transport::pick::{PathCandidate, PathKind, PeerReport, PickDialer, PickRules};
 use kvfleet_transport::quic::QuicDialer;
 use kvfleet_transport::shm::ShmDialer;
 use kvfleet_transport::tcp::TcpDialer;
-use kvfleet_transport::{Carried, Dialer};
+use kvfleet_transport::{Dialer, TrafficCounters};
 
 use crate::{Client, ClientConfig, ClientError};
 
-/// Which paths a client takes to nodes.
+/// Kinds of paths that a client uses to nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Transport {
     /// QUIC only.
     Quic,
-    /// TLS 1.3 over TCP only: for nodes that all serve it.
+    /// TLS 1.3 over TCP only: all nodes must serve it.
     Tcp,
     /// Shared memory only: for nodes of this host.
     Shm,
-    /// RDMA only: for nodes that all offer it.
+    /// RDMA only: all nodes must offer it.
     Rdma,
-    /// Whatever there is, the best of it: shared memory with nodes of this host, RDMA with those that offer it, and QUIC until
-    /// another network path is clearly faster.
+    /// The best available: shared memory with nodes of this host, RDMA with nodes that offer it,
+    /// and QUIC until another network path is clearly faster.
     #[default]
     Auto,
 }
 
-/// A name that is no transport's, or not one of this program's.
+/// Error of parsing a transport's name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoTransport {
-    /// There is none of this name.
+pub enum TransportNameError {
+    /// No transport has this name.
     #[error("`{0}` is no transport: choose one of quic, tcp, shm, rdma, auto")]
     Unknown(String),
-    /// There is, but it was left out of this program.
+    /// The transport is not compiled into this program.
     #[error(
         "this program was built without RDMA: build it with --features rdma, or choose one of quic, tcp, shm, auto"
     )]
     NotBuilt,
 }
 
-/// Which devices carry blocks by RDMA, and what it takes here.
+/// Settings of RDMA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaSettings {
-    /// The device's name, such as `mlx5_0`; the best there is when nothing is said.
+    /// The device's name, such as `mlx5_0`; `None` picks the best one.
     pub device: Option<String>,
-    /// Further devices: each port of all of them is a rail; `all` for every device there is.
+    /// Further devices; each port of all of them is a rail. `all` selects every device.
     pub devices: Vec<String>,
-    /// A device by its PCI address, such as `0000:17:00.0`: the GPU that the blocks are for. Of devices that are equally good
-    /// otherwise the nearest is taken, or taken first.
+    /// PCI address of the GPU that the blocks are for, such as `0000:17:00.0`. Among otherwise
+    /// equal devices the nearest to it is preferred.
     pub near: Option<String>,
     /// The address of the device's port; for an IPv4 address, that of its network interface.
     pub address: Option<IpAddr>,
-    /// Memory that blocks are read into and written from, in bytes, for all devices together. It is locked from the first path on.
+    /// Memory for reading and writing blocks, in bytes, for all devices together. It is locked from
+    /// the first path on.
     pub memory_bytes: usize,
-    /// Class of the packets, by which networks without loss know them.
+    /// Traffic class of the packets; lossless networks select their queue by it.
     pub traffic_class: u8,
 }
 
 impl RdmaSettings {
-    /// Least memory that is of use, in bytes.
+    /// Minimum useful memory, in bytes.
     pub const MEMORY_BYTES_MIN: usize = 1 << 20;
 }
 
@@ -98,14 +99,14 @@ impl Transport {
         }
     }
 
-    /// The kinds of paths it may take, the best first; shared memory only where a client knows its directory, and RDMA where
-    /// this program was built with it.
+    /// The kinds of paths it may use, the best first. Shared memory needs a configured directory;
+    /// RDMA needs a build with it.
     #[must_use]
     pub fn kinds(self) -> &'static [PathKind] {
-        self.kinds_where(cfg!(feature = "rdma"))
+        self.kinds_for_build(cfg!(feature = "rdma"))
     }
 
-    fn kinds_where(self, has_rdma: bool) -> &'static [PathKind] {
+    fn kinds_for_build(self, has_rdma: bool) -> &'static [PathKind] {
         match self {
             Transport::Quic => &[PathKind::Quic],
             Transport::Tcp => &[PathKind::Tcp],
@@ -116,16 +117,16 @@ impl Transport {
         }
     }
 
-    fn read(text: &str, has_rdma: bool) -> Result<Transport, NoTransport> {
+    fn parse(text: &str, has_rdma: bool) -> Result<Transport, TransportNameError> {
         let found = Transport::ALL.into_iter().find(|transport| transport.name() == text);
-        match found.ok_or_else(|| NoTransport::Unknown(text.to_owned()))? {
-            Transport::Rdma if !has_rdma => Err(NoTransport::NotBuilt),
+        match found.ok_or_else(|| TransportNameError::Unknown(text.to_owned()))? {
+            Transport::Rdma if !has_rdma => Err(TransportNameError::NotBuilt),
             transport => Ok(transport),
         }
     }
 
     /// # Errors
-    /// When it needs a directory that is not configured, or RDMA that is not there.
+    /// If it needs a directory that is not configured, or RDMA that is not available.
     pub(crate) fn dialer(self, config: &ClientConfig) -> Result<PickDialer, ClientError> {
         let mut candidates = Vec::new();
         for kind in self.kinds() {
@@ -138,31 +139,32 @@ impl Transport {
                 PathKind::Tcp => Arc::new(TcpDialer::new(&config.identity, config.tcp.clone())),
                 PathKind::Quic => Arc::new(QuicDialer::new(&config.identity, config.quic.clone())),
             };
-            candidates.push(Candidate { kind: *kind, dialer });
+            candidates.push(PathCandidate { kind: *kind, dialer });
         }
         let mut candidates = candidates.into_iter();
         let first = candidates.next().ok_or(ClientError::NoShmDir)?;
         Ok(PickDialer::new(first, candidates.collect(), PickRules::default()))
     }
 
-    /// Where nothing else may be taken, what is missing is known at once; otherwise each dial says it, and others are taken.
+    /// If the transport is RDMA only, a missing device is an error now. Otherwise each dial reports
+    /// it, and other paths are used.
     #[cfg(feature = "rdma")]
     fn rdma(self, config: &ClientConfig) -> Result<Arc<dyn Dialer>, ClientError> {
-        use kvfleet_transport::rdma::{Rdma, RdmaChoice, RdmaConfig, RdmaDialer, RdmaNear, RdmaTuning};
+        use kvfleet_transport::rdma::{Rdma, RdmaAffinity, RdmaChoice, RdmaConfig, RdmaDialer, RdmaTuning};
         let RdmaSettings { device, devices, near, address, memory_bytes, traffic_class } =
             config.rdma.clone();
-        let near = near.map_or(RdmaNear::Process, RdmaNear::Pci);
+        let near = near.map_or(RdmaAffinity::Process, RdmaAffinity::Pci);
         let rdma = RdmaConfig {
-            choice: RdmaChoice { device, devices, address, near },
+            choice: RdmaChoice { device, devices, address, affinity: near },
             tuning: RdmaTuning { traffic_class, ..RdmaTuning::default() },
             local_bytes: memory_bytes.max(RdmaSettings::MEMORY_BYTES_MIN),
             ..RdmaConfig::default()
         };
         let (identity, tcp) = (&config.identity, config.tcp.clone());
         if self != Transport::Rdma {
-            return Ok(Arc::new(RdmaDialer::late(rdma, identity, tcp)));
+            return Ok(Arc::new(RdmaDialer::lazy(rdma, identity, tcp)));
         }
-        let opened = Rdma::open_all(&rdma).and_then(|rails| RdmaDialer::over(&rails, identity, tcp));
+        let opened = Rdma::open_all(&rdma).and_then(|rails| RdmaDialer::with_rails(&rails, identity, tcp));
         opened
             .map(|dialer| Arc::new(dialer) as _)
             .map_err(|error| ClientError::Rdma { cause: error.to_string() })
@@ -170,7 +172,7 @@ impl Transport {
 
     #[cfg(not(feature = "rdma"))]
     fn rdma(self, _: &ClientConfig) -> Result<Arc<dyn Dialer>, ClientError> {
-        Err(ClientError::Rdma { cause: NoTransport::NotBuilt.to_string() })
+        Err(ClientError::Rdma { cause: TransportNameError::NotBuilt.to_string() })
     }
 }
 
@@ -181,25 +183,26 @@ impl Display for Transport {
 }
 
 impl FromStr for Transport {
-    type Err = NoTransport;
+    type Err = TransportNameError;
 
-    fn from_str(text: &str) -> Result<Self, NoTransport> {
-        Transport::read(text, cfg!(feature = "rdma"))
+    fn from_str(text: &str) -> Result<Self, TransportNameError> {
+        Transport::parse(text, cfg!(feature = "rdma"))
     }
 }
 
 impl Client {
-    /// Encoded bytes of blocks that went over each kind of path so far: sent are those of saves, received those of
-    /// fetches. Nothing where the caller brought a dialer of its own.
+    /// Encoded bytes of blocks transferred over each kind of path so far: sent by saves, received
+    /// by fetches. Empty if the caller supplied its own dialer.
     #[must_use]
-    pub fn carried(&self) -> Vec<(PathKind, Carried)> {
-        self.picks.as_ref().map(|picks| picks.carried()).unwrap_or_default()
+    pub fn carried(&self) -> Vec<(PathKind, TrafficCounters)> {
+        self.pick_dialer.as_ref().map(|picks| picks.traffic()).unwrap_or_default()
     }
 
-    /// Which path is taken to each node that was met, and why. Nothing where the caller brought a dialer of its own.
+    /// The path in use to each known node, and the reason. Empty if the caller supplied its own
+    /// dialer.
     #[must_use]
     pub fn path_reports(&self) -> Vec<PeerReport> {
-        self.picks.as_ref().map(|picks| picks.reports()).unwrap_or_default()
+        self.pick_dialer.as_ref().map(|picks| picks.reports()).unwrap_or_default()
     }
 }
 
@@ -209,9 +212,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_transport_is_read_as_it_is_written() {
+    fn transport_names_round_trip() {
         for transport in Transport::ALL {
-            assert_eq!(Transport::read(transport.name(), true), Ok(transport));
+            assert_eq!(Transport::parse(transport.name(), true), Ok(transport));
         }
         let not_rdma = |transport: &Transport| *transport != Transport::Rdma;
         for transport in Transport::ALL.into_iter().filter(not_rdma) {
@@ -224,10 +227,10 @@ mod tests {
     }
 
     #[test]
-    fn a_build_without_rdma_says_what_to_do() {
-        let error = Transport::read("rdma", false).unwrap_err();
+    fn build_without_rdma_names_the_remedy() {
+        let error = Transport::parse("rdma", false).unwrap_err();
         kvfleet_errors_doc::says("transport rdma, in a build without RDMA", &error, &[]);
-        assert!(!Transport::Auto.kinds_where(false).contains(&PathKind::Rdma));
-        assert!(Transport::Auto.kinds_where(true).contains(&PathKind::Rdma));
+        assert!(!Transport::Auto.kinds_for_build(false).contains(&PathKind::Rdma));
+        assert!(Transport::Auto.kinds_for_build(true).contains(&PathKind::Rdma));
     }
 }

@@ -1,17 +1,18 @@
-//! Two instructions that the language has no words for: a prefetch, and comparing sixteen bytes at once.
+//! Two CPU instructions without a counterpart in the language: a prefetch, and a comparison of
+//! sixteen bytes at once.
 //!
-//! The index is larger than any cache, and most of the time of a change is waiting for memory. A plain
-//! load asked for early would wait all the same once the processor has run far enough ahead of it; a
-//! prefetch waits no longer than until its page is found. Not here: larger vector code (`prefix/x86.rs`).
-//! With that file, the only place of this crate with `unsafe` (docs/adr/0018).
+//! The index is larger than any cache, and an index change spends most of its time on memory
+//! latency. A plain load stalls once the out-of-order window is full; a prefetch waits at most for
+//! its page to be found. Not here: larger vector code (`prefix/x86.rs`). This file and that one
+//! hold all `unsafe` code of the crate (docs/adr/0018).
 
-/// Starts to load the cache line at the start of `place`. A hint: nothing depends on it.
+/// Starts to load the cache line at the start of `place`. A hint without any visible effect.
 #[inline(always)]
 #[allow(unsafe_code)]
 pub fn prefetch<T>(place: &T) {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: a prefetch neither reads nor writes anything the program can see and never faults; the
-    // address is that of a live reference besides.
+    // SAFETY: a prefetch neither reads nor writes anything that the program can see, and it never
+    // faults. The address is also that of a live reference.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(place).cast());
@@ -20,13 +21,13 @@ pub fn prefetch<T>(place: &T) {
     let _ = place;
 }
 
-/// The same of a place that may begin in one cache line and end in the next.
+/// Same as [`prefetch`], for a value that may begin in one cache line and end in the next.
 #[inline(always)]
 #[allow(unsafe_code)]
 pub(crate) fn prefetch_whole<T>(place: &T) {
     const { assert!(size_of::<T>() <= 64) };
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    // SAFETY: as above; the last byte is one of the same live reference.
+    // SAFETY: as above; the last byte also belongs to the live reference.
     unsafe {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         let first = std::ptr::from_ref(place).cast::<i8>();
@@ -37,7 +38,7 @@ pub(crate) fn prefetch_whole<T>(place: &T) {
     let _ = place;
 }
 
-/// One bit per byte that equals another.
+/// A mask with one bit set for each byte of `bytes` that equals `byte`.
 #[inline(always)]
 #[allow(unsafe_code)]
 pub(crate) fn equal_bytes(bytes: [u8; 16], byte: u8) -> u32 {
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn equal_bytes_are_found_wherever_they_are() {
+    fn finds_equal_bytes_at_any_position() {
         assert_eq!(equal_bytes([7; 16], 7), 0xFFFF);
         assert_eq!(equal_bytes([7; 16], 8), 0);
         for place in 0..16 {

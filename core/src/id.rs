@@ -1,7 +1,7 @@
-//! Newtypes for every identity and amount the system speaks of.
+//! Newtypes for every identity and amount in the system.
 //!
-//! Not here: how an identity is made (hashes are made in [`crate::prefix`], epochs by
-//! [`crate::index`]) and how it looks on the wire (`kvfleet-proto`).
+//! Not here: how an identity is made (hashes in [`crate::prefix`], epochs in [`crate::index`]) and
+//! its wire form (`kvfleet-proto`).
 
 use std::fmt;
 
@@ -32,37 +32,40 @@ number!(
     /// A tenant. Tenant 0 is the default tenant of a cluster that does not separate tenants.
     TenantId(u32), "tenant-");
 number!(
-    /// Number a node is given each time it joins; announcements of an older one are ignored.
-    /// Given out by the index, strictly growing per node, starting at 1.
+    /// Number that a node gets each time it joins; announcements of an older epoch are ignored. The
+    /// index assigns it: strictly growing per node, from 1.
     Epoch(u64), "epoch-");
 number!(
     /// Position of an announce batch in the stream of one (node, epoch); starts at 1, no gaps.
     Seq(u64), "seq-");
 number!(
-    /// A time-bounded promise that blocks stay, given to a reader or to a save under way.
+    /// A time-limited promise that blocks stay, given to a reader or to a save in flight.
     LeaseId(u64), "lease-");
 number!(
-    /// Whose requests these are at one node: the node's own name for it, that no two callers have.
+    /// The node's own name for a caller, unique per caller.
     CallerId(u64), "caller-");
 number!(
-    /// A block's bytes that another process may read in place. Given out by the lender of one connection, strictly growing
-    /// from 1 and never again.
-    LoanId(u64), "loan-");
+    /// A shared lease on the bytes of one block, which another process may read in place. Assigned
+    /// by the grant server of one connection: strictly growing from 1, never reused.
+    GrantId(u64), "loan-");
 number!(
     /// A hold without a time limit, with a named owner, ended by release.
     PinId(u64), "pin-");
 number!(
-    /// Which weights of one model blocks were computed with, counted from 0 by those who load them. Part of the
-    /// [`IdentityDigest`] that a request or a frame names, and of no block's hash.
+    /// Generation of the weights that blocks were computed with, counted from 0 by the operator
+    /// that loads them. Part of the [`IdentityDigest`] that a request or a frame names; not part of
+    /// any block hash.
     Generation(u32), "generation-");
 number!(
-    /// Prefixes with a time to live of their own: all whose first block has one root tag. Below [`GROUPS`].
-    GroupId(u32), "group-");
+    /// A group of prefixes that share one time to live: all those with the same root tag in the
+    /// first block. Below [`TTL_GROUPS`].
+    TtlGroupId(u32), "group-");
 number!(
     /// A request as the frontend counts it; names it in traces, reports and miss reasons.
     RequestId(u64), "request-");
 number!(
-    /// A point in time in microseconds. The caller says since when; only differences mean anything.
+    /// A point in time in microseconds. The caller picks the origin; only differences have a
+    /// meaning.
     Timestamp(u64), "t+");
 
 impl Timestamp {
@@ -100,7 +103,7 @@ macro_rules! digest {
         }
 
         impl $name {
-            /// Reads the sixteen bytes, or nothing when the length is another one.
+            /// Reads sixteen bytes; `None` if the length differs.
             #[must_use]
             pub fn from_slice(bytes: &[u8]) -> Option<Self> {
                 <[u8; 16]>::try_from(bytes).ok().map(Self)
@@ -133,11 +136,11 @@ digest!(
 );
 
 impl IdentityDigest {
-    /// The identity of the same manifest under these weights, if `self` is that of generation 0: the last four bytes are
-    /// those with the generation, little endian, in them. So generation 0 changes nothing, and whoever knows one of the two
-    /// can tell the other from it.
+    /// The identity of the same manifest under these weights; `self` must be that of generation 0.
+    /// XORs the generation, little endian, into the last four bytes. So generation 0 changes
+    /// nothing, and the function is its own inverse.
     #[must_use]
-    pub fn of_generation(mut self, generation: Generation) -> Self {
+    pub fn with_generation(mut self, generation: Generation) -> Self {
         let [.., a, b, c, d] = &mut self.0;
         for (byte, with) in [a, b, c, d].into_iter().zip(generation.0.to_le_bytes()) {
             *byte ^= with;
@@ -145,10 +148,10 @@ impl IdentityDigest {
         self
     }
 
-    /// The generation of this identity, if it is one of the manifest with the digest `manifest`; else they differ by
-    /// more.
+    /// The generation of this identity, if it belongs to the manifest with the digest `manifest`;
+    /// `None` if they differ outside the last four bytes.
     #[must_use]
-    pub fn generation_over(self, manifest: IdentityDigest) -> Option<Generation> {
+    pub fn generation_relative_to(self, manifest: IdentityDigest) -> Option<Generation> {
         let (ours, own) = self.0.split_last_chunk::<4>()?;
         let (theirs, base) = manifest.0.split_last_chunk::<4>()?;
         let number = u32::from_le_bytes(*own) ^ u32::from_le_bytes(*base);
@@ -156,69 +159,73 @@ impl IdentityDigest {
     }
 }
 
-/// Groups there are: one for each root tag.
-pub const GROUPS: u32 = 256;
+/// Number of TTL groups: one for each root tag.
+pub const TTL_GROUPS: u32 = 256;
 
-/// Blocks of an octet: the consecutive blocks of a chain from a position that is a multiple of this one.
-pub const OCTET_BLOCKS: usize = 8;
+/// Blocks of a block group: consecutive blocks of a chain from a position that is a multiple of
+/// this number.
+pub const BLOCK_GROUP_BLOCKS: usize = 8;
 
 impl BlockHash {
-    /// The half that blocks of one octet do not have in common: enough to tell the blocks of one node apart where
-    /// taking one for another costs a guess and no wrong byte.
+    /// The half of the hash that differs within a block group. It identifies a block of one node
+    /// where a collision costs a wrong guess and never a wrong byte.
     #[must_use]
     pub fn fingerprint(self) -> u64 {
         let [.., a, b, c, d, e, f, g, h] = self.0;
         u64::from_le_bytes([a, b, c, d, e, f, g, h])
     }
 
-    /// First byte: the same for all blocks of one chain, that of the chain's first block. Who shards the
-    /// index by it has all prefixes of a prompt in one place.
+    /// First byte, equal for all blocks of a chain. An index that is sharded by it has all prefixes
+    /// of a prompt in one shard.
     #[must_use]
     pub fn root_tag(self) -> u8 {
         self.0[0]
     }
 
-    /// The group whose time to live counts for this block: that of its root tag, so that a block's group is known from its
-    /// hash alone and a prefix is in one group whole.
+    /// The group that sets this block's time to live, derived from the root tag. So the hash alone
+    /// gives the group, and a prefix lies in one group as a whole.
     #[must_use]
-    pub fn group(self) -> GroupId {
-        GroupId(u32::from(self.root_tag()))
+    pub fn ttl_group(self) -> TtlGroupId {
+        TtlGroupId(u32::from(self.root_tag()))
     }
 
-    /// What the blocks of one octet have in common, 40 bits: the root tag, and 29 bits of the octet's first
-    /// block. An index that keeps a prefix together finds eight blocks by it at once.
+    /// The part that all blocks of a block group share, 40 bits: the root tag and 29 bits of the
+    /// group's first block. The index finds up to eight blocks by it at once.
     #[must_use]
-    pub fn octet(self) -> u64 {
+    pub fn block_group(self) -> u64 {
         let [tag, a, b, c, d, ..] = self.0;
         u64::from_le_bytes([tag, a & !7, b, c, d, 0, 0, 0])
     }
 
-    /// Which block of its octet this is: its position in the chain modulo [`OCTET_BLOCKS`].
+    /// Position of this block within its block group: its position in the chain modulo
+    /// [`BLOCK_GROUP_BLOCKS`].
     #[must_use]
-    pub fn nth_of_octet(self) -> usize {
+    pub fn position_in_group(self) -> usize {
         usize::from(self.0[1] & 7)
     }
 
-    /// This hash as that of block `position` of a chain: with the root tag of the chain's first block and the
-    /// 29 bits of the octet's first block, `octet`, whatever stood there. The other 88 bits stay.
+    /// This hash as block `position` of a chain: overwrites the root tag with `root_tag`, and the
+    /// 29 bits of the block group with those of `group_first`, the group's first block. The other
+    /// 88 bits stay.
     #[must_use]
-    pub fn in_chain(mut self, root_tag: u8, octet: BlockHash, position: usize) -> Self {
-        self.0[..5].copy_from_slice(&octet.0[..5]);
+    pub fn in_chain(mut self, root_tag: u8, group_first: BlockHash, position: usize) -> Self {
+        self.0[..5].copy_from_slice(&group_first.0[..5]);
         self.0[0] = root_tag;
-        self.0[1] = self.0[1] & !7 | (position % OCTET_BLOCKS) as u8;
+        self.0[1] = self.0[1] & !7 | (position % BLOCK_GROUP_BLOCKS) as u8;
         self
     }
 
-    /// The shard of `shards` that lists this block, from 1; all blocks of a chain belong to one. Each shard
-    /// has as many of the 256 tags as the next, or one more or less. Group 0 of the routers is the control
-    /// group and lists no blocks.
+    /// The shard of `shards` that lists this block, from 1; all blocks of a chain belong to one
+    /// shard. The 256 tags are spread evenly, give or take one. Group 0 is the control group and
+    /// lists no blocks.
     #[must_use]
     pub fn shard(self, shards: u16) -> u16 {
         1 + (u32::from(self.root_tag()) * u32::from(shards) / 256) as u16
     }
 }
 
-/// Where on a node a block is. Ordered from slow to fast, so `max` is the fastest tier.
+/// The memory tier of a node that holds a block. Ordered from slow to fast, so `max` is the fastest
+/// tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum Tier {
@@ -247,47 +254,52 @@ impl Tier {
     }
 }
 
-/// What an operation on blocks is for: who goes first where not all can. Ordered from what goes first to what goes last.
+/// Traffic class of an operation on blocks; decides the order when not all operations can run.
+/// Ordered from first to last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
-pub enum Class {
+pub enum TrafficClass {
     /// A request waits for the blocks.
     Fetch = 1,
-    /// Blocks that were computed are kept.
+    /// Newly computed blocks are stored.
     Save = 2,
     /// Blocks are copied from one node to another.
     Replicate = 3,
-    /// Blocks are read before the turn of the request that needs them.
+    /// Blocks are read before the request that needs them is scheduled.
     Prefetch = 4,
 }
 
-impl Class {
-    /// Every class, in the order in which they go.
-    pub const ALL: [Class; 4] = [Class::Fetch, Class::Save, Class::Replicate, Class::Prefetch];
+impl TrafficClass {
+    /// Every class, highest priority first.
+    pub const ALL: [TrafficClass; 4] =
+        [TrafficClass::Fetch, TrafficClass::Save, TrafficClass::Replicate, TrafficClass::Prefetch];
 
-    /// The class with this number. An unknown one is the last: a newer peer is understood, and takes nobody's place.
+    /// The class with this number. An unknown number is the lowest class, so that a newer peer is
+    /// understood and displaces no other traffic.
     #[must_use]
-    pub fn from_number(number: u32) -> Class {
-        Class::ALL.into_iter().find(|class| *class as u32 == number).unwrap_or(Class::Prefetch)
+    pub fn from_number(number: u32) -> TrafficClass {
+        TrafficClass::ALL.into_iter().find(|class| *class as u32 == number).unwrap_or(TrafficClass::Prefetch)
     }
 
-    /// The class of a fetch whose asker named this one: what no fetch is counts as the last.
+    /// The class of a fetch that asked for class `requested`. A class that no fetch can have counts
+    /// as the lowest.
     #[must_use]
-    pub fn of_fetch(named: Option<Class>) -> Class {
-        named.unwrap_or(Class::Fetch).or_last(Class::Save)
+    pub fn for_fetch(requested: Option<TrafficClass>) -> TrafficClass {
+        requested.unwrap_or(TrafficClass::Fetch).or_lowest(TrafficClass::Save)
     }
 
-    /// The class of a save whose asker named this one: what no save is counts as the last.
+    /// The class of a save that asked for class `requested`. A class that no save can have counts
+    /// as the lowest.
     #[must_use]
-    pub fn of_save(named: Option<Class>) -> Class {
-        named.unwrap_or(Class::Save).or_last(Class::Fetch)
+    pub fn for_save(requested: Option<TrafficClass>) -> TrafficClass {
+        requested.unwrap_or(TrafficClass::Save).or_lowest(TrafficClass::Fetch)
     }
 
-    fn or_last(self, cannot_be: Class) -> Class {
-        if self == cannot_be { Class::Prefetch } else { self }
+    fn or_lowest(self, excluded: TrafficClass) -> TrafficClass {
+        if self == excluded { TrafficClass::Prefetch } else { self }
     }
 
-    /// Its place in [`Class::ALL`], from 0.
+    /// Its position in [`TrafficClass::ALL`], from 0.
     #[must_use]
     pub fn rank(self) -> usize {
         self as usize - 1
@@ -300,7 +312,8 @@ impl Class {
     }
 }
 
-/// What kind of request a block was made for; with the turn it is the [`Category`].
+/// Kind of request that a block was made for; together with the conversation turn it forms the
+/// [`Category`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum RequestKind {
@@ -346,13 +359,13 @@ impl RequestKind {
     }
 }
 
-/// Request type and turn number: blocks of one category share a reuse curve (ATC '25 §3.3).
+/// Request kind and conversation turn: blocks of one category share a reuse curve (ATC '25 §3.3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Category {
-    /// Type of the request.
+    /// Kind of the request.
     pub kind: RequestKind,
     /// Turn of the conversation, counted from 1; 0 when unknown. Saturates at 255.
-    pub turn: u8,
+    pub conversation_turn: u8,
 }
 
 #[cfg(test)]
@@ -362,14 +375,18 @@ mod tests {
     const MANIFEST: IdentityDigest = IdentityDigest([0xa5; 16]);
 
     #[test]
-    fn a_generation_is_told_from_its_identity_and_0_changes_nothing() {
-        assert_eq!(MANIFEST.of_generation(Generation(0)), MANIFEST);
+    fn generation_round_trips_and_generation_0_is_the_base_identity() {
+        assert_eq!(MANIFEST.with_generation(Generation(0)), MANIFEST);
         for number in [0, 1, 255, 256, 0x0102_0304, u32::MAX] {
-            let identity = MANIFEST.of_generation(Generation(number));
-            assert_eq!(identity.generation_over(MANIFEST), Some(Generation(number)));
-            assert_eq!(identity.of_generation(Generation(number)), MANIFEST, "the way back is the same");
+            let identity = MANIFEST.with_generation(Generation(number));
+            assert_eq!(identity.generation_relative_to(MANIFEST), Some(Generation(number)));
+            assert_eq!(
+                identity.with_generation(Generation(number)),
+                MANIFEST,
+                "applying the generation twice gives the manifest back"
+            );
         }
-        let next = MANIFEST.of_generation(Generation(1));
+        let next = MANIFEST.with_generation(Generation(1));
         assert_eq!(
             (next.0[11], next.0[12], next.0[13]),
             (0xa5, 0xa4, 0xa5),
@@ -378,11 +395,11 @@ mod tests {
     }
 
     #[test]
-    fn another_manifest_is_no_generation_of_this_one() {
+    fn another_manifest_has_no_relative_generation() {
         for byte in 0..12 {
             let mut other = MANIFEST;
             other.0[byte] ^= 1;
-            assert_eq!(other.generation_over(MANIFEST), None, "byte {byte}");
+            assert_eq!(other.generation_relative_to(MANIFEST), None, "byte {byte}");
         }
     }
 }

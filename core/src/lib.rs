@@ -1,17 +1,18 @@
-//! Every decision of kvfleet, pure: no clock, no thread, no file, no socket, no randomly seeded map.
-//! Time, chance and identity come in as arguments; commands go out as values.
+//! Every decision of kvfleet, as pure code: no clock, thread, file, socket or randomly seeded map.
+//! Time, randomness and identity come in as arguments; commands go out as values.
 //!
-//! Not here: anything that can wait, fail for a reason outside the program, or be observed.
+//! Not here: anything that waits, fails for a reason outside the program, or can be observed.
 
-pub mod classes;
+pub mod content;
 pub mod cpu;
 pub mod evict;
 pub mod id;
 pub mod index;
-pub mod lend;
+pub mod lease_grant;
 pub mod math;
 pub mod pipeline;
 pub mod place;
 pub mod prefix;
 pub mod schedule;
 pub mod tier;
+pub mod traffic_class;

@@ -14,11 +14,11 @@ STOPS_WITHIN = 10
 ANSWERS_WITHIN = 5
 
 # How long requests under way at the OpenAI door may take after that where its configuration does not say (`drain_notice_ms` and
-# `drain_ms` in doors/src/openai/config.rs), in seconds.
+# `drain_ms` in gateway/src/openai/config.rs), in seconds.
 NOTICES_WITHIN = 0
 ANSWERS_END_WITHIN = 30
 
-# How long a node that drains gives away what it holds where its configuration does not say (`drain_ms` in node/src/config.rs), and
+# How long a node that drains gives away what it holds where its configuration does not say (`drain_ms` in node/src/config/mod.rs), and
 # what it needs beside that to leave, in seconds.
 GIVES_WITHIN = 20
 LEAVES_WITHIN = 5
@@ -207,10 +207,10 @@ def grace_is_long_enough(objects):
                 yield f"{name(one)}: preStop waits {asked:g} s, and must wait {gives:g}: the node gives away what it holds, then it leaves"
             within = asked + ANSWERS_WITHIN
             needed = max(within, seconds(option(command, "--linger", "0s"))) + STOPS_WITHIN
-            if "doors.openai.listen" in listens(config, container):
-                door = dict(config.get("doors", {}).get("openai", {}))
+            if "gateway.openai.listen" in listens(config, container):
+                door = dict(config.get("gateway", {}).get("openai", {}))
                 for variable in container.get("env", []):
-                    key = variable["name"].removeprefix("KVFLEET_DOORS__OPENAI__").lower()
+                    key = variable["name"].removeprefix("KVFLEET_GATEWAY__OPENAI__").lower()
                     if key in ("drain_ms", "drain_notice_ms"):
                         door[key] = int(variable["value"])
                 needed += door.get("drain_notice_ms", NOTICES_WITHIN * 1000) / 1000

@@ -17,7 +17,7 @@ AWAITED = ()
 # What a program that was built without a feature says of its switch. An image has features that the program asked here may lack.
 LEFT_OUT = {
     "this program was built without RDMA": "KVFLEET_RDMA__ENABLED",
-    "this program was built without the feature `kubernetes`": "KVFLEET_DOORS__KUBERNETES__ENABLED",
+    "this program was built without the feature `kubernetes`": "KVFLEET_GATEWAY__KUBERNETES__ENABLED",
 }
 
 # Nobody answers here.

@@ -1,26 +1,25 @@
-//! The rows of the document: which cell holds the answer to an input. Pure: text in, text out.
+//! Finds and replaces the answer cell of a row in the document. Text in, text out.
 //!
-//! A row is `| input | answer | test |`; a pipe inside a cell is written `\|`. Not here: how an answer is
-//! written, and files.
+//! A row is `| input | answer | test |`; a pipe inside a cell is written `\|`.
 
 use std::ops::Range;
 
-/// The section whose answers are behaviour and not text; its rows are never compared.
+/// The section of rows that describe behaviour instead of text; they are never compared.
 const WITHOUT_WORDS: &str = "## Answers without words";
 
-/// The answer of the row whose first cell is `input`.
+/// The answer in the row with `input` in its first cell.
 pub(crate) fn row<'text>(document: &'text str, input: &str) -> Result<&'text str, String> {
-    answer(document, input).map(|cell| &document[cell])
+    answer_range(document, input).map(|cell| &document[cell])
 }
 
-/// The document with `shown` as the answer to `input`.
-pub(crate) fn replaced(document: &str, input: &str, shown: &str) -> Result<String, String> {
-    let cell = answer(document, input)?;
-    Ok([&document[..cell.start], shown, &document[cell.end..]].concat())
+/// The document with `new_cell` as the answer to `input`.
+pub(crate) fn replace_row(document: &str, input: &str, new_cell: &str) -> Result<String, String> {
+    let cell = answer_range(document, input)?;
+    Ok([&document[..cell.start], new_cell, &document[cell.end..]].concat())
 }
 
-/// Where the second cell of the row of `input` stands.
-fn answer(document: &str, input: &str) -> Result<Range<usize>, String> {
+/// Byte range of the second cell in the row of `input`.
+fn answer_range(document: &str, input: &str) -> Result<Range<usize>, String> {
     let mut found = Vec::new();
     let mut at = 0;
     for line in document.split_inclusive('\n').take_while(|line| !line.starts_with(WITHOUT_WORDS)) {
@@ -41,7 +40,8 @@ fn answer(document: &str, input: &str) -> Result<Range<usize>, String> {
     }
 }
 
-/// Start and end of each cell of a row without the spaces around it; nothing for a line that is no row.
+/// Start and end of each cell of a row, without surrounding spaces; empty for a line that is not a
+/// row.
 fn cells(line: &str) -> Vec<(usize, usize)> {
     let line = line.trim_end();
     if !line.starts_with('|') {
@@ -54,7 +54,7 @@ fn cells(line: &str) -> Vec<(usize, usize)> {
         .map(|(start, end)| {
             let cell = &line[start..end];
             let spaces = cell.len() - cell.trim_start().len();
-            // An empty cell keeps a space on either side.
+            // An empty cell keeps one space on either side.
             let start = start + if cell.trim().is_empty() { spaces.min(1) } else { spaces };
             (start, start + cell.trim().len())
         })
@@ -71,29 +71,29 @@ mod tests {
         ## Answers without words\n\n| a flipped bit | found | `a.rs::d` |\n";
 
     #[test]
-    fn a_row_is_found_by_its_whole_first_cell() {
+    fn finds_a_row_by_its_whole_first_cell() {
         assert_eq!(row(TEXT, "an absent file"), Ok("`a \\| b`"));
         assert_eq!(row(TEXT, "a full disk"), Ok(""));
         assert!(row(TEXT, "an absent").unwrap_err().contains("add the row"));
     }
 
     #[test]
-    fn rows_without_words_are_not_compared() {
+    fn ignores_rows_without_words() {
         assert!(row(TEXT, "a flipped bit").unwrap_err().contains("Answers without words"));
     }
 
     #[test]
-    fn one_input_has_one_row() {
+    fn rejects_duplicate_rows() {
         let twice = TEXT.replace("a full disk", "an absent file");
         assert!(row(&twice, "an absent file").unwrap_err().contains("2 rows"));
     }
 
     #[test]
-    fn only_the_answer_changes() {
-        let after = replaced(TEXT, "an absent file", "`gone`").unwrap();
+    fn replaces_only_the_answer() {
+        let after = replace_row(TEXT, "an absent file", "`gone`").unwrap();
         assert_eq!(after, TEXT.replace("`a \\| b`", "`gone`"));
-        let filled = replaced(TEXT, "a full disk", "`full`").unwrap();
+        let filled = replace_row(TEXT, "a full disk", "`full`").unwrap();
         assert!(filled.contains("| a full disk | `full` | `a.rs::c` |"), "{filled}");
-        assert!(replaced(TEXT, "nothing", "`x`").is_err());
+        assert!(replace_row(TEXT, "nothing", "`x`").is_err());
     }
 }

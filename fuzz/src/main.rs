@@ -1,33 +1,36 @@
-//! Runs the fuzz targets of the index for a while, on any compiler: the driver of `core` with a clock.
+//! Runs the fuzz targets of the index for a limited time, with any compiler: the driver of `core`
+//! with a clock.
 //!
-//! Not here: targets, mutation and shrinking (`core/src/index/tests/fuzzing`), and libFuzzer (`bin/`).
+//! Not here: targets, mutation and shrinking (`core/src/index/tests/fuzzing`), and libFuzzer
+//! (`bin/`).
 
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kv_core::index::fuzzing::{TARGETS, Target, drive};
 
-/// Executions of one seed: few enough that a seed ends soon after its time, and can be run again in seconds.
+/// Executions per seed: a small number, so that a seed ends soon after its time and can be repeated
+/// in seconds.
 const EXECUTIONS: u64 = 2_000;
 
 const USAGE: &str = "usage: drive [--seconds N] [--seed N] [--case HEX] [commands|codec|snapshot]";
 
-struct Wish {
+struct Arguments {
     seconds: u64,
     seed: u64,
     case: Option<Vec<u8>>,
     target: Option<String>,
 }
 
-fn wish() -> Option<Wish> {
+fn parse_arguments() -> Option<Arguments> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    let mut wish = Wish { seconds: 60, seed: now.as_micros() as u64, case: None, target: None };
+    let mut wish = Arguments { seconds: 60, seed: now.as_micros() as u64, case: None, target: None };
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
         match word.as_str() {
             "--seconds" => wish.seconds = words.next()?.parse().ok()?,
             "--seed" => wish.seed = words.next()?.parse().ok()?,
-            "--case" => wish.case = Some(bytes(&words.next()?)?),
+            "--case" => wish.case = Some(parse_hex(&words.next()?)?),
             name if TARGETS.iter().any(|target| target.name == name) => wish.target = Some(word),
             _ => return None,
         }
@@ -35,7 +38,7 @@ fn wish() -> Option<Wish> {
     Some(wish)
 }
 
-fn bytes(hex: &str) -> Option<Vec<u8>> {
+fn parse_hex(hex: &str) -> Option<Vec<u8>> {
     let digits = hex.as_bytes().chunks(2);
     digits.map(|two| u8::from_str_radix(std::str::from_utf8(two).ok()?, 16).ok()).collect()
 }
@@ -53,7 +56,7 @@ fn run(target: &Target, seed: u64, share: Duration) -> Result<(), String> {
 }
 
 fn main() -> ExitCode {
-    let Some(wish) = wish() else {
+    let Some(wish) = parse_arguments() else {
         eprintln!("{USAGE}");
         return ExitCode::from(2);
     };
@@ -67,7 +70,7 @@ fn main() -> ExitCode {
         };
         if let Err(wrong) = stood {
             eprintln!("target {}: {wrong}", target.name);
-            eprintln!("again: cargo xtask fuzz --case HEX {}", target.name);
+            eprintln!("reproduce: cargo xtask fuzz --case HEX {}", target.name);
             return ExitCode::FAILURE;
         }
     }

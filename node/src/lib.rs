@@ -1,38 +1,35 @@
-//! A storage node: serves and saves KV blocks from DRAM and SSD, and tells the routers what it holds.
+//! A storage node: serves and saves KV blocks from DRAM, SSD and GPU memory, and announces them to
+//! the routers.
 //!
-//! [`Node::start`] puts the parts together: `store` (the one task that owns the tier book) over `arena`
-//! (DRAM) and `tiers` (SSD), `serve` (block path), `server` (control calls), `announce` (the routers), `copies` and `evacuate`
-//! (other nodes).
-//! Not here: decisions (`kv_core::tier`), and anything that votes.
+//! [`Node::start`] assembles the parts: `store` (the task that owns the tier book) over `arena` (DRAM) and `tiers` (SSD, GPU), `block_service` (block path), `server` (control calls), `announce` (the routers), `copies` and `drain` (other nodes).
+//!
+//! Not here: placement and eviction decisions (`kv_core::tier`), and consensus (`kvfleet-router`).
 
 pub mod announce;
 pub mod arena;
+mod block_service;
 pub mod config;
 pub mod copies;
-mod evacuate;
+mod drain;
 mod host;
-mod layered;
+mod layerwise;
 mod listen;
+mod low_latency;
+mod membership;
 pub mod memory;
 mod metrics;
-mod quick;
 mod rdma;
 mod scope;
-mod serve;
 pub mod server;
-mod standing;
 mod start;
 pub mod store;
-#[cfg(test)]
-#[path = "../tests/world/log.rs"]
-mod test_log;
 pub mod tiers;
 
+pub use block_service::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_SLOT_WAIT};
 pub use config::{
     ConfigError, NodeConfig, QuotaSection, RdmaSection, ShmPeerSection, ShmSection, TlsSection,
 };
-pub use evacuate::Evacuated;
+pub use drain::DrainReport;
 pub use listen::ListenError;
-pub use serve::{FETCH_TIME_MAX, REQUEST_BLOCKS_MAX, SAVE_ROOM_WAIT};
-pub use standing::Standing;
+pub use membership::Membership;
 pub use start::{Node, NodeFailed, StartError};

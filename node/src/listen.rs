@@ -1,22 +1,22 @@
-//! Where a node serves block bytes: QUIC, and TLS over TCP at the same port, by which clients ask for RDMA.
+//! The node's block servers: QUIC, and TLS over TCP at the same port, which also offers RDMA.
 //!
-//! Whoever knows the one address knows the other, so nothing more is announced. Both servers share the node's bounds of
-//! what is under way and its service, which admits callers by their certificates. Not here: what is answered
-//! (`serve.rs`), and the paths themselves (`kvfleet-transport`).
+//! One address serves both, so no further address is announced. Both servers share the node's
+//! in-flight limits and its service, which admits callers by certificate. Not here: answers
+//! (`block_service`) and the transports (`kvfleet-transport`).
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use kvfleet_proto::tls::Identity;
+use kvfleet_net::tls::Identity;
 use kvfleet_transport::quic::{self, QuicConfig, QuicServer};
 use kvfleet_transport::tcp::{self, TcpServer};
-use kvfleet_transport::{BlockService, Carried, Room};
+use kvfleet_transport::{BlockService, Capacity, TrafficCounters};
 
 use crate::config::NodeConfig;
-use crate::rdma::{self, Offer};
+use crate::rdma::{self, RdmaOfferHandle};
 
-/// Ports that the system is asked for at most, until one is free of both kinds.
+/// Maximum number of ephemeral ports tried until one is free for both protocols.
 const PORTS_TRIED_MAX: usize = 32;
 
 /// Why a node cannot listen for block bytes.
@@ -24,32 +24,32 @@ const PORTS_TRIED_MAX: usize = 32;
 pub enum ListenError {
     /// The port, as QUIC's.
     #[error("data_listen: {0}")]
-    Quic(#[from] quic::BindError),
+    Quic(#[from] quic::QuicBindError),
     /// The same port, as TCP's.
     #[error("data_listen: {0}, or set data_tcp to false to serve QUIC only")]
-    Tcp(#[from] tcp::BindError),
+    Tcp(#[from] tcp::TcpBindError),
 }
 
-/// The servers of a node's block bytes.
+/// The node's block servers.
 #[derive(Debug)]
 pub(crate) struct DataServers {
-    room: Room,
+    room: Capacity,
     quic: QuicServer,
     tcp: Option<TcpServer>,
-    offer: Option<Offer>,
+    offer: Option<RdmaOfferHandle>,
 }
 
 impl DataServers {
-    /// Listens at `address` (port 0: any that is free of both kinds).
+    /// Listens at `address` (port 0: any port that is free for both protocols).
     pub(crate) fn bind(
         address: SocketAddr,
         identity: &Identity,
         config: &NodeConfig,
         service: &Arc<dyn BlockService>,
-        offer: Option<Offer>,
+        offer: Option<RdmaOfferHandle>,
     ) -> Result<DataServers, ListenError> {
         let frame_bytes_max = config.frame_bytes_max() as u64;
-        let room = Room::new(config.fetch_inflight_bytes, config.save_inflight_bytes, frame_bytes_max);
+        let room = Capacity::new(config.fetch_inflight_bytes, config.save_inflight_bytes, frame_bytes_max);
         let mut tries = 0;
         loop {
             let quic = QuicConfig::default();
@@ -67,25 +67,25 @@ impl DataServers {
         }
     }
 
-    /// Where it listens.
+    /// The listening address.
     pub(crate) fn local_addr(&self) -> SocketAddr {
         self.quic.local_addr()
     }
 
-    /// The bounds that all of them share.
-    pub(crate) fn room(&self) -> Room {
+    /// The limits that all servers share.
+    pub(crate) fn room(&self) -> Capacity {
         self.room.clone()
     }
 
-    /// What each path carries, by its name.
-    pub(crate) fn carried(&self) -> Vec<(&'static str, Carried)> {
-        let quic = ("quic", self.quic.carried());
-        let tcp = self.tcp.as_ref().map(|tcp| ("tcp", tcp.carried()));
+    /// Bytes carried by each transport, by name.
+    pub(crate) fn carried(&self) -> Vec<(&'static str, TrafficCounters)> {
+        let quic = ("quic", self.quic.traffic());
+        let tcp = self.tcp.as_ref().map(|tcp| ("tcp", tcp.traffic()));
         let rdma = self.offer.as_ref().map(|offer| ("rdma", rdma::carried(offer)));
         std::iter::once(quic).chain(tcp).chain(rdma).collect()
     }
 
-    /// Ends every operation and connection, and waits for it.
+    /// Ends every operation and connection, and waits for the end.
     pub(crate) async fn close(self) {
         let tcp = async {
             if let Some(tcp) = self.tcp {
@@ -96,8 +96,8 @@ impl DataServers {
     }
 }
 
-/// Whether the port was the system's choice, and only taken.
-fn may_try_another(asked: SocketAddr, error: &tcp::BindError, tries: usize) -> bool {
+/// Whether the system chose the port and it was merely taken.
+fn may_try_another(asked: SocketAddr, error: &tcp::TcpBindError, tries: usize) -> bool {
     asked.port() == 0 && error.cause.kind() == ErrorKind::AddrInUse && tries < PORTS_TRIED_MAX
 }
 
@@ -106,7 +106,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::time::Duration;
 
-    use kvfleet_proto::tls::SERVER_NAME;
+    use kvfleet_net::tls::SERVER_NAME;
     use kvfleet_transport::quic::QuicDialer;
     use kvfleet_transport::suite::{
         MemoryService, PATIENCE, fetch, fetch_request, frame, hash, hashes, in_dram,
@@ -131,7 +131,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_bound_of_bytes_in_flight_holds_over_both_servers() {
+    async fn in_flight_limit_is_shared_by_both_servers() {
         let (identity, service) = (identity(), MemoryService::default());
         (0..2).for_each(|number| service.hold(frame(hash(number), 4000)));
         let config = NodeConfig { fetch_inflight_bytes: 1, ..NodeConfig::default() };
@@ -155,17 +155,25 @@ mod tests {
             busy
         };
         let (first, second) = tokio::join!(first, second);
-        assert_eq!(first, FetchAnswer::Hit { tiers: in_dram(2) }, "one alone passes, however large");
+        assert_eq!(
+            first,
+            FetchAnswer::Hit { tiers: in_dram(2) },
+            "a single fetch is admitted whatever its size"
+        );
         assert!(matches!(second, FetchAnswer::Busy { .. }), "{second:?}");
         let again = fetch(&*tcp, fetch_request(&hashes(2))).await.unwrap();
-        assert_eq!(again, FetchAnswer::Hit { tiers: in_dram(2) }, "the room was given back");
+        assert_eq!(
+            again,
+            FetchAnswer::Hit { tiers: in_dram(2) },
+            "the finished fetch freed its in-flight bytes"
+        );
         let frame = frame(hash(0), 4000).bytes.len() as u64;
         let sent: Vec<_> = servers.carried().iter().map(|(path, all)| (*path, all.sent_bytes())).collect();
         assert_eq!(sent, [("quic", 2 * frame), ("tcp", 2 * frame)]);
     }
 
     #[tokio::test]
-    async fn the_bound_of_bytes_in_flight_holds_for_the_first_fetches_too_however_long_frames_are() {
+    async fn in_flight_limit_holds_for_concurrent_first_fetches() {
         const PAYLOAD: u32 = 1 << 20;
         let (identity, service) = (identity(), MemoryService::default());
         (0..2).for_each(|number| service.hold(frame(hash(number), PAYLOAD)));
@@ -177,7 +185,7 @@ mod tests {
         let servers = DataServers::bind(any, &identity, &config, &blocks, None).unwrap();
         let dialer = QuicDialer::new(&identity, QuicConfig::default());
         let path = dialer.dial(servers.local_addr().to_string()).await.unwrap();
-        // Nothing was sent yet, and nothing is before all of them asked.
+        // No frame is sent before all fetches were requested.
         service.set_gate(0);
         let mut asking = tokio::task::JoinSet::new();
         for _ in 0..16 {
@@ -186,17 +194,17 @@ mod tests {
         }
         let numbers = async {
             loop {
-                let [fetches, ..] = servers.room().numbers();
-                if fetches.let_in + fetches.refused == 16 {
+                let [fetches, ..] = servers.room().class_counts();
+                if fetches.admitted + fetches.refused == 16 {
                     return fetches;
                 }
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
         let numbers = timeout(PATIENCE, numbers).await.unwrap();
-        let peak = numbers.let_in * one;
-        assert!(peak <= config.fetch_inflight_bytes, "{peak} bytes are under way");
-        assert_eq!(numbers.let_in, 4, "and all of the room is used");
+        let peak = numbers.admitted * one;
+        assert!(peak <= config.fetch_inflight_bytes, "{peak} bytes are in flight, above the limit");
+        assert_eq!(numbers.admitted, 4, "the whole limit is used");
         service.set_gate(100);
         let answers = timeout(PATIENCE, asking.join_all()).await.unwrap();
         let are_whole = answers.iter().filter(|answer| **answer == FetchAnswer::Hit { tiers: in_dram(2) });
@@ -204,10 +212,10 @@ mod tests {
     }
 
     #[test]
-    fn only_a_port_that_the_system_chose_is_given_up_for_another() {
+    fn only_an_ephemeral_port_is_retried() {
         let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
         let this: SocketAddr = "127.0.0.1:7400".parse().unwrap();
-        let error = |kind: ErrorKind| tcp::BindError { address: this, cause: kind.into() };
+        let error = |kind: ErrorKind| tcp::TcpBindError { address: this, cause: kind.into() };
         assert!(may_try_another(any, &error(ErrorKind::AddrInUse), 1));
         assert!(!may_try_another(any, &error(ErrorKind::AddrInUse), PORTS_TRIED_MAX));
         assert!(!may_try_another(any, &error(ErrorKind::PermissionDenied), 1));

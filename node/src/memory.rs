@@ -1,47 +1,49 @@
-//! How much memory a node may take with its configuration, and how much it took. Numbers only.
+//! Upper bound of a node's memory for its configuration, and the peak it has used. Arithmetic only.
 //!
-//! Everything large is bounded when the node starts: the arena by its tier, saves that arrive by their limit, the SSD
-//! tier by its buffers, books by how many blocks fit. Blocks that are sent lie in the arena until the reader has them,
-//! so fetches take nothing beside it. Not here: who keeps to it (`arena`, `kvfleet-transport`, `tiers/ssd`).
+//! Every large use is bounded at start: the arena by its tier, incoming saves by their limit, the
+//! SSD tier by its buffers, bookkeeping by the number of blocks. Blocks being sent stay in the
+//! arena, so fetches add no memory. Not here: enforcement (`arena`, `kvfleet-transport`,
+//! `tiers/ssd`).
 
 use kv_core::tier::{BLOCK_BYTES_MAX, Capacity};
 
 use crate::config::NodeConfig;
 use crate::copies;
-use crate::evacuate;
+use crate::drain;
 use crate::start::{arena_shape, gpu_shape};
-use crate::store::{ROW_BYTES_MAX, SlotSizes};
+use crate::store::{BLOCK_LOCATIONS_BYTES_MAX, SlotSizes};
 use crate::tiers::ssd;
 
-/// The program and its threads, some hundred connections, and for four shards announcements of which no router has taken any
-/// ([`crate::announce::outbox::QUEUE_BLOCKS_MAX`] a shard).
+/// The program and its threads, some hundred connections, and unacknowledged announcements of four
+/// shards ([`crate::announce::outbox::QUEUE_BLOCKS_MAX`] each).
 const BASE_BYTES: u64 = 160 << 20;
 
-/// What the parts of a node take at most, in bytes.
+/// Maximum memory of each part of a node, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryBound {
-    /// The DRAM tier, with room for blocks on their way.
+    /// The DRAM tier, with slots for blocks in flight.
     pub arena: u64,
-    /// Saves that are arriving.
+    /// Incoming saves.
     pub saves: u64,
-    /// Buffers of the SSD tier, and where each record lies.
+    /// Buffers of the SSD tier, and the location of each record.
     pub ssd: u64,
-    /// Page-locked buffers for a GPU, and where each block lies there. What its driver takes beside is not counted.
+    /// Page-locked buffers for a GPU, and the location of each block there. The driver's own memory
+    /// is not counted.
     pub gpu: u64,
-    /// What is known of each block.
-    pub books: u64,
-    /// Trays of clients on the same host.
-    pub trays: u64,
-    /// Trays of clients that are served by RDMA.
+    /// Bookkeeping of each block.
+    pub bookkeeping: u64,
+    /// Bounce buffers of clients on the same host.
+    pub shm_buffers: u64,
+    /// Bounce buffers of RDMA clients.
     pub rdma: u64,
-    /// Copies from other nodes that are under way, and what is known of each block while the node drains.
+    /// Copies from other nodes in flight, and the list of blocks while the node drains.
     pub copies: u64,
     /// Everything that does not grow with the configuration.
     pub base: u64,
 }
 
 impl MemoryBound {
-    /// With this configuration.
+    /// The bound for this configuration.
     #[must_use]
     pub fn of(config: &NodeConfig) -> MemoryBound {
         let (shape, _) = arena_shape(config);
@@ -66,26 +68,26 @@ impl MemoryBound {
                 .saturating_mul(per_device)
                 .saturating_add(on_ssd.saturating_mul(ssd::RECORD_BYTES_MAX)),
             gpu: gpu.shape.host_bytes_max(config.frame_bytes_max(), on_gpu),
-            books: blocks.saturating_mul(BLOCK_BYTES_MAX + ROW_BYTES_MAX),
-            trays: config.shm.tray_bytes_max(),
+            bookkeeping: blocks.saturating_mul(BLOCK_BYTES_MAX + BLOCK_LOCATIONS_BYTES_MAX),
+            shm_buffers: config.shm.bounce_buffer_bytes_max(),
             rdma: config.rdma.memory_bytes_max(),
             copies: copies::memory_bytes_max(config.copies, config.frame_bytes_max())
-                .saturating_add(evacuate::memory_bytes_max(config, blocks)),
+                .saturating_add(drain::memory_bytes_max(config, blocks)),
             base: BASE_BYTES,
         }
     }
 
-    /// All of it.
+    /// Sum of all parts.
     #[must_use]
     pub fn total(&self) -> u64 {
-        let tiers = [self.arena, self.saves, self.ssd, self.gpu, self.books];
-        let others = [self.trays, self.rdma, self.copies, self.base];
+        let tiers = [self.arena, self.saves, self.ssd, self.gpu, self.bookkeeping];
+        let others = [self.shm_buffers, self.rdma, self.copies, self.base];
         tiers.into_iter().chain(others).fold(0, u64::saturating_add)
     }
 }
 
-/// Most memory that a process had in place so far, in bytes, with what it has in huge pages now; `process` is its number,
-/// or `self`. Nothing when it is gone, or where the system does not say.
+/// Peak resident memory of a process in bytes, plus its current huge pages; `process` is its id or
+/// `self`. `None` if the process is gone or the system does not report it.
 #[must_use]
 pub fn peak_bytes(process: &str) -> Option<u64> {
     let status = std::fs::read_to_string(format!("/proc/{process}/status")).ok()?;
@@ -102,23 +104,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_part_follows_what_it_is_of() {
+    fn memory_bound_follows_the_configuration() {
         let config = |dram_bytes, ssd_bytes| NodeConfig { dram_bytes, ssd_bytes, ..NodeConfig::default() };
         let small = MemoryBound::of(&config(1 << 30, 0));
         assert!(small.arena >= 1 << 30 && small.arena < (1 << 30) + (128 << 20), "{small:?}");
         assert_eq!((small.ssd, small.saves), (0, NodeConfig::default().save_inflight_bytes));
         let large = MemoryBound::of(&config(1 << 30, 1 << 40));
         assert_eq!((large.arena, large.base), (small.arena, small.base));
-        assert!(large.ssd > 0 && large.books > small.books);
-        // Half a million blocks of 2 MiB: their books are a thousandth of what they describe.
-        assert!(large.books + large.ssd < 1 << 30, "{large:?}");
+        assert!(large.ssd > 0 && large.bookkeeping > small.bookkeeping);
+        // Half a million blocks of 2 MiB: their bookkeeping is a thousandth of their size.
+        assert!(large.bookkeeping + large.ssd < 1 << 30, "{large:?}");
         let gpu = MemoryBound::of(&NodeConfig { gpu_bytes: 1 << 30, ..config(1 << 30, 0) });
         assert!(gpu.gpu > 16 << 20 && gpu.gpu < 64 << 20 && small.gpu == 0, "{gpu:?}");
-        assert!(gpu.books > small.books && gpu.arena > small.arena, "{gpu:?}");
+        assert!(gpu.bookkeeping > small.bookkeeping && gpu.arena > small.arena, "{gpu:?}");
         let shm = crate::ShmSection { dir: Some("run".into()), ..Default::default() };
         let host = MemoryBound::of(&NodeConfig { shm, ..config(1 << 30, 0) });
-        assert_eq!((host.trays, small.trays), (256 << 20, 0));
-        assert_eq!(host.total(), small.total() + host.trays);
+        assert_eq!((host.shm_buffers, small.shm_buffers), (256 << 20, 0));
+        assert_eq!(host.total(), small.total() + host.shm_buffers);
         let rdma = crate::RdmaSection { enabled: true, links_max: 4, ..Default::default() };
         let offering = MemoryBound::of(&NodeConfig { rdma, ..config(1 << 30, 0) });
         assert!(offering.rdma > 4 * (16 << 20) && offering.rdma < 4 * (17 << 20) && small.rdma == 0);
@@ -128,12 +130,15 @@ mod tests {
     }
 
     #[test]
-    fn the_peak_counts_what_was_given_back() {
+    fn peak_includes_freed_memory() {
         let before = peak_bytes("self").unwrap();
         let much = std::hint::black_box(vec![1u8; 256 << 20]);
         drop(much);
         let after = peak_bytes("self").unwrap();
-        assert!(after >= before.max(256 << 20), "{before} {after}");
+        assert!(
+            after >= before.max(256 << 20),
+            "the peak is {after} after allocating 256 MiB, {before} before"
+        );
         assert_eq!(peak_bytes("0"), None);
     }
 }

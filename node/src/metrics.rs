@@ -1,17 +1,17 @@
-//! Prometheus figures of a node. Wrappers only: nothing here decides anything.
+//! Prometheus metrics of a node. Wrappers only, without decisions.
 
-use kv_core::id::{Class, Tier};
-use kv_core::place::copies::CopyEnd;
+use kv_core::id::{Tier, TrafficClass};
+use kv_core::place::copies::CopyOutcome;
 use kv_core::tier::TierStats;
-use kvfleet_transport::shm::ShmNumbers;
-use kvfleet_transport::{Carried, Room};
+use kvfleet_transport::shm::ShmStats;
+use kvfleet_transport::{Capacity, TrafficCounters};
 use prometheus::core::{Collector, Desc};
 use prometheus::proto::MetricFamily;
 use prometheus::{IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
 use crate::tiers::ssd::Wear;
 
-/// All figures of one node. Clones share them.
+/// All metrics of one node. Clones share them.
 #[derive(Clone, Debug)]
 pub(crate) struct Metrics {
     blocks: IntGaugeVec,
@@ -19,9 +19,9 @@ pub(crate) struct Metrics {
     demoted: IntGaugeVec,
     promoted: IntGaugeVec,
     dropped: IntGaugeVec,
-    turned_away: IntGaugeVec,
+    not_admitted: IntGaugeVec,
     expired: IntGaugeVec,
-    void: IntGaugeVec,
+    invalidated: IntGaugeVec,
     admitting: IntGaugeVec,
     hits: [IntCounter; Tier::ALL.len()],
     saved_bytes: IntCounter,
@@ -36,7 +36,7 @@ pub(crate) struct Metrics {
     copies: CopyMetrics,
 }
 
-/// Those of copies from other nodes.
+/// Metrics of copies from other nodes.
 #[derive(Clone, Debug)]
 struct CopyMetrics {
     ended: IntCounterVec,
@@ -46,48 +46,65 @@ struct CopyMetrics {
 
 impl CopyMetrics {
     fn new(registry: &Registry) -> Result<CopyMetrics, prometheus::Error> {
-        let help = "Copies from other nodes that a router asked for, by how they ended";
+        let help = "Copies from other nodes requested by a router, by outcome";
         let ended = IntCounterVec::new(Opts::new("kvfleet_node_copies_total", help), &["end"])?;
         registry.register(Box::new(ended.clone()))?;
         Ok(CopyMetrics {
             ended,
-            blocks: counter(registry, "kvfleet_node_copied_blocks_total", "Blocks kept of those copies")?,
-            bytes: counter(registry, "kvfleet_node_copied_bytes_total", "Bytes of those blocks")?,
+            blocks: counter(
+                registry,
+                "kvfleet_node_copied_blocks_total",
+                "Blocks stored by copies from other nodes",
+            )?,
+            bytes: counter(
+                registry,
+                "kvfleet_node_copied_bytes_total",
+                "Bytes of blocks stored by copies from other nodes",
+            )?,
         })
     }
 }
 
-/// Those of clients on the same host.
+/// Metrics of clients on the same host.
 #[derive(Clone, Debug)]
 struct HostMetrics {
     clients: IntGauge,
-    loans: IntGauge,
-    lent_bytes: IntGauge,
-    oldest: IntGauge,
+    in_place_reads: IntGauge,
+    in_place_bytes: IntGauge,
+    oldest_read: IntGauge,
 }
 
 impl HostMetrics {
     fn new(registry: &Registry) -> Result<HostMetrics, prometheus::Error> {
         let gauge = |name: &str, help: &str| gauge(registry, name, help);
         Ok(HostMetrics {
-            clients: gauge("kvfleet_node_host_clients", "Processes of this host that are connected")?,
-            loans: gauge("kvfleet_node_loans", "Blocks that processes of this host read in place")?,
-            lent_bytes: gauge("kvfleet_node_lent_bytes", "Bytes of those blocks")?,
-            oldest: gauge("kvfleet_node_oldest_loan_seconds", "For how long one of them has been read")?,
+            clients: gauge("kvfleet_node_host_clients", "Connected processes of this host")?,
+            in_place_reads: gauge(
+                "kvfleet_node_in_place_reads",
+                "Blocks that processes of this host read in place",
+            )?,
+            in_place_bytes: gauge(
+                "kvfleet_node_in_place_read_bytes",
+                "Bytes of blocks that processes of this host read in place",
+            )?,
+            oldest_read: gauge(
+                "kvfleet_node_oldest_in_place_read_seconds",
+                "Age of the oldest in-place read in seconds",
+            )?,
         })
     }
 }
 
-/// Those of the SSDs.
+/// Metrics of the SSDs.
 #[derive(Clone, Debug)]
 struct SsdMetrics {
     errors: IntCounter,
-    spared: IntCounter,
-    behind: IntCounter,
+    over_budget: IntCounter,
+    overloaded: IntCounter,
     slow: IntGauge,
     scrubbed: IntCounter,
     saved: IntGauge,
-    rescued: IntGauge,
+    rewritten: IntGauge,
 }
 
 impl SsdMetrics {
@@ -98,31 +115,31 @@ impl SsdMetrics {
                 "kvfleet_node_ssd_errors_total",
                 "Reads and writes of the SSD that failed",
             )?,
-            spared: counter(
+            over_budget: counter(
                 registry,
-                "kvfleet_node_ssd_spared_blocks_total",
-                "Blocks not written to SSD because the day's budget was used up",
+                "kvfleet_node_ssd_over_budget_blocks_total",
+                "Blocks not written to SSD because the daily write budget was used up",
             )?,
-            behind: counter(
+            overloaded: counter(
                 registry,
-                "kvfleet_node_ssd_behind_blocks_total",
-                "Blocks not written to or read from a slow SSD because it had enough to do",
+                "kvfleet_node_ssd_overloaded_blocks_total",
+                "Blocks not written to or read from a slow SSD because its queue was full",
             )?,
             slow: gauge(registry, "kvfleet_node_slow_ssds", "SSDs that are slow now")?,
             scrubbed: counter(
                 registry,
                 "kvfleet_node_scrubbed_bytes_total",
-                "Bytes on SSD that were read and found whole though nobody asked",
+                "Bytes on SSD that the scrubber read and found intact",
             )?,
             saved: gauge(
                 registry,
                 "kvfleet_node_ssd_saved_bytes",
                 "Bytes of blocks written to SSD since start",
             )?,
-            rescued: gauge(
+            rewritten: gauge(
                 registry,
-                "kvfleet_node_ssd_rescued_bytes",
-                "Bytes of blocks written to SSD again since start, so that their segment could be",
+                "kvfleet_node_ssd_rewritten_bytes",
+                "Bytes of blocks rewritten on SSD since start to free their segments",
             )?,
         })
     }
@@ -140,10 +157,10 @@ fn gauge(registry: &Registry, name: &str, help: &str) -> Result<IntGauge, promet
     Ok(gauge)
 }
 
-/// Blocks given to readers, of each tier. Looked up once: a block is given away in less time than a label is found.
+/// Hits by tier, looked up once: finding a label takes longer than serving a block.
 fn hits(registry: &Registry) -> Result<[IntCounter; Tier::ALL.len()], prometheus::Error> {
     let hits = IntCounterVec::new(
-        Opts::new("kvfleet_node_hits_total", "Blocks given to readers, each once for a request"),
+        Opts::new("kvfleet_node_hits_total", "Blocks served to readers, each once per request"),
         &["tier"],
     )?;
     registry.register(Box::new(hits.clone()))?;
@@ -151,7 +168,7 @@ fn hits(registry: &Registry) -> Result<[IntCounter; Tier::ALL.len()], prometheus
 }
 
 impl Metrics {
-    /// Makes and registers them.
+    /// Creates and registers all metrics.
     pub(crate) fn new(registry: &Registry) -> Result<Metrics, prometheus::Error> {
         let by_tier = |name: &str, help: &str| -> Result<IntGaugeVec, prometheus::Error> {
             let gauge = IntGaugeVec::new(Opts::new(name, help), &["tier"])?;
@@ -161,44 +178,41 @@ impl Metrics {
         let counter = |name: &str, help: &str| counter(registry, name, help);
         let gauge = |name: &str, help: &str| gauge(registry, name, help);
         Ok(Metrics {
-            blocks: by_tier("kvfleet_node_blocks", "Blocks that have their place in the tier")?,
-            bytes: by_tier("kvfleet_node_bytes", "Bytes of their slots")?,
-            demoted: by_tier(
-                "kvfleet_node_demoted_blocks",
-                "Blocks that left for a slower tier since start",
-            )?,
+            blocks: by_tier("kvfleet_node_blocks", "Blocks assigned to the tier")?,
+            bytes: by_tier("kvfleet_node_bytes", "Bytes of slots in use")?,
+            demoted: by_tier("kvfleet_node_demoted_blocks", "Blocks demoted to a slower tier since start")?,
             promoted: by_tier(
                 "kvfleet_node_promoted_blocks",
-                "Blocks that came from a slower tier since start",
+                "Blocks promoted from a slower tier since start",
             )?,
             dropped: by_tier("kvfleet_node_dropped_blocks", "Blocks dropped by pressure since start")?,
-            turned_away: by_tier(
-                "kvfleet_node_turned_away_blocks",
-                "Blocks not worth what would have had to leave, or unlikely to be used on SSD, since start",
+            not_admitted: by_tier(
+                "kvfleet_node_not_admitted_blocks",
+                "Blocks not admitted since start because their victims were worth more or reuse on SSD was unlikely",
             )?,
             expired: by_tier(
                 "kvfleet_node_expired_blocks",
-                "Blocks dropped since start because their group's time to live was over",
+                "Blocks dropped since start because their group's time to live expired",
             )?,
-            void: by_tier(
-                "kvfleet_node_void_blocks",
+            invalidated: by_tier(
+                "kvfleet_node_invalidated_blocks",
                 "Blocks dropped since start because they were computed with earlier weights",
             )?,
-            admitting: by_tier("kvfleet_node_admitting", "1 while the tier takes new blocks")?,
+            admitting: by_tier("kvfleet_node_admitting", "1 while the tier accepts new blocks")?,
             hits: hits(registry)?,
             saved_bytes: counter("kvfleet_node_saved_bytes_total", "Encoded bytes committed")?,
             refused_blocks: counter("kvfleet_node_refused_blocks_total", "Frames refused after an offer")?,
             ssd: SsdMetrics::new(registry)?,
             gpu_errors: counter(
                 "kvfleet_node_gpu_errors_total",
-                "Copies to and from a GPU that failed, and losses of it",
+                "Failed copies to and from a GPU, and losses of the GPU",
             )?,
-            leases: gauge("kvfleet_node_leases", "Requests under way")?,
+            leases: gauge("kvfleet_node_leases", "Requests in progress (leases held)")?,
             moves: gauge("kvfleet_node_moves", "Moves between tiers in flight")?,
-            window: gauge("kvfleet_node_window_blocks", "Different blocks that waiting requests need")?,
+            window: gauge("kvfleet_node_window_blocks", "Distinct blocks that queued requests need")?,
             prefetched: gauge(
                 "kvfleet_node_prefetched_blocks",
-                "Blocks promoted since start because a waiting request needed them",
+                "Blocks promoted since start for queued requests",
             )?,
             copies: CopyMetrics::new(registry)?,
             host: HostMetrics::new(registry)?,
@@ -211,7 +225,7 @@ impl Metrics {
         }
     }
 
-    /// Blocks of this tier that were given to readers.
+    /// Blocks of this tier served to readers.
     #[cfg(test)]
     pub(crate) fn hits(&self, tier: Tier) -> u64 {
         Tier::ALL
@@ -233,12 +247,12 @@ impl Metrics {
         self.ssd.errors.inc();
     }
 
-    pub(crate) fn ssd_spared(&self) {
-        self.ssd.spared.inc();
+    pub(crate) fn ssd_over_budget(&self) {
+        self.ssd.over_budget.inc();
     }
 
-    pub(crate) fn ssd_behind(&self, blocks: u64) {
-        self.ssd.behind.inc_by(blocks);
+    pub(crate) fn ssd_overloaded(&self, blocks: u64) {
+        self.ssd.overloaded.inc_by(blocks);
     }
 
     pub(crate) fn slow_ssds(&self, count: usize) {
@@ -255,7 +269,7 @@ impl Metrics {
 
     pub(crate) fn ssd_wear(&self, wear: Wear) {
         set(&self.ssd.saved, wear.saved_bytes);
-        set(&self.ssd.rescued, wear.rescued_bytes);
+        set(&self.ssd.rewritten, wear.rewritten_bytes);
     }
 
     pub(crate) fn tier(&self, tier: Tier, stats: &TierStats) {
@@ -265,13 +279,13 @@ impl Metrics {
         set(&self.demoted.with_label_values(label), stats.demoted_blocks);
         set(&self.promoted.with_label_values(label), stats.promoted_blocks);
         set(&self.dropped.with_label_values(label), stats.dropped_blocks);
-        set(&self.turned_away.with_label_values(label), stats.turned_away_blocks);
+        set(&self.not_admitted.with_label_values(label), stats.not_admitted_blocks);
         set(&self.expired.with_label_values(label), stats.expired_blocks);
-        set(&self.void.with_label_values(label), stats.void_blocks);
+        set(&self.invalidated.with_label_values(label), stats.invalidated_blocks);
         set(&self.admitting.with_label_values(label), u64::from(stats.admitting));
     }
 
-    pub(crate) fn copied(&self, end: CopyEnd, blocks: u32, bytes: u64) {
+    pub(crate) fn copied(&self, end: CopyOutcome, blocks: u32, bytes: u64) {
         self.copies.ended.with_label_values(&[end.name()]).inc();
         self.copies.blocks.inc_by(blocks.into());
         self.copies.bytes.inc_by(bytes);
@@ -286,11 +300,11 @@ impl Metrics {
         set(&self.prefetched, prefetched);
     }
 
-    pub(crate) fn host(&self, numbers: &ShmNumbers) {
+    pub(crate) fn host(&self, numbers: &ShmStats) {
         set(&self.host.clients, numbers.connections as u64);
-        set(&self.host.loans, numbers.loans as u64);
-        set(&self.host.lent_bytes, numbers.lent_bytes);
-        set(&self.host.oldest, numbers.oldest.map_or(0, |oldest| oldest.age.as_secs()));
+        set(&self.host.in_place_reads, numbers.grants as u64);
+        set(&self.host.in_place_bytes, numbers.granted_bytes);
+        set(&self.host.oldest_read, numbers.oldest.map_or(0, |oldest| oldest.age.as_secs()));
     }
 
     pub(crate) fn moves(&self, count: usize) {
@@ -298,23 +312,24 @@ impl Metrics {
     }
 }
 
-/// Shows what each path carries, by its name, as its server counts it.
-pub(crate) fn watch_paths(
+/// Registers bytes carried by each transport, by name, as its server counts them.
+pub(crate) fn register_path_metrics(
     registry: &Registry,
-    paths: Vec<(&'static str, Carried)>,
+    paths: Vec<(&'static str, TrafficCounters)>,
 ) -> Result<(), prometheus::Error> {
     let by_path = |name: &str, help: &str| IntGaugeVec::new(Opts::new(name, help), &["path"]);
     let sent = by_path("kvfleet_node_path_sent_bytes", "Bytes of blocks sent to readers since start")?;
-    let help = "Bytes of blocks that came with saves since start, kept or not";
+    let help = "Bytes of blocks received with saves since start, stored or not";
     let received = by_path("kvfleet_node_path_received_bytes", help)?;
     registry.register(Box::new(PathBytes { sent, received, paths }))
 }
 
-/// Looks at the servers' own counts when somebody asks: a frame is sent in less time than a label is found.
+/// Reads the servers' own counters on collection: finding a label takes longer than sending a
+/// frame.
 struct PathBytes {
     sent: IntGaugeVec,
     received: IntGaugeVec,
-    paths: Vec<(&'static str, Carried)>,
+    paths: Vec<(&'static str, TrafficCounters)>,
 }
 
 impl Collector for PathBytes {
@@ -331,38 +346,38 @@ impl Collector for PathBytes {
     }
 }
 
-/// Shows what became of the operations of each class, by its name.
-pub(crate) fn watch_classes(registry: &Registry, room: Room) -> Result<(), prometheus::Error> {
+/// Registers operation counts by class.
+pub(crate) fn register_class_metrics(registry: &Registry, room: Capacity) -> Result<(), prometheus::Error> {
     let by_class = |name: &str, help: &str| IntGaugeVec::new(Opts::new(name, help), &["class"]);
-    let help = "Fetches and saves let in since start";
-    let let_in = by_class("kvfleet_node_class_let_in_operations", help)?;
-    let help = "Fetches and saves told to come again since start";
+    let help = "Fetches and saves admitted since start";
+    let let_in = by_class("kvfleet_node_class_admitted_operations", help)?;
+    let help = "Fetches and saves refused with Busy since start";
     let refused = by_class("kvfleet_node_class_refused_operations", help)?;
-    let bytes = by_class("kvfleet_node_class_under_way_bytes", "Bytes kept for those that are under way")?;
-    registry.register(Box::new(ClassFigures { let_in, refused, bytes, room }))
+    let bytes = by_class("kvfleet_node_class_in_flight_bytes", "Bytes reserved for operations in flight")?;
+    registry.register(Box::new(ClassMetrics { admitted: let_in, refused, bytes, room }))
 }
 
-/// Looks at the room's own counts when somebody asks.
-struct ClassFigures {
-    let_in: IntGaugeVec,
+/// Reads the limiter's own counters on collection.
+struct ClassMetrics {
+    admitted: IntGaugeVec,
     refused: IntGaugeVec,
     bytes: IntGaugeVec,
-    room: Room,
+    room: Capacity,
 }
 
-impl Collector for ClassFigures {
+impl Collector for ClassMetrics {
     fn desc(&self) -> Vec<&Desc> {
-        [self.let_in.desc(), self.refused.desc(), self.bytes.desc()].concat()
+        [self.admitted.desc(), self.refused.desc(), self.bytes.desc()].concat()
     }
 
     fn collect(&self) -> Vec<MetricFamily> {
-        for (class, numbers) in Class::ALL.into_iter().zip(self.room.numbers()) {
+        for (class, numbers) in TrafficClass::ALL.into_iter().zip(self.room.class_counts()) {
             let label = &[class.name()];
-            set(&self.let_in.with_label_values(label), numbers.let_in);
+            set(&self.admitted.with_label_values(label), numbers.admitted);
             set(&self.refused.with_label_values(label), numbers.refused);
-            set(&self.bytes.with_label_values(label), numbers.under_way_bytes);
+            set(&self.bytes.with_label_values(label), numbers.in_flight_bytes);
         }
-        [self.let_in.collect(), self.refused.collect(), self.bytes.collect()].concat()
+        [self.admitted.collect(), self.refused.collect(), self.bytes.collect()].concat()
     }
 }
 

@@ -1,93 +1,101 @@
-//! What a node offers by RDMA: opens the devices once, at start, and goes on without when there is none.
+//! The node's RDMA offer: opens the devices once at start; without a device the node serves without
+//! RDMA.
 //!
-//! This file knows whether the program was built with RDMA, so that others need not. Not here: the keys
-//! (`config/rdma.rs`), and the path itself (`kvfleet_transport::rdma`).
+//! Only this file depends on the `rdma` feature. Not here: the configuration keys
+//! (`config/rdma.rs`) and the transport (`kvfleet_transport::rdma`).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use kv_core::id::Epoch;
-use kvfleet_proto::tls::Identity;
-use kvfleet_transport::tcp::{BindError, TcpConfig, TcpServer};
-use kvfleet_transport::{BlockService, Carried, Room};
+use kvfleet_net::tls::Identity;
+use kvfleet_transport::tcp::{TcpBindError, TcpConfig, TcpServer};
+use kvfleet_transport::{BlockService, Capacity, TrafficCounters};
 use tokio::sync::watch;
 
 use crate::arena::Arena;
 use crate::config::NodeConfig;
 
-/// What is offered to clients that come over TCP.
+/// RDMA offered to clients that connect over TCP.
 #[cfg(feature = "rdma")]
-pub(crate) type Offer = Arc<kvfleet_transport::rdma::RdmaOffer>;
+pub(crate) type RdmaOfferHandle = Arc<kvfleet_transport::rdma::RdmaServer>;
 
-/// Nothing: a configuration that asks for it is refused.
+/// Uninhabited: without the feature, the configuration refuses `rdma.enabled`.
 #[cfg(not(feature = "rdma"))]
 #[derive(Clone, Debug)]
-pub(crate) enum Offer {}
+pub(crate) enum NoRdmaOffer {}
 
-/// Opens the devices and registers the arena on each, if it is to be read in place. Where none can be, the log says why and what to do,
-/// and the node serves without.
+#[cfg(not(feature = "rdma"))]
+pub(crate) use NoRdmaOffer as RdmaOfferHandle;
+
+/// Opens the devices, and registers the arena on each if it may be read in place. On failure, logs
+/// the cause with a remedy, and the node serves without RDMA.
 #[cfg(feature = "rdma")]
-pub(crate) async fn open(config: &NodeConfig, arena: &Arena) -> Option<Offer> {
-    use kvfleet_transport::rdma::{Rdma, RdmaChoice, RdmaConfig, RdmaError, RdmaNear, RdmaOffer, RdmaTuning};
+pub(crate) async fn open(config: &NodeConfig, arena: &Arena) -> Option<RdmaOfferHandle> {
+    use kvfleet_transport::rdma::{
+        Rdma, RdmaAffinity, RdmaChoice, RdmaConfig, RdmaError, RdmaServer, RdmaTuning,
+    };
     let section = &config.rdma;
     if !section.enabled {
         return None;
     }
     let (device, devices) = (section.device.clone(), section.devices.clone());
-    let near = RdmaNear::Memory(arena.address());
+    let near = RdmaAffinity::Memory(arena.address());
     let rdma = RdmaConfig {
-        choice: RdmaChoice { device, devices, address: section.address, near },
+        choice: RdmaChoice { device, devices, address: section.address, affinity: near },
         tuning: RdmaTuning { traffic_class: section.traffic_class, ..RdmaTuning::default() },
-        tray_bytes: usize::try_from(section.tray_bytes).unwrap_or(usize::MAX),
+        bounce_buffer_bytes: usize::try_from(section.bounce_buffer_bytes).unwrap_or(usize::MAX),
         links_max: section.links_max as usize,
         ..RdmaConfig::default()
     };
     let lent = section.in_place.then(|| Arc::new(arena.as_device_memory()));
     let in_place = section.in_place;
     let opened = tokio::task::spawn_blocking(move || {
-        let offer = RdmaOffer::over(&Rdma::open_all(&rdma)?, lent.as_ref())?;
+        let offer = RdmaServer::with_rails(&Rdma::open_all(&rdma)?, lent.as_ref())?;
         tracing::info!(?offer, in_place, "node offers RDMA");
         Ok::<_, RdmaError>(offer)
     });
-    let told = |cause: &dyn std::fmt::Display| {
-        tracing::warn!("{cause}; the node serves without, set rdma.enabled to false if it is to");
+    let warn = |cause: &dyn std::fmt::Display| {
+        tracing::warn!(
+            "{cause}; the node serves without RDMA; set rdma.enabled to false if that is intended"
+        );
     };
     match opened.await {
-        Ok(opened) => opened.inspect_err(|error| told(error)).ok(),
+        Ok(opened) => opened.inspect_err(|error| warn(error)).ok(),
         Err(ended) => {
-            told(&ended);
+            warn(&ended);
             None
         }
     }
 }
 
-/// Nothing, as nothing can be asked for.
+/// Returns `None`: without the feature, RDMA cannot be enabled.
 #[cfg(not(feature = "rdma"))]
-pub(crate) async fn open(_: &NodeConfig, _: &Arena) -> Option<Offer> {
+pub(crate) async fn open(_: &NodeConfig, _: &Arena) -> Option<RdmaOfferHandle> {
     None
 }
 
-/// Tells those that read blocks of every epoch that the routers give, as long as anybody may.
+/// Publishes every epoch that the routers assign to RDMA readers.
 #[cfg(feature = "rdma")]
-pub(crate) async fn tell_epochs(offer: Offer, mut joined: watch::Receiver<Epoch>) {
+pub(crate) async fn publish_epochs(offer: RdmaOfferHandle, mut joined: watch::Receiver<Epoch>) {
     while joined.changed().await.is_ok() {
-        offer.answered(*joined.borrow_and_update());
+        offer.set_epoch(*joined.borrow_and_update());
     }
 }
 
-/// Nothing, as there is no such offer.
+/// Unreachable: without the feature there is no offer.
 #[cfg(not(feature = "rdma"))]
-pub(crate) async fn tell_epochs(offer: Offer, _: watch::Receiver<Epoch>) {
+pub(crate) async fn publish_epochs(offer: RdmaOfferHandle, _: watch::Receiver<Epoch>) {
     match offer {}
 }
 
-/// Listens for TCP, where the offer is made.
+/// Listens for TCP, with the RDMA offer if there is one.
 pub(crate) fn bind(
-    (room, offer): (&Room, Option<&Offer>),
+    (room, offer): (&Capacity, Option<&RdmaOfferHandle>),
     address: SocketAddr,
     identity: &Identity,
     service: Arc<dyn BlockService>,
-) -> Result<TcpServer, BindError> {
+) -> Result<TcpServer, TcpBindError> {
     let config = TcpConfig::default();
     match offer {
         #[cfg(feature = "rdma")]
@@ -98,8 +106,8 @@ pub(crate) fn bind(
     }
 }
 
-/// What went by RDMA so far.
-pub(crate) fn carried(offer: &Offer) -> Carried {
+/// Bytes carried by RDMA so far.
+pub(crate) fn carried(offer: &RdmaOfferHandle) -> TrafficCounters {
     #[cfg(feature = "rdma")]
     return offer.carried();
     #[cfg(not(feature = "rdma"))]
@@ -116,13 +124,13 @@ mod tests {
     use crate::config::RdmaSection;
 
     #[tokio::test]
-    async fn a_node_without_a_device_says_so_once_and_what_to_do() {
+    async fn missing_device_is_logged_once_with_a_remedy() {
         let arena = Arena::new(ArenaShape::equal(4096, 4, 0)).unwrap();
         let device = Some("no such device".to_owned());
         let rdma = RdmaSection { enabled: true, in_place: true, device, ..RdmaSection::default() };
-        let log = crate::test_log::Log::start();
+        let log = kvfleet_errors_doc::log::Log::start();
         assert!(open(&NodeConfig { rdma, ..NodeConfig::default() }, &arena).await.is_none());
-        assert!(open(&NodeConfig::default(), &arena).await.is_none(), "nobody asked");
+        assert!(open(&NodeConfig::default(), &arena).await.is_none(), "RDMA was not enabled");
         assert_eq!(log.count("RDMA is not used"), 1);
         let said = log.line("RDMA is not used");
         let there = said.split("there is: ").nth(1).and_then(|rest| rest.split("; bring").next()).unwrap();

@@ -1,8 +1,9 @@
-//! For whom a service answers: one caller, with leases of its own and the tenants it may name.
+//! Scope of a caller: its own leases and the tenants it may name.
 //!
-//! A lease is a number that its caller chose, so another caller may choose the same one, by chance or to end what it
-//! does not hold. The book is told a number of this process that only the two together give. Not here: who is admitted
-//! ([`crate::serve`]), and how a connection proves whose it is (`kvfleet-transport`).
+//! A caller chooses its lease numbers, so another caller may pick the same number, by accident or
+//! to end a foreign lease. The book receives an id that is derived from caller and number together.
+//! Not here: admission ([`crate::block_service`]) and authentication of connections
+//! (`kvfleet-transport`).
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
@@ -10,64 +11,65 @@ use std::sync::Arc;
 use kv_core::id::{CallerId, LeaseId, TenantId};
 use kvfleet_transport::Caller;
 
-/// What one caller may do, and its name in this process.
+/// Permissions of one caller, and its id within this process.
 #[derive(Clone, Debug)]
 pub(crate) struct Scope {
-    /// Keyed anew in every process: who does not know the key finds no number that is another caller's.
+    /// Keyed anew in every process, so that a caller cannot compute the id of another caller's
+    /// lease.
     keys: RandomState,
     caller: u64,
-    /// Nothing: every tenant there is.
+    /// `None` means every tenant.
     tenants: Option<Arc<[TenantId]>>,
 }
 
 impl Scope {
-    /// Of this process, which may do everything.
-    pub(crate) fn own(keys: RandomState) -> Scope {
-        Scope { caller: keys.hash_one(Caller::Own), keys, tenants: None }
+    /// Scope of this process, with all permissions.
+    pub(crate) fn for_process(keys: RandomState) -> Scope {
+        Scope { caller: keys.hash_one(Caller::ThisProcess), keys, tenants: None }
     }
 
-    /// Of another caller under the same key, for these tenants; for every one if none are named.
+    /// Scope of another caller under the same key, for these tenants. `None` means every tenant.
     pub(crate) fn of(&self, caller: &Caller, tenants: Option<Arc<[TenantId]>>) -> Scope {
         Scope { keys: self.keys.clone(), caller: self.keys.hash_one(caller), tenants }
     }
 
-    /// The book's name for this caller.
+    /// The caller's id in the book.
     pub(crate) fn caller(&self) -> CallerId {
         CallerId(self.caller)
     }
 
-    /// The book's name for this caller's lease.
+    /// The id of this caller's lease in the book.
     pub(crate) fn lease(&self, number: LeaseId) -> LeaseId {
         LeaseId(self.keys.hash_one((self.caller, number)))
     }
 
     /// Whether the caller may read and save as this tenant.
-    pub(crate) fn has(&self, tenant: TenantId) -> bool {
+    pub(crate) fn has_tenant(&self, tenant: TenantId) -> bool {
         self.tenants.as_ref().is_none_or(|tenants| tenants.contains(&tenant))
     }
 }
 
-/// A user of this host whose processes are served.
+/// A local user with access to this node.
 #[derive(Clone, Debug)]
-pub(crate) struct Local {
+pub(crate) struct LocalUser {
     pub(crate) uid: u32,
-    /// Nothing: every tenant there is.
+    /// `None` means every tenant.
     pub(crate) tenants: Option<Arc<[TenantId]>>,
-    /// Whether they may map the memory of every tenant's blocks.
-    pub(crate) maps: bool,
+    /// Whether its processes may map the memory with every tenant's blocks.
+    pub(crate) may_map: bool,
 }
 
-/// All of them.
+/// All local users with access.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Locals(Arc<[Local]>);
+pub(crate) struct LocalUsers(Arc<[LocalUser]>);
 
-impl Locals {
-    pub(crate) fn new(users: Vec<Local>) -> Locals {
-        Locals(users.into())
+impl LocalUsers {
+    pub(crate) fn new(users: Vec<LocalUser>) -> LocalUsers {
+        LocalUsers(users.into())
     }
 
-    /// What this user may do, if it is one of them.
-    pub(crate) fn of(&self, uid: u32) -> Option<&Local> {
+    /// The permissions of this user, if it has access.
+    pub(crate) fn of(&self, uid: u32) -> Option<&LocalUser> {
         self.0.iter().find(|local| local.uid == uid)
     }
 }
@@ -85,26 +87,31 @@ mod tests {
     }
 
     #[test]
-    fn a_lease_is_the_same_for_one_caller_and_another_for_every_other() {
-        let own = Scope::own(RandomState::new());
-        let callers = [Caller::Own, certified(1), certified(2), local(1), local(2)];
+    fn lease_ids_are_stable_per_caller_and_differ_between_callers() {
+        let own = Scope::for_process(RandomState::new());
+        let callers = [Caller::ThisProcess, certified(1), certified(2), local(1), local(2)];
         let numbers = [0, 1, 2, u64::MAX].map(LeaseId);
         let leases = |scope: &Scope| numbers.map(|number| scope.lease(number));
         let mut all: Vec<LeaseId> = callers.iter().flat_map(|caller| leases(&own.of(caller, None))).collect();
-        assert_eq!(leases(&own), leases(&own.of(&Caller::Own, None)));
+        assert_eq!(leases(&own), leases(&own.of(&Caller::ThisProcess, None)));
         assert_eq!(leases(&own.of(&certified(1), None)), leases(&own.of(&certified(1), None)));
         all.sort_unstable();
         all.dedup();
         assert_eq!(all.len(), callers.len() * numbers.len());
-        let elsewhere = Scope::own(RandomState::new());
-        assert_ne!(leases(&own), leases(&elsewhere), "nobody can compute them outside this process");
+        let elsewhere = Scope::for_process(RandomState::new());
+        assert_ne!(
+            leases(&own),
+            leases(&elsewhere),
+            "lease ids must differ between processes, so that callers cannot compute them"
+        );
     }
 
     #[test]
-    fn a_caller_has_the_tenants_it_was_given_and_no_others() {
-        let own = Scope::own(RandomState::new());
+    fn caller_has_exactly_its_tenants() {
+        let own = Scope::for_process(RandomState::new());
         let some = own.of(&certified(1), Some([TenantId(3), TenantId(5)].into()));
-        let has = |scope: &Scope| (0..8).filter(|tenant| scope.has(TenantId(*tenant))).collect::<Vec<u32>>();
+        let has =
+            |scope: &Scope| (0..8).filter(|tenant| scope.has_tenant(TenantId(*tenant))).collect::<Vec<u32>>();
         assert_eq!(has(&own), (0..8).collect::<Vec<u32>>());
         assert_eq!(has(&some), [3, 5]);
         assert_eq!(has(&own.of(&certified(1), Some([].into()))), [0u32; 0]);

@@ -1,5 +1,6 @@
-//! Control calls of a node over gRPC with mutual TLS: status, audits, windows, copies, and waiting for announcements to arrive.
-//! They are for the cluster's own processes: callers whose certificates name tenants are refused before (`start.rs`).
+//! Control calls of a node over gRPC with mutual TLS: status, audits, windows, copies, and waiting
+//! for announcements. Only for the cluster's own processes: callers with tenant certificates are
+//! refused earlier (`start.rs`).
 
 use std::cmp::Ordering;
 use std::sync::Arc;
@@ -7,55 +8,55 @@ use std::time::Duration;
 
 use kv_core::id::{Epoch, Seq};
 use kv_core::tier::{WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN};
-use kvfleet_proto::convert;
+use kvfleet_net::tls::{Identity, ROUTER_NAME};
 use kvfleet_proto::pb::node_control_server::NodeControl;
 use kvfleet_proto::pb::{
-    AuditReply, AuditRequest, CopyBlocksReply, CopyBlocksRequest, Manifest, NodeStatusReply,
-    NodeStatusRequest, Seen, SetWindowReply, SetWindowRequest, SettleReply, SettleRequest, WaitingRequest,
+    AuditReply, AuditRequest, CopyBlocksReply, CopyBlocksRequest, FlushReply, FlushRequest, Manifest,
+    NodeStatusReply, NodeStatusRequest, SetWindowReply, SetWindowRequest, WaitingRequest,
 };
-use kvfleet_proto::tls::{Identity, ROUTER_NAME};
-use kvfleet_transport::VisibleAt;
+use kvfleet_proto::{convert, pb};
+use kvfleet_transport::AnnouncePosition;
 use tokio::time::Instant;
 use tonic::{Request, Response, Status};
 
-use crate::announce::outboxes::Point;
-use crate::copies::{COPY_BLOCKS_MAX, Copier, CopyOrder};
-use crate::store::{self, Ask, StoreHandle};
+use crate::announce::outboxes::ShardPositions;
+use crate::copies::{COPY_BLOCKS_MAX, Copier, CopyRequest};
+use crate::store::{self, StoreHandle, StoreRequest};
 
-/// Longest time `Settle` waits, whatever is asked.
+/// Longest wait of `Settle`, whatever the request says.
 pub const SETTLE_MAX: Duration = Duration::from_secs(60);
 
-/// Blocks of one audit, asked about or sampled: a few hundred microseconds of the task that owns the book.
+/// Maximum blocks of one audit, named or sampled: some hundred microseconds of the task that owns
+/// the book.
 pub const AUDIT_BLOCKS_MAX: usize = 1024;
 
 /// The control service.
 #[derive(Clone, Debug)]
-pub(crate) struct Control {
+pub(crate) struct ControlService {
     pub(crate) store: StoreHandle,
-    /// Tells who calls.
+    /// Identifies callers.
     pub(crate) identity: Identity,
-    /// Of the blocks that are kept.
+    /// Manifest of the stored blocks.
     pub(crate) manifest: Manifest,
     pub(crate) copier: Arc<Copier>,
 }
 
-impl Control {
-    /// Passes on routers only; `what` is what they alone do.
+impl ControlService {
+    /// Refuses callers other than routers; `what` names the action in the error.
     fn routers_only<T>(&self, request: &Request<T>, what: &str) -> Result<(), Status> {
         if request.peer_certs().is_some_and(|chain| self.identity.is_router(&chain)) {
             return Ok(());
         }
         Err(Status::permission_denied(format!(
-            "only routers say {what}, and this certificate names none: a router's carries the \
-             subject alternative name \"{ROUTER_NAME}\""
+            "only routers may {what}; this certificate is not a router's: a router's certificate has the subject alternative name \"{ROUTER_NAME}\""
         )))
     }
 }
 
 #[tonic::async_trait]
-impl NodeControl for Control {
+impl NodeControl for ControlService {
     async fn node_status(&self, _: Request<NodeStatusRequest>) -> Result<Response<NodeStatusReply>, Status> {
-        let status = self.store.try_ask(|reply| Ask::Status { reply }).await;
+        let status = self.store.try_request(|reply| StoreRequest::Status { reply }).await;
         let manifest = Some(self.manifest.clone());
         status
             .map(|status| Response::new(NodeStatusReply { manifest, ..status }))
@@ -75,10 +76,11 @@ impl NodeControl for Control {
             )));
         }
         let shard = u16::try_from(shard).map_err(|error| invalid(error.to_string()))?;
-        let answer = self.store.try_ask(|reply| Ask::Audit { shard, blocks, sample, seed, reply }).await;
+        let answer =
+            self.store.try_request(|reply| StoreRequest::Audit { shard, blocks, sample, seed, reply }).await;
         let answer = answer.map_err(|_| Status::resource_exhausted("the node is busy: ask again"))?;
         let none =
-            || Status::failed_precondition(format!("this node announces nothing to a shard {shard} yet"));
+            || Status::failed_precondition(format!("this node does not announce to a shard {shard} yet"));
         answer.map(Response::new).ok_or_else(none)
     }
 
@@ -86,8 +88,8 @@ impl NodeControl for Control {
         &self,
         request: Request<SetWindowRequest>,
     ) -> Result<Response<SetWindowReply>, Status> {
-        // It orders what leaves for everybody.
-        self.routers_only(&request, "what waiting requests need")?;
+        // A window changes the eviction order for every tenant.
+        self.routers_only(&request, "set a window")?;
         let SetWindowRequest { waiting: requests, router } = request.into_inner();
         let waiting = waiting(&requests).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let taken = self.store.set_window(router, waiting).await;
@@ -106,11 +108,11 @@ impl NodeControl for Control {
         &self,
         request: Request<CopyBlocksRequest>,
     ) -> Result<Response<CopyBlocksReply>, Status> {
-        // It says whom this node connects to and what it keeps.
-        self.routers_only(&request, "which blocks are copied")?;
+        // A copy makes this node connect to another one and store its blocks.
+        self.routers_only(&request, "order a copy")?;
         let order = copy_order(&request.into_inner())?;
         let copied = self.copier.copy(&order).await;
-        let seen = |at: VisibleAt| Seen {
+        let seen = |at: AnnouncePosition| pb::AnnouncePosition {
             node: at.node.0,
             epoch: at.epoch.0,
             seq: at.seq.0,
@@ -125,34 +127,35 @@ impl NodeControl for Control {
         }))
     }
 
-    async fn settle(&self, request: Request<SettleRequest>) -> Result<Response<SettleReply>, Status> {
+    async fn flush(&self, request: Request<FlushRequest>) -> Result<Response<FlushReply>, Status> {
         let wait = Duration::from_millis(request.into_inner().timeout_ms).min(SETTLE_MAX);
         let stopping = |_| Status::unavailable("the node is stopping");
         let until = Instant::now() + wait;
         let mut settled = false;
         while !settled {
             let mut filled = self.store.shared.filled.subscribe();
-            let target = self.store.ask(|reply| Ask::Positions { reply }).await.map_err(stopping)?;
+            let target =
+                self.store.request(|reply| StoreRequest::Positions { reply }).await.map_err(stopping)?;
             let Some(goal) = target else {
-                // Before the first join there is nothing to wait for but the join.
+                // Before the first join, wait for the join.
                 if tokio::time::timeout_at(until, filled.changed()).await.is_err() {
                     break;
                 }
                 continue;
             };
             let mut acked = self.store.shared.acked.subscribe();
-            let told = acked.wait_for(|now| arrived(now, &goal).is_some());
+            let told = acked.wait_for(|now| is_acknowledged(now, &goal).is_some());
             let Ok(Ok(now)) = tokio::time::timeout_at(until, told).await else { break };
-            // In a later epoch everything is announced anew, under new numbers: ask which.
-            settled = arrived(&now, &goal) == Some(true);
+            // A later epoch announces everything again under new numbers: ask for the new target.
+            settled = is_acknowledged(&now, &goal) == Some(true);
         }
         let acked = self.store.shared.acked.borrow();
         let acknowledged_seq = acked.seqs.iter().map(|seq| seq.0).sum();
-        Ok(Response::new(SettleReply { epoch: acked.epoch.0, acknowledged_seq, settled }))
+        Ok(Response::new(FlushReply { epoch: acked.epoch.0, acknowledged_seq, flushed: settled }))
     }
 }
 
-fn copy_order(request: &CopyBlocksRequest) -> Result<CopyOrder, Status> {
+fn copy_order(request: &CopyBlocksRequest) -> Result<CopyRequest, Status> {
     let invalid = |error: convert::ConvertError| Status::invalid_argument(error.to_string());
     let run = request.run.as_ref().ok_or_else(|| invalid(convert::ConvertError::Absent { field: "run" }))?;
     let run = convert::run_from_pb(run).map_err(invalid)?;
@@ -162,7 +165,7 @@ fn copy_order(request: &CopyBlocksRequest) -> Result<CopyOrder, Status> {
             "a copy of {blocks} blocks, the limit is {COPY_BLOCKS_MAX}: ask for less"
         )));
     }
-    Ok(CopyOrder {
+    Ok(CopyRequest {
         run,
         source_address: request.source_address.clone(),
         source_epoch: Epoch(request.source_epoch),
@@ -172,7 +175,7 @@ fn copy_order(request: &CopyBlocksRequest) -> Result<CopyOrder, Status> {
     })
 }
 
-/// The blocks of each waiting request, as far as they may count.
+/// The blocks of each queued request, within the window's limits.
 fn waiting(requests: &[WaitingRequest]) -> Result<Vec<store::WaitingRequest>, convert::ConvertError> {
     let mut room = WINDOW_BLOCKS_MAX;
     let mut waiting = Vec::new();
@@ -188,9 +191,9 @@ fn waiting(requests: &[WaitingRequest]) -> Result<Vec<store::WaitingRequest>, co
     Ok(waiting)
 }
 
-/// Whether `goal` was acknowledged; `Some(false)` once its epoch is over, nothing while neither is known.
-fn arrived(now: &Point, goal: &Point) -> Option<bool> {
-    // Nothing to announce is announced, even where nothing was ever acknowledged.
+/// Whether `goal` was acknowledged. `Some(false)` if its epoch is over, `None` while unknown.
+fn is_acknowledged(now: &ShardPositions, goal: &ShardPositions) -> Option<bool> {
+    // An empty goal counts as acknowledged, even before the first acknowledgement.
     let behind = |(place, goal): (usize, &Seq)| now.seqs.get(place).copied().unwrap_or_default() < *goal;
     match now.epoch.cmp(&goal.epoch) {
         Ordering::Less => goal.seqs.iter().all(|seq| *seq == Seq(0)).then_some(true),
@@ -205,24 +208,25 @@ mod tests {
     use kv_core::id::Epoch;
 
     #[test]
-    fn an_acknowledgement_of_a_later_epoch_says_nothing_about_an_earlier_one() {
-        let at = |epoch, seqs: &[u64]| Point {
+    fn later_epoch_does_not_acknowledge_an_earlier_one() {
+        let at = |epoch, seqs: &[u64]| ShardPositions {
             epoch: Epoch(epoch),
             seqs: seqs.iter().copied().map(Seq).collect(),
         };
-        assert_eq!(arrived(&at(1, &[4]), &at(1, &[5])), None);
-        assert_eq!(arrived(&at(1, &[5]), &at(1, &[5])), Some(true));
-        assert_eq!(arrived(&at(2, &[0]), &at(1, &[5])), Some(false));
-        assert_eq!(arrived(&at(2, &[9]), &at(1, &[5])), Some(false));
-        assert_eq!(arrived(&at(1, &[9]), &at(2, &[1])), None);
-        assert_eq!(arrived(&at(1, &[9]), &at(2, &[0])), Some(true), "nothing was to be announced");
+        assert_eq!(is_acknowledged(&at(1, &[4]), &at(1, &[5])), None);
+        assert_eq!(is_acknowledged(&at(1, &[5]), &at(1, &[5])), Some(true));
+        assert_eq!(is_acknowledged(&at(2, &[0]), &at(1, &[5])), Some(false));
+        assert_eq!(is_acknowledged(&at(2, &[9]), &at(1, &[5])), Some(false));
+        assert_eq!(is_acknowledged(&at(1, &[9]), &at(2, &[1])), None);
+        assert_eq!(is_acknowledged(&at(1, &[9]), &at(2, &[0])), Some(true), "an empty goal is acknowledged");
     }
 
     #[test]
     fn every_shard_must_have_acknowledged() {
-        let at = |seqs: &[u64]| Point { epoch: Epoch(1), seqs: seqs.iter().copied().map(Seq).collect() };
-        assert_eq!(arrived(&at(&[4, 7]), &at(&[5, 7])), None);
-        assert_eq!(arrived(&at(&[]), &at(&[0, 1])), None);
-        assert_eq!(arrived(&at(&[9, 7]), &at(&[5, 7])), Some(true));
+        let at =
+            |seqs: &[u64]| ShardPositions { epoch: Epoch(1), seqs: seqs.iter().copied().map(Seq).collect() };
+        assert_eq!(is_acknowledged(&at(&[4, 7]), &at(&[5, 7])), None);
+        assert_eq!(is_acknowledged(&at(&[]), &at(&[0, 1])), None);
+        assert_eq!(is_acknowledged(&at(&[9, 7]), &at(&[5, 7])), Some(true));
     }
 }

@@ -1,4 +1,4 @@
-//! Starting and stopping a node: checks everything that can be wrong before anything is served.
+//! Starting and stopping a node. All checks that can fail run before anything is served.
 
 use std::hash::{BuildHasher, RandomState};
 use std::net::SocketAddr;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use kv_core::evict::{self, BlockKey, Policy};
 use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
-use kv_core::tier::{Book, Capacity, Found, LIFTS_MAX, Limits, TierLimits};
+use kv_core::tier::{Book, BookLimits, Capacity, GPU_PROMOTIONS_MAX, RecoveredBlock, TierLimits};
+use kvfleet_net::tls::callers::members_only;
+use kvfleet_net::tls::listen::incoming;
+use kvfleet_net::tls::{Identity, Renewal, TlsError, TlsFiles};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
-use kvfleet_proto::tls::callers::members_only;
-use kvfleet_proto::tls::listen::incoming;
-use kvfleet_proto::tls::{Identity, Renewal, TlsError, TlsFiles};
 use kvfleet_proto::{convert, pb};
 use kvfleet_transport::renew::keep_renewed;
 use kvfleet_transport::shm::{ShmBindError, ShmServer};
@@ -23,89 +23,90 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::{CancellationToken, DropGuard};
 
-use crate::announce::link::Link;
+use crate::announce::link::RouterLink;
 use crate::arena::{Arena, ArenaShape, SizeClasses};
+use crate::block_service::{FrameSpec, Service, ServiceLimits};
 use crate::config::{ConfigError, NodeConfig};
 use crate::copies::{self, Copier};
-use crate::evacuate::Evacuator;
+use crate::drain::DrainWorker;
 use crate::host;
 use crate::listen::{DataServers, ListenError};
+use crate::low_latency::LowLatencyThread;
+use crate::membership::{Membership, MembershipReporter};
 use crate::memory::MemoryBound;
 use crate::metrics::{self, Metrics};
-use crate::quick::QuickThread;
 use crate::rdma;
 use crate::scope::Scope;
-use crate::serve::{Keeps, Service, Terms};
-use crate::server::Control;
-use crate::standing::{Reports, Standing};
+use crate::server::ControlService;
 use crate::store::{
-    Capacities, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, Parts, Shared, SlotSizes, Store, StoreHandle,
+    Capacities, GPU_READS_MAX, GPU_RETRY, Gpu, LoadBudget, SharedState, SlotSizes, Store, StoreHandle,
+    StoreParts,
 };
 use crate::tiers::gpu::thread::{GpuReport, GpuThread};
 use crate::tiers::gpu::{CHUNK_BYTES, CHUNKS, GpuShape, JOBS_MAX};
 use crate::tiers::ssd::budget::WriteBudget;
-use crate::tiers::ssd::pace::Pace;
+use crate::tiers::ssd::pace::ScrubPace;
 use crate::tiers::ssd::{
-    Depth, FoundBlock, Report, ScanReport, Ssd, SsdConfig, SsdError, SsdFaults, SsdRecord,
+    Depth, Report, ScanReport, ScannedBlock, SsdConfig, SsdError, SsdFaults, SsdRecord, SsdTier,
 };
 
-/// Slots of any class beyond the DRAM capacity for blocks being loaded from SSD; saves never take them, so the two
-/// tiers can trade places even when both are full.
+/// Slots of any class beyond the DRAM capacity for loads from SSD. Saves never take them, so blocks
+/// can move between the tiers even if both are full.
 const LOAD_SLOTS: usize = 16;
 
-/// Slots of any class beyond the DRAM capacity for saves whose room is still being made by demotions.
+/// Slots of any class beyond the DRAM capacity for saves that wait for demotions to finish.
 const SAVE_SLOTS: usize = 16;
 
-/// Leases at once. A lease is one request; a node serves some thousand at a time, and an abandoned one
-/// lives for ten seconds.
+/// Maximum leases. A lease is one request; a node serves some thousand at a time, and an abandoned
+/// lease lives for ten seconds.
 pub(crate) const LEASES_MAX: usize = 65_536;
 
-/// Why a node cannot start. Each message says what to do.
+/// Why a node cannot start. Each message contains a remedy.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// A value in the configuration.
+    /// An invalid configuration value.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// A certificate file.
+    /// An invalid certificate file.
     #[error(transparent)]
     Tls(#[from] TlsError),
-    /// An address that is none.
+    /// An invalid address.
     #[error("{key} is {got:?}: give an address and a port, for example 127.0.0.1:7400")]
     Address {
         /// The key.
         key: &'static str,
-        /// What was given.
+        /// The given value.
         got: String,
     },
-    /// The control port.
+    /// The control port is not available.
     #[error("control_listen {address}: {cause}; choose a free port or stop the process that holds it")]
     ControlListen {
         /// The address.
         address: SocketAddr,
-        /// What the system said.
+        /// The system's error.
         cause: std::io::Error,
     },
-    /// The data port.
+    /// The data port is not available.
     #[error(transparent)]
     DataListen(#[from] ListenError),
-    /// The memory for blocks.
+    /// The memory for blocks is not available.
     #[error(
         "cannot map {bytes} bytes for the DRAM tier: {cause}; lower dram_bytes or dram_blocks, or end processes that still \
          read the memory of a node that ended"
     )]
     Arena {
-        /// How much.
+        /// Requested bytes.
         bytes: u64,
-        /// What the system said.
+        /// The system's error.
         cause: std::io::Error,
     },
-    /// The SSD directory.
+    /// The SSD directory cannot be used.
     #[error(transparent)]
     Ssd(#[from] SsdError),
-    /// The SSD directory was still being read when the process was told to stop.
+    /// The process was told to stop while the SSD directory was being read.
     #[error("reading the SSD directory was interrupted")]
     Interrupted,
-    /// The socket for processes of this host.
+    /// The socket for processes of this host cannot be opened.
     #[error("shm.dir: {0}")]
     Shm(#[from] ShmBindError),
     /// No thread for the store.
@@ -114,24 +115,24 @@ pub enum StartError {
     /// No thread for the GPU.
     #[error("cannot start a thread for the GPU: {0}; raise the limit on threads")]
     GpuThread(std::io::Error),
-    /// The metrics registry holds a node already.
+    /// The metrics registry already contains a node.
     #[error("cannot register metrics: {0}; give each node its own registry")]
     Metrics(#[from] prometheus::Error),
-    /// The control server's certificate.
+    /// The control server's certificate is invalid.
     #[error("control server: {0}")]
     Control(#[from] tonic::transport::Error),
 }
 
-/// A running node. Dropping it stops it without ceremony, as a crash would; [`Node::shutdown`] waits.
+/// A running node. Dropping it stops it abruptly, as a crash would; [`Node::shutdown`] waits.
 #[derive(Debug)]
 pub struct Node {
     service: Arc<Service>,
     data: DataServers,
     host: Option<Arc<ShmServer>>,
-    quick: Option<QuickThread>,
+    store_thread: Option<LowLatencyThread>,
     data_addr: SocketAddr,
     control_addr: SocketAddr,
-    standing: Standing,
+    membership: Membership,
     tasks: Vec<JoinHandle<()>>,
     stop: CancellationToken,
     failed: CancellationToken,
@@ -139,10 +140,10 @@ pub struct Node {
 }
 
 impl Node {
-    /// Checks the configuration, opens everything and serves.
+    /// Checks the configuration, opens all parts and serves.
     ///
     /// # Errors
-    /// [`StartError`]; nothing is left running.
+    /// [`StartError`]; no task or thread is left running.
     pub fn start(
         config: NodeConfig,
         registry: &prometheus::Registry,
@@ -150,11 +151,12 @@ impl Node {
         Node::start_with_faults(config, registry, Arc::default())
     }
 
-    /// [`Node::start`] with a hand on the SSD's faults, for tests.
+    /// [`Node::start`] with injectable SSD faults, for tests.
     ///
     /// # Errors
     /// As [`Node::start`].
-    // Boxed, so that all of a node is compiled here, and not once more in every program and test that starts one.
+    // Boxed, so that the node is compiled here once, and not in every program and test that starts
+    // one.
     pub fn start_with_faults(
         config: NodeConfig,
         registry: &prometheus::Registry,
@@ -180,10 +182,11 @@ impl Node {
         let stop = CancellationToken::new();
         let guard = stop.clone().drop_guard();
         let arena = open_arena(&config)?;
-        let shared = Arc::new(Shared::new(NodeId(config.id)));
+        let shared = Arc::new(SharedState::new(NodeId(config.id)));
         let parts = open_parts(&config, arena.clone(), shared, metrics.clone(), faults).await?;
-        // Processes of this host are answered on the thread that knows what is held: from another it would be woken twice.
-        let quick = config.shm.dir.as_ref().map(|_| QuickThread::start("kvfleet-store")).transpose();
+        // Local clients are answered on the store's own thread; another thread would add a second
+        // wake-up.
+        let quick = config.shm.dir.as_ref().map(|_| LowLatencyThread::start("kvfleet-store")).transpose();
         let quick = quick.map_err(StartError::QuickThread)?;
         let runtime = quick.as_ref().map_or_else(Handle::current, |quick| quick.handle().clone());
         let (store, store_task) = Store::start_on(&runtime, parts, stop.clone());
@@ -191,42 +194,41 @@ impl Node {
         let blocks = Arc::clone(&service) as Arc<dyn BlockService>;
         let offer = rdma::open(&config, &arena).await;
         let data = DataServers::bind(data_listen, &identity, &config, &blocks, offer.clone())?;
-        metrics::watch_paths(registry, data.carried())?;
-        metrics::watch_classes(registry, data.room())?;
+        metrics::register_path_metrics(registry, data.carried())?;
+        metrics::register_class_metrics(registry, data.room())?;
         let (data_addr, failed) = (data.local_addr(), CancellationToken::new());
-        let mut tasks = vec![tokio::spawn(watch(store_task, stop.clone(), failed.clone()))];
+        let mut tasks = vec![tokio::spawn(watch_store(store_task, stop.clone(), failed.clone()))];
         if let Some(offer) = offer {
-            let epochs = rdma::tell_epochs(offer, store.shared.joined.subscribe());
+            let epochs = rdma::publish_epochs(offer, store.shared.joined.subscribe());
             tasks.push(tokio::spawn(until_stopped(stop.clone(), epochs)));
         }
         let takes_no_copies = stop.child_token();
         let calls = control_calls(&config, &service, (&store, &identity), &metrics, &takes_no_copies);
         tasks.push(serve_control(control, calls, &stop));
         let (record, manifest) = (record(&config, data_addr, control_addr), manifest(&config));
-        let host =
-            quick.as_ref().map(|quick| host::serve(&config, &record.data_address, arena, blocks, quick));
-        let host = host.transpose()?.flatten();
+        let host = match &quick {
+            Some(quick) => host::serve(&config, &record.data_address, arena, blocks, quick)?,
+            None => None,
+        };
         if let Some(host) = &host {
-            tasks.push(tokio::spawn(host::tell(Arc::clone(host), metrics, stop.clone())));
+            tasks.push(tokio::spawn(host::report_metrics(Arc::clone(host), metrics, stop.clone())));
         }
-        let renew = Duration::from_millis(config.tls_renew_ms);
-        if !renew.is_zero() {
-            let renewing = keep_renewed(Renewal::new(identity.clone(), files), renew);
-            tasks.push(tokio::spawn(until_stopped(stop.clone(), renewing)));
-        }
-        let evacuator = |life| Evacuator::new(&config, identity.clone(), store.clone(), life);
-        let (standing, Reports { life, leaving, left }) = Standing::new(evacuator, takes_no_copies);
-        let link = Link { record, manifest, routers: config.routers, identity, store, life, leaving };
-        tasks.push(tokio::spawn(until_left(link.run(stop.clone()), left)));
+        tasks.extend(renew_certificates(&config, Renewal::new(identity.clone(), files), &stop));
+        let evacuator = |life| DrainWorker::new(&config, identity.clone(), store.clone(), life);
+        let (membership, MembershipReporter { registration, leave_requested, has_left }) =
+            Membership::new(evacuator, takes_no_copies);
+        let routers = config.routers;
+        let link = RouterLink { record, manifest, routers, identity, store, registration, leave_requested };
+        tasks.push(tokio::spawn(run_until_left(link.run(stop.clone()), has_left)));
         tracing::info!(node = config.id, %data_addr, %control_addr, "node serves");
         Ok(Node {
             service,
             data,
             host,
-            quick,
+            store_thread: quick,
             data_addr,
             control_addr,
-            standing,
+            membership,
             tasks,
             stop,
             failed,
@@ -234,39 +236,39 @@ impl Node {
         })
     }
 
-    /// Block bytes for whoever shares this process: what peers get over the network, by reference. What the network's end
-    /// bounds (how much arrives at once, and for how long) is the caller's to bound.
+    /// The block service for callers in this process, by reference. The caller must apply the
+    /// limits that the network servers apply otherwise (bytes in flight, time).
     #[must_use]
     pub fn blocks(&self) -> Arc<dyn BlockService> {
         Arc::clone(&self.service) as Arc<dyn BlockService>
     }
 
-    /// Where block bytes are served.
+    /// Address of the block service.
     #[must_use]
     pub fn data_addr(&self) -> SocketAddr {
         self.data_addr
     }
 
-    /// Where control calls are served.
+    /// Address of the control service.
     #[must_use]
     pub fn control_addr(&self) -> SocketAddr {
         self.control_addr
     }
 
-    /// Its standing in the cluster, for whoever asks while it serves.
+    /// The node's cluster membership.
     #[must_use]
-    pub fn standing(&self) -> Standing {
-        self.standing.clone()
+    pub fn membership(&self) -> Membership {
+        self.membership.clone()
     }
 
-    /// Returns once the node cannot go on, after it said why in the log and left the cluster; never while
-    /// it serves. The process should then end with an error.
+    /// Returns when the node cannot go on, after it logged the reason and left the cluster. Pending
+    /// while it serves. The process should then exit with an error.
     pub async fn failed(&self) -> NodeFailed {
         self.failed.cancelled().await;
         NodeFailed
     }
 
-    /// Stops serving, ends what is under way and waits until everything is closed.
+    /// Stops serving, ends the operations in flight and waits until everything is closed.
     pub fn shutdown(self) -> BoxFuture<'static, ()> {
         Box::pin(self.end())
     }
@@ -284,28 +286,28 @@ impl Node {
                 tracing::error!(%cause, "a task of the node ended with a panic");
             }
         }
-        if let Some(quick) = self.quick {
+        if let Some(quick) = self.store_thread {
             quick.end().await;
         }
     }
 }
 
-/// The task that owns every block ended although nobody stopped the node.
+/// The store task ended although the node was not stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the node failed: the task that owns its blocks ended; its log says why. Start it again")]
 pub struct NodeFailed;
 
-/// Tells whoever waits that the node has left the cluster, or never was in one.
-async fn until_left(linked: impl Future<Output = ()>, left: CancellationToken) {
+/// Runs the link, then signals that the node has left the cluster or never joined.
+async fn run_until_left(linked: impl Future<Output = ()>, left: CancellationToken) {
     linked.await;
     left.cancel();
 }
 
-/// Waits for the store's task. Without it nothing can be fetched or saved, so a node that lost it must not
-/// go on telling the routers that it is there.
-async fn watch(store: JoinHandle<()>, stop: CancellationToken, failed: CancellationToken) {
+/// Waits for the store task. A node that lost it can neither fetch nor save, so it must not keep
+/// its membership.
+async fn watch_store(store: JoinHandle<()>, stop: CancellationToken, failed: CancellationToken) {
     let ended = store.await;
-    // Its thread ended with the node, before it could see that it should.
+    // Its thread ended with the node, before the task saw the stop.
     let is_stopped = ended.as_ref().is_err_and(tokio::task::JoinError::is_cancelled);
     if is_stopped || stop.is_cancelled() && ended.is_ok() {
         return;
@@ -316,9 +318,20 @@ async fn watch(store: JoinHandle<()>, stop: CancellationToken, failed: Cancellat
     stop.cancel();
 }
 
-/// Works until the node stops.
+/// Renews certificates from their files until the node stops, unless the configuration says never.
+fn renew_certificates(
+    config: &NodeConfig,
+    renewal: Renewal,
+    stop: &CancellationToken,
+) -> Option<JoinHandle<()>> {
+    let every = Duration::from_millis(config.tls_renew_ms);
+    let renewing = (!every.is_zero()).then(|| keep_renewed(renewal, every))?;
+    Some(tokio::spawn(until_stopped(stop.clone(), renewing)))
+}
+
+/// Runs `work` until the node stops.
 async fn until_stopped(stop: CancellationToken, work: impl Future<Output = ()>) {
-    let _ = stop.run_until_cancelled_owned(work).await; // stopped, as asked
+    let _ = stop.run_until_cancelled_owned(work).await; // stopped, as requested
 }
 
 fn address(key: &'static str, text: &str) -> Result<SocketAddr, StartError> {
@@ -335,7 +348,7 @@ fn local(listener: &TcpListener) -> Result<SocketAddr, StartError> {
     listener.local_addr().map_err(|cause| StartError::ControlListen { address: unknown, cause })
 }
 
-/// How the arena is cut, and how many of its slabs are the DRAM tier's.
+/// Shape of the arena, and the number of slabs that belong to the DRAM tier.
 pub(crate) fn arena_shape(config: &NodeConfig) -> (ArenaShape, usize) {
     let classes = SizeClasses::new(&config.frame_bytes());
     let tier = match config.dram_capacity() {
@@ -343,32 +356,33 @@ pub(crate) fn arena_shape(config: &NodeConfig) -> (ArenaShape, usize) {
         Capacity::Blocks(blocks) => blocks.div_ceil(classes.largest_per_slab() as u64),
     };
     let tier = usize::try_from(tier).unwrap_or(usize::MAX);
-    // What is lifted lies in DRAM until it is on the GPU, and what is read from there passes through it.
-    let gpu = if config.gpu_bytes == 0 { 0 } else { LIFTS_MAX + GPU_READS_MAX };
-    (ArenaShape::around(classes, tier, LOAD_SLOTS, SAVE_SLOTS + gpu), tier)
+    // A block promoted to the GPU stays in DRAM until it arrived, and a block read from the GPU
+    // passes through DRAM.
+    let gpu = if config.gpu_bytes == 0 { 0 } else { GPU_PROMOTIONS_MAX + GPU_READS_MAX };
+    (ArenaShape::for_tier(classes, tier, LOAD_SLOTS, SAVE_SLOTS + gpu), tier)
 }
 
-/// How the memory of a GPU is cut.
-pub(crate) struct GpuLayout {
+/// Shape of the GPU tier's memory.
+pub(crate) struct GpuTierLayout {
     pub(crate) shape: GpuShape,
-    /// What blocks may take of it: all but the slots of those that come while others have not left yet.
+    /// Bytes that blocks may take: all but the slots for promotions that wait for demotions.
     pub(crate) capacity: Capacity,
 }
 
-/// Least GPU memory that is of use, in bytes.
+/// Minimum useful GPU memory, in bytes.
 pub(crate) fn gpu_bytes_min(config: &NodeConfig) -> usize {
     let classes = SizeClasses::new(&config.frame_bytes());
-    (classes.slabs_for(LIFTS_MAX) + 1).saturating_mul(classes.slab_bytes())
+    (classes.slabs_for(GPU_PROMOTIONS_MAX) + 1).saturating_mul(classes.slab_bytes())
 }
 
-pub(crate) fn gpu_shape(config: &NodeConfig) -> GpuLayout {
+pub(crate) fn gpu_shape(config: &NodeConfig) -> GpuTierLayout {
     let classes = SizeClasses::new(&config.frame_bytes());
     let slab_bytes = classes.slab_bytes();
     let slabs = usize::try_from(config.gpu_bytes).unwrap_or(usize::MAX) / slab_bytes.max(1);
-    let beside = classes.slabs_for(LIFTS_MAX);
+    let beside = classes.slabs_for(GPU_PROMOTIONS_MAX);
     let capacity = Capacity::Bytes((slabs.saturating_sub(beside) * slab_bytes) as u64);
     let shape = GpuShape { classes, slabs, chunk_bytes: CHUNK_BYTES, chunks: CHUNKS, jobs_max: JOBS_MAX };
-    GpuLayout { shape, capacity }
+    GpuTierLayout { shape, capacity }
 }
 
 pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
@@ -376,21 +390,26 @@ pub(crate) fn open_arena(config: &NodeConfig) -> Result<Arena, StartError> {
     let slab = shape.classes.slab_bytes() as u64;
     let bytes = (shape.slabs as u64).saturating_mul(slab);
     let beside = ((shape.slabs - tier_slabs) as u64).saturating_mul(slab);
-    tracing::info!(bytes, beside, slab, "the arena has room beside the DRAM tier for blocks on their way");
+    tracing::info!(
+        bytes,
+        beside,
+        slab,
+        "arena mapped; it exceeds the DRAM tier by slots for blocks in flight"
+    );
     Arena::new(shape).map_err(|cause| StartError::Arena { bytes, cause })
 }
 
 pub(crate) async fn open_parts(
     config: &NodeConfig,
     arena: Arena,
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     metrics: Metrics,
     faults: Arc<SsdFaults>,
-) -> Result<Parts, StartError> {
+) -> Result<StoreParts, StartError> {
     let started = Instant::now();
     let (send, reports) = mpsc::unbounded_channel();
     let (mut ssd, report) = open_ssd(config, send, arena.clone(), faults).await?;
-    let mut book = book(config).of_generation(report.generation);
+    let mut book = book(config).with_generation(report.generation);
     let frame_bytes_max = config.frame_bytes_max();
     let slots = SlotSizes::new(&config.frame_bytes());
     let rows = restore(&mut book, ssd.as_mut(), &report.blocks, config.ssd_capacity(), &slots);
@@ -398,7 +417,7 @@ pub(crate) async fn open_parts(
     book.set_quotas(quotas);
     if ssd.is_some() {
         let (blocks, damaged, torn) = (rows.len(), report.damaged, report.torn);
-        let (generation, void) = (report.generation, report.void);
+        let (generation, void) = (report.generation, report.invalidated);
         let quarantined = report.quarantined.len();
         tracing::info!(blocks, %generation, void, damaged, torn, quarantined, "SSD tier read");
     }
@@ -410,7 +429,7 @@ pub(crate) async fn open_parts(
     let (gpu_send, gpu_reports) = mpsc::unbounded_channel();
     let gpu = open_gpu(config, gpu_send)?;
     let (policy, quarantined) = (config.policy.clone(), report.quarantined.len() as u64);
-    Ok(Parts {
+    Ok(StoreParts {
         book,
         policy,
         arena,
@@ -418,12 +437,12 @@ pub(crate) async fn open_parts(
         reports,
         gpu,
         gpu_reports,
-        rows,
+        locations: rows,
         frame_bytes_max,
         budget: LoadBudget::new(config.fetch_inflight_bytes),
         capacities,
         writes: WriteBudget::new(config.ssd_write_bytes_per_day),
-        scrub: Pace::new(config.scrub_bytes_per_second),
+        scrub: ScrubPace::new(config.scrub_bytes_per_second),
         quarantined,
         memory_bytes_max: memory.total(),
         shared,
@@ -433,7 +452,7 @@ pub(crate) async fn open_parts(
 }
 
 fn book(config: &NodeConfig) -> Book {
-    let limits = Limits {
+    let limits = BookLimits {
         dram: config.limits(config.dram_capacity()),
         ssd: config.limits(config.ssd_capacity()),
         lease: config.lease(),
@@ -446,14 +465,15 @@ fn book(config: &NodeConfig) -> Book {
     if gpu.amount() == 0 {
         return book;
     }
-    // What comes up is chosen by times of last use, and so is what leaves: one block for one, so nothing is kept free.
+    // Promotion and demotion both compare times of last use and swap one block for one, so no space
+    // is kept free.
     let mut book = book.with_gpu(TierLimits::exact(gpu), policy("lru"));
-    // Nothing comes up before the device has its memory.
+    // No promotion before the device has allocated its memory.
     book.set_admitting(Tier::Gpu, false);
     book
 }
 
-/// The GPU's thread, where the node is to have one. That no GPU is there is found out on the thread.
+/// Starts the GPU thread if a GPU tier is configured. The thread finds out whether the GPU exists.
 fn open_gpu(
     config: &NodeConfig,
     reports: mpsc::UnboundedSender<GpuReport>,
@@ -467,7 +487,7 @@ fn open_gpu(
         let number = config.gpu_device as usize;
         move || crate::tiers::gpu::cuda::CudaDevice::open(number)
     };
-    // The configuration was refused if it asked for one.
+    // The configuration was refused if it asked for a GPU.
     #[cfg(not(feature = "gpu"))]
     let open = || Ok(None::<crate::tiers::gpu::device::NoDevice>);
     let thread = GpuThread::start(open, layout.shape, reports).map_err(StartError::GpuThread)?;
@@ -478,7 +498,7 @@ fn policy(name: &str) -> Box<dyn Policy> {
     evict::by_name(name, 0).expect("the configuration was validated: the policy exists")
 }
 
-/// Different in every process, so that nobody can prepare hashes that meet in one bucket.
+/// Different in every process, so that callers cannot prepare hashes that collide.
 fn hash_seed() -> u64 {
     RandomState::new().hash_one(std::process::id())
 }
@@ -488,27 +508,27 @@ async fn open_ssd(
     reports: mpsc::UnboundedSender<Report>,
     arena: Arena,
     faults: Arc<SsdFaults>,
-) -> Result<(Option<Ssd>, ScanReport), StartError> {
+) -> Result<(Option<SsdTier>, ScanReport), StartError> {
     let capacity = config.ssd_capacity();
     if capacity.amount() == 0 {
         return Ok((None, ScanReport::default()));
     }
     let (dirs, identity) = (config.ssd_dirs(), config.identity.manifest().digest());
     let (frame_bytes_max, uring, seed) = (config.frame_bytes_max(), config.io_uring, hash_seed());
-    let (arena, depth) = (Some(arena), Depth::of(frame_bytes_max));
+    let (arena, depth) = (Some(arena), Depth::for_frames(frame_bytes_max));
     let ssd = SsdConfig { dirs, identity, capacity, frame_bytes_max, depth, uring, seed, arena, faults };
-    let opened = tokio::task::spawn_blocking(move || Ssd::open(&ssd, &reports)).await;
+    let opened = tokio::task::spawn_blocking(move || SsdTier::open(&ssd, &reports)).await;
     let (ssd, report) = opened.map_err(|_| StartError::Interrupted)??;
     Ok((Some(ssd), report))
 }
 
-/// Hands the found blocks to the book, oldest first; when they are too many the oldest go. Each gets a
-/// time of its own: one time for all would make their place in the order a matter of offsets, not of age,
-/// and each of a million blocks a search for that place.
+/// Adds the recovered blocks to the book, oldest first; excess oldest blocks are freed. Each gets
+/// its own time: with one time for all, their order would depend on offsets instead of age, and
+/// each insertion would search for its position.
 fn restore(
     book: &mut Book,
-    ssd: Option<&mut Ssd>,
-    found: &[FoundBlock],
+    ssd: Option<&mut SsdTier>,
+    found: &[ScannedBlock],
     capacity: Capacity,
     slots: &SlotSizes,
 ) -> Vec<(BlockKey, SsdRecord)> {
@@ -520,7 +540,7 @@ fn restore(
     for (position, block) in found.iter().enumerate() {
         let header = block.header;
         let charge = slots.charge(header.traits.bytes);
-        let known = Found {
+        let known = RecoveredBlock {
             hash: header.hash,
             parent: header.parent,
             tenant: header.tenant,
@@ -541,15 +561,15 @@ fn restore(
 pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, metrics: Metrics) -> Service {
     let manifest = config.identity.manifest();
     let (identity, key_form) = (manifest.digest(), manifest.key_form.into());
-    let keeps = Keeps { identity, key_form, frame_bytes_max: config.frame_bytes_max() };
+    let keeps = FrameSpec { identity, key_form, frame_bytes_max: config.frame_bytes_max() };
     let (shape, tier_slabs) = arena_shape(config);
     let tier_bytes = shape.classes.slab_bytes().saturating_mul(tier_slabs);
-    let terms = Terms { tier_bytes, lease: config.lease() };
-    // Like the seed of the book's hashes: nobody outside knows it.
-    let scope = Scope::own(RandomState::new());
-    let locals = config.shm.locals(rustix::process::geteuid().as_raw());
+    let terms = ServiceLimits { tier_bytes, lease: config.lease() };
+    // As secret as the seed of the book's hash table.
+    let scope = Scope::for_process(RandomState::new());
+    let locals = config.shm.local_users(rustix::process::geteuid().as_raw());
     let service = Service::new(store, arena, keeps, terms, metrics, scope, locals);
-    service.lending_in_place(config.rdma.enabled && config.rdma.in_place)
+    service.with_rdma_reads_in_place(config.rdma.enabled && config.rdma.in_place)
 }
 
 fn control_calls(
@@ -558,15 +578,15 @@ fn control_calls(
     (store, identity): (&StoreHandle, &Identity),
     metrics: &Metrics,
     takes_no_copies: &CancellationToken,
-) -> Control {
+) -> ControlService {
     let dialer = copies::dialer(identity);
     let (service, is_closed) = (Arc::clone(service), takes_no_copies.clone());
     let copier = Arc::new(Copier::new(service, dialer, config.copies, metrics.clone(), is_closed));
     let manifest = manifest(config);
-    Control { store: store.clone(), identity: identity.clone(), manifest, copier }
+    ControlService { store: store.clone(), identity: identity.clone(), manifest, copier }
 }
 
-fn serve_control(listener: TcpListener, control: Control, stop: &CancellationToken) -> JoinHandle<()> {
+fn serve_control(listener: TcpListener, control: ControlService, stop: &CancellationToken) -> JoinHandle<()> {
     let mut server = tonic::transport::Server::builder();
     let incoming = incoming(listener, &control.identity);
     let control = NodeControlServer::with_interceptor(control, members_only);
@@ -604,18 +624,18 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_node_whose_store_ends_stops_and_says_so() {
+    async fn node_stops_when_its_store_ends() {
         let (stop, failed) = (CancellationToken::new(), CancellationToken::new());
         let broken = tokio::spawn(async { panic!("a defect in the store") });
-        watch(broken, stop.clone(), failed.clone()).await;
+        watch_store(broken, stop.clone(), failed.clone()).await;
         assert!(stop.is_cancelled() && failed.is_cancelled());
     }
 
     #[tokio::test]
-    async fn a_node_that_was_stopped_did_not_fail() {
+    async fn stopped_node_has_not_failed() {
         let (stop, failed) = (CancellationToken::new(), CancellationToken::new());
         stop.cancel();
-        watch(tokio::spawn(async {}), stop, failed.clone()).await;
+        watch_store(tokio::spawn(async {}), stop, failed.clone()).await;
         assert!(!failed.is_cancelled());
     }
 }

@@ -1,4 +1,4 @@
-//! A node and a router that records: what it hears, in which order, through losses of every kind.
+//! A node with a recording router: the announcements, their order, and their recovery after losses.
 
 use std::os::unix::fs::FileExt;
 
@@ -11,47 +11,47 @@ use kvfleet_proto::convert;
 use kvfleet_proto::pb::{self, announce_reply};
 use kvfleet_transport::{FetchAnswer, MissReason, SaveAnswer, SaveRefusal};
 
-async fn settle(world: &World, node: &Node) -> pb::SettleReply {
+async fn settle(world: &TestCluster, node: &Node) -> pb::FlushReply {
     let mut control = world.control(node.control_addr()).await;
-    control.settle(pb::SettleRequest { timeout_ms: 30_000 }).await.unwrap().into_inner()
+    control.flush(pb::FlushRequest { timeout_ms: 30_000 }).await.unwrap().into_inner()
 }
 
 #[tokio::test]
-async fn saves_become_visible_under_the_number_that_was_promised() {
-    let world = World::new();
+async fn saves_become_visible_at_the_promised_number() {
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let node = start(&world.config(&[router.serve(&world.identity).await])).await;
     let epoch = router.joined().await;
     let path = world.dial(node.data_addr()).await;
     let at = eventually("the node knows its epoch", async || save(&*path, 1, 0..4).await.visible_at).await;
     assert_eq!((at.node.0, at.epoch.0), (3, epoch));
-    router.holds("the batch arrives", |state| state.next > at.seq.0).await;
+    router.wait_for("the batch arrives", |state| state.next > at.seq.0).await;
     assert_eq!(router.state.lock().blocks.len(), 4);
     let join = router.state.lock().joins[0].clone();
     assert_eq!(join.data_address, node.data_addr().to_string());
     assert_eq!(join.control_address, node.control_addr().to_string());
     let settled = settle(&world, &node).await;
-    assert!(settled.settled && settled.epoch == epoch && settled.acknowledged_seq >= at.seq.0, "{settled:?}");
-    router.holds("heartbeats go on", |state| state.heartbeats > 3).await;
+    assert!(settled.flushed && settled.epoch == epoch && settled.acknowledged_seq >= at.seq.0, "{settled:?}");
+    router.wait_for("heartbeats go on", |state| state.heartbeats > 3).await;
     let (answer, _) = fetch(&*path, 9, epoch, &hashes(0..4)).await;
     assert_eq!(answer, FetchAnswer::Hit { tiers: vec![Tier::Dram; 4] });
 }
 
 #[tokio::test]
-async fn blocks_saved_while_routers_are_away_are_announced_later() {
-    let world = World::new();
+async fn blocks_saved_without_routers_are_announced_later() {
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     router.state.lock().leader_elsewhere = Some(String::from("127.0.0.1:1"));
     let node = start(&world.config(&[router.serve(&world.identity).await])).await;
     let path = world.dial(node.data_addr()).await;
     assert_eq!(save(&*path, 1, 0..4).await.stored_blocks, 4);
     router.state.lock().leader_elsewhere = None;
-    router.holds("all blocks are announced", |state| state.blocks.len() == 4).await;
+    router.wait_for("all blocks are announced", |state| state.blocks.len() == 4).await;
 }
 
 #[tokio::test]
-async fn the_leader_is_followed() {
-    let world = World::new();
+async fn node_follows_the_leader() {
+    let world = TestCluster::new();
     let (leader, follower) = (FakeRouter::default(), FakeRouter::default());
     let leader_address = leader.serve(&world.identity).await;
     follower.state.lock().leader_elsewhere = Some(leader_address);
@@ -59,13 +59,13 @@ async fn the_leader_is_followed() {
     leader.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..2).await;
-    leader.holds("the leader hears", |state| state.blocks.len() == 2).await;
+    leader.wait_for("the leader hears", |state| state.blocks.len() == 2).await;
     assert_eq!(follower.state.lock().epoch, 0);
 }
 
 #[tokio::test]
-async fn a_new_leader_gets_the_rest_under_the_same_epoch() {
-    let world = World::new();
+async fn new_leader_gets_the_rest_under_the_same_epoch() {
+    let world = TestCluster::new();
     let (old, new) = (FakeRouter::default(), FakeRouter::default());
     let new_address = new.serve(&world.identity).await;
     let node = start(&world.config(&[old.serve(&world.identity).await])).await;
@@ -74,7 +74,7 @@ async fn a_new_leader_gets_the_rest_under_the_same_epoch() {
     save(&*path, 1, 0..2).await;
     settle(&world, &node).await;
     {
-        // The new leader has the log of the old one, one batch short.
+        // The new leader has the old one's log except the last batch.
         let mut state = new.state.lock();
         (state.epoch, state.next) = (1, old.state.lock().next - 1);
     }
@@ -82,13 +82,13 @@ async fn a_new_leader_gets_the_rest_under_the_same_epoch() {
     let away = announce_reply::Body::NotLeader(pb::NotLeader { leader: 2, address: new_address });
     old.state.lock().scripted = vec![away];
     save(&*path, 2, 2..4).await;
-    new.holds("everything is known", |state| state.blocks.len() == 4).await;
+    new.wait_for("all blocks are announced", |state| state.blocks.len() == 4).await;
     assert!(new.state.lock().joins.is_empty(), "no new epoch was needed");
 }
 
 #[tokio::test]
-async fn a_fenced_node_joins_again_and_announces_everything() {
-    let world = World::new();
+async fn fenced_node_joins_again_and_announces_everything() {
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let node = start(&world.config(&[router.serve(&world.identity).await])).await;
     router.joined().await;
@@ -96,8 +96,8 @@ async fn a_fenced_node_joins_again_and_announces_everything() {
     save(&*path, 1, 0..3).await;
     settle(&world, &node).await;
     router.state.lock().epoch = 7;
-    router.holds("a new epoch", |state| state.epoch == 8 && state.blocks.len() == 3).await;
-    eventually("old epochs miss", async || {
+    router.wait_for("a new epoch", |state| state.epoch == 8 && state.blocks.len() == 3).await;
+    eventually("requests of the old epoch miss", async || {
         let (answer, _) = fetch(&*path, 2, 1, &hashes(0..1)).await;
         (answer == FetchAnswer::Miss { reason: MissReason::StaleEpoch }).then_some(())
     })
@@ -107,7 +107,7 @@ async fn a_fenced_node_joins_again_and_announces_everything() {
 
 #[tokio::test]
 async fn gaps_and_busy_leaders_lose_nothing() {
-    let world = World::new();
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let node = start(&world.config(&[router.serve(&world.identity).await])).await;
     router.joined().await;
@@ -117,19 +117,19 @@ async fn gaps_and_busy_leaders_lose_nothing() {
     let busy = pb::Busy { retry_after_ms: 5, seq: router.state.lock().next };
     router.state.lock().scripted = vec![announce_reply::Body::Busy(busy)];
     save(&*path, 2, 10..12).await;
-    router.holds("the busy batch came again", |state| state.blocks.len() == 4).await;
+    router.wait_for("the busy batch was sent again", |state| state.blocks.len() == 4).await;
     {
         let mut state = router.state.lock();
         state.next -= 1;
         state.blocks.clear();
     }
     save(&*path, 3, 20..21).await;
-    router.holds("the gap was filled", |state| state.blocks.len() == 5).await;
+    router.wait_for("the gap was filled", |state| state.blocks.len() == 5).await;
 }
 
 #[tokio::test]
-async fn every_batch_carries_the_digest_of_what_is_announced() {
-    let world = World::new();
+async fn every_batch_carries_the_digest_of_announced_blocks() {
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let routers = [router.serve(&world.identity).await];
     // Small tiers, so that blocks are demoted and dropped.
@@ -141,12 +141,12 @@ async fn every_batch_carries_the_digest_of_what_is_announced() {
         save(&*path, 1 + round, round * 4..round * 4 + 4).await;
         settle(&world, &node).await;
     }
-    router.holds("blocks on SSD", |state| state.blocks.values().any(|tier| *tier == Tier::Ssd)).await;
+    router.wait_for("blocks on SSD", |state| state.blocks.values().any(|tier| *tier == Tier::Ssd)).await;
     assert!(router.state.lock().digests.0 > 3);
-    // A router that found something to be wrong asks for everything, after the numbers in use.
-    router.state.lock().ask_anew = true;
+    // A router that found a mismatch requests everything again, under new numbers.
+    router.state.lock().request_resync = true;
     save(&*path, 100, 1_000..1_002).await;
-    router.holds("everything again", |state| state.cleared > 0).await;
+    router.wait_for("everything is announced again", |state| state.cleared > 0).await;
     save(&*path, 101, 2_000..2_002).await;
     settle(&world, &node).await;
     let state = router.state.lock();
@@ -155,8 +155,8 @@ async fn every_batch_carries_the_digest_of_what_is_announced() {
 }
 
 #[tokio::test]
-async fn an_audit_tells_what_is_held() {
-    let world = World::new();
+async fn audit_reports_held_blocks() {
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let node = start(&world.config(&[router.serve(&world.identity).await])).await;
     let epoch = router.joined().await;
@@ -165,7 +165,7 @@ async fn an_audit_tells_what_is_held() {
     let mut control = world.control(node.control_addr()).await;
     let asked = convert::hashes_to_bytes(&hashes(0..6));
     let request = pb::AuditRequest { shard: 1, blocks: asked.clone(), sample: 10, seed: 5 };
-    // Before it has heard of its epoch, it announces to no shard.
+    // Before the node knows its epoch, it announces to no shard.
     let reply = eventually("an audit", async || control.audit(request.clone()).await.ok()).await.into_inner();
     assert_eq!((reply.epoch, &reply.held[..]), (epoch, &[true, true, true, true, false, false][..]));
     let mut sample = convert::hashes_from_bytes("sample", &reply.sample).unwrap();
@@ -173,8 +173,8 @@ async fn an_audit_tells_what_is_held() {
     let mut held = hashes(0..4);
     held.sort_unstable();
     assert_eq!(sample, held);
-    router.holds("the batch that was named", |state| state.next > reply.seq).await;
-    assert_eq!(router.state.lock().blocks.len(), 4, "all that was told of is announced with it");
+    router.wait_for("the batch named in the audit", |state| state.next > reply.seq).await;
+    assert_eq!(router.state.lock().blocks.len(), 4, "all audited blocks are announced by this batch");
     let two = control.audit(pb::AuditRequest { sample: 2, ..request.clone() }).await.unwrap().into_inner();
     assert_eq!(two.sample.len(), 32);
     let many = control.audit(pb::AuditRequest { sample: 5_000, ..request.clone() }).await.unwrap_err();
@@ -184,14 +184,14 @@ async fn an_audit_tells_what_is_held() {
 }
 
 #[tokio::test]
-async fn a_node_ends_a_pin_by_itself_and_no_router_brings_it_back() {
-    let world = World::new();
+async fn expired_pin_is_not_revived_by_a_router() {
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let node = start(&world.config(&[router.serve(&world.identity).await])).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..1).await;
-    // A quota of this many bytes shows that the directives were taken.
+    // A quota of this many bytes shows that the directives were applied.
     let tell = |version: u64, left_ms| {
         let blocks = convert::hashes_to_bytes(&[hash(0)]);
         let pins = vec![pb::PinnedBlocks { pin: 1, blocks, soft: true, ends_ms: Some(7), left_ms }];
@@ -199,7 +199,7 @@ async fn a_node_ends_a_pin_by_itself_and_no_router_brings_it_back() {
         router.state.lock().directives = Some(pb::Directives { version, pins, quotas, ttls: vec![] });
     };
     let pinned = async |version: u64| {
-        eventually("the directives are taken", async || {
+        eventually("the directives are applied", async || {
             let mut control = world.control(node.control_addr()).await;
             let status = control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner();
             let is_taken = status.tenants.iter().any(|tenant| tenant.quota_bytes == version);
@@ -208,7 +208,7 @@ async fn a_node_ends_a_pin_by_itself_and_no_router_brings_it_back() {
         .await
     };
     let mut request = save_request(60, 90, &hashes(90..91));
-    request.asker.tenant = TenantId(5);
+    request.context.tenant = TenantId(5);
     path.save(request, &|_| frame(hash(90))).await.unwrap();
     tell(1_000_000, 3_600_000);
     let (blocks, soft, end) = pinned(1_000_000).await;
@@ -217,13 +217,13 @@ async fn a_node_ends_a_pin_by_itself_and_no_router_brings_it_back() {
     pinned(2_000_000).await;
     eventually("the pin is over", async || (pinned(2_000_000).await == (0, 0, None)).then_some(())).await;
     tell(3_000_000, 3_600_000);
-    assert_eq!(pinned(3_000_000).await, (0, 0, None), "a router whose clock was set back");
+    assert_eq!(pinned(3_000_000).await, (0, 0, None), "a router with a clock that was set back");
     node.shutdown().await;
 }
 
 #[tokio::test]
 async fn directives_pin_and_limit() {
-    let world = World::new();
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let config = NodeConfig { dram_blocks: Some(2), ..world.config(&[router.serve(&world.identity).await]) };
     let node = start(&config).await;
@@ -238,7 +238,7 @@ async fn directives_pin_and_limit() {
     router.state.lock().directives = Some(pb::Directives { version: 4, pins, quotas, ttls: vec![] });
     save(&*path, 1, 0..1).await;
     let mut control = world.control(node.control_addr()).await;
-    eventually("the pin counts", async || {
+    eventually("the pin is applied", async || {
         let status = control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner();
         (status.pinned_blocks == 1).then_some(())
     })
@@ -250,19 +250,19 @@ async fn directives_pin_and_limit() {
     assert_eq!(fetch(&*path, 50, epoch, &[hash(0)]).await.1, 1, "the pinned block stayed");
     let all = hashes(90..91);
     let mut request = save_request(60, 90, &all);
-    request.asker.tenant = TenantId(5);
+    request.context.tenant = TenantId(5);
     let answer = path.save(request, &|position| frame(all[position])).await.unwrap();
     assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::Quota), "tenant 5 may hold one byte");
 }
 
 #[tokio::test]
-async fn a_node_that_the_routers_refuse_says_so_once_and_serves_on() {
-    let (world, router, log) = (World::new(), FakeRouter::default(), Log::start());
+async fn refused_node_logs_once_and_keeps_serving() {
+    let (world, router, log) = (TestCluster::new(), FakeRouter::default(), Log::start());
     let (ours, theirs) = (IdentityDigest([7; 16]), our_identity());
     router.state.lock().refusal = Some(Refusal::Identity { ours, theirs }.to_string());
     let address = router.serve(&world.identity).await;
     let node = start(&world.config(std::slice::from_ref(&address))).await;
-    router.holds("the node tries again", |state| state.joins.len() > 2).await;
+    router.wait_for("the node tries again", |state| state.joins.len() > 2).await;
     let varying = [address, ours.to_string(), theirs.to_string()];
     let varying = varying.each_ref().map(String::as_str);
     says("a node of another identity, in its own log", &log.line("refuse this node"), &varying);
@@ -270,11 +270,11 @@ async fn a_node_that_the_routers_refuse_says_so_once_and_serves_on() {
     let path = world.dial(node.data_addr()).await;
     assert_eq!(save(&*path, 1, 0..1).await.stored_blocks, 1);
     router.state.lock().refusal = None;
-    router.holds("the node is taken in", |state| state.blocks.len() == 1).await;
+    router.wait_for("the node is accepted", |state| state.blocks.len() == 1).await;
 }
 
-/// A node with two blocks in DRAM and the rest on SSD, as the router knows it.
-async fn spread(world: &World, router: &FakeRouter) -> (Node, NodeConfig) {
+/// A node with two blocks in DRAM and the others on SSD, as announced to the router.
+async fn spread(world: &TestCluster, router: &FakeRouter) -> (Node, NodeConfig) {
     let address = router.serve(&world.identity).await;
     let config = NodeConfig { dram_blocks: Some(2), ssd_blocks: Some(30), ..world.config(&[address]) };
     let node = start(&config).await;
@@ -284,17 +284,17 @@ async fn spread(world: &World, router: &FakeRouter) -> (Node, NodeConfig) {
         save(&*path, number, number..number + 1).await;
     }
     router
-        .holds("eight blocks are on SSD", |state| {
+        .wait_for("eight blocks are on SSD", |state| {
             state.blocks.values().filter(|tier| **tier == Tier::Ssd).count() == 8
         })
         .await;
     (node, config)
 }
 
-async fn after_restart(world: &World, router: &FakeRouter, config: &NodeConfig) -> Node {
+async fn after_restart(world: &TestCluster, router: &FakeRouter, config: &NodeConfig) -> Node {
     let node = start_again(config).await;
     router
-        .holds("the second epoch knows the SSD blocks", |state| {
+        .wait_for("the second epoch knows the SSD blocks", |state| {
             state.epoch == 2
                 && state.blocks.len() >= 8
                 && state.blocks.values().all(|tier| *tier == Tier::Ssd)
@@ -312,29 +312,31 @@ async fn after_restart(world: &World, router: &FakeRouter, config: &NodeConfig) 
 
 #[tokio::test]
 async fn blocks_on_ssd_are_hits_again_after_a_restart() {
-    let (world, router) = (World::new(), FakeRouter::default());
+    let (world, router) = (TestCluster::new(), FakeRouter::default());
     let (node, config) = spread(&world, &router).await;
     node.shutdown().await;
     after_restart(&world, &router, &config).await.shutdown().await;
 }
 
 #[tokio::test]
-async fn blocks_on_ssd_survive_a_node_that_stopped_without_a_word() {
-    let (world, router) = (World::new(), FakeRouter::default());
+async fn blocks_on_ssd_survive_an_abrupt_stop() {
+    let (world, router) = (TestCluster::new(), FakeRouter::default());
     let (node, config) = spread(&world, &router).await;
     drop(node);
     after_restart(&world, &router, &config).await;
 }
 
 #[tokio::test]
-async fn bytes_corrupted_on_ssd_are_never_served_and_their_block_is_taken_back() {
-    let (world, router) = (World::new(), FakeRouter::default());
+async fn corrupt_ssd_blocks_are_never_served_and_are_withdrawn() {
+    let (world, router) = (TestCluster::new(), FakeRouter::default());
     let (node, config) = spread(&world, &router).await;
     node.shutdown().await;
     let log = Log::start();
     let node = start_again(&config).await;
-    router.holds("blocks are in order", |state| state.epoch == 2 && state.blocks.len() >= 8).await;
-    // Before they rot: the node checks blocks that nobody asks for, and takes back what it finds.
+    router
+        .wait_for("the blocks are announced again", |state| state.epoch == 2 && state.blocks.len() >= 8)
+        .await;
+    // Listed before the corruption: the scrubber withdraws the blocks it finds.
     let known: Vec<_> = router.state.lock().blocks.keys().copied().collect();
     let file = std::fs::OpenOptions::new().write(true).open(config.data_dir.join("segments.kvs")).unwrap();
     for page in 16..file.metadata().unwrap().len() / 4096 {
@@ -347,5 +349,5 @@ async fn bytes_corrupted_on_ssd_are_never_served_and_their_block_is_taken_back()
     let saved: Vec<String> = hashes(0..10).iter().map(ToString::to_string).collect();
     let varying: Vec<&str> = saved.iter().map(String::as_str).collect();
     says("bytes that rotted on SSD", &log.line("unusable"), &varying);
-    router.holds("all corrupt blocks are taken back", |state| state.blocks.is_empty()).await;
+    router.wait_for("all corrupt blocks are taken back", |state| state.blocks.is_empty()).await;
 }

@@ -1,8 +1,8 @@
-//! A node and a client of its host as two processes, one of which is killed or stands still: nothing is left of what it held,
-//! and nothing that is read changes.
+//! A node and a local client as two processes; one is killed or stopped. Its leases and
+//! reservations end, and bytes being read never change.
 //!
-//! The other process is this program once more, told what it is by its environment. Not here: ends that are dropped in order
-//! (`shm.rs`).
+//! The other process is this program again, with its role in an environment variable. Not here:
+//! orderly ends (`shm.rs`).
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -19,33 +19,33 @@ use kvfleet_transport::{Dialer, FetchAnswer, Path, PathError};
 use prometheus::Registry;
 use rustix::process::{Pid, Signal, kill_process};
 
-/// What the other process is to be: `client DIRECTORY ADDRESS`, or `node DIRECTORY ADDRESS`.
+/// Role of the other process: `client DIRECTORY ADDRESS`, or `node DIRECTORY ADDRESS`.
 const ROLE: &str = "KVFLEET_TEST_ROLE";
 
-/// Blocks that a client reads, and those that it begins to save.
+/// Blocks that a client reads, and blocks that it begins to save.
 const READ: std::ops::Range<u64> = 0..4;
 const SAVED: std::ops::Range<u64> = 100..103;
 
-/// This test's program as another process.
-struct Other {
+/// This test program as another process.
+struct OtherProcess {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
-impl Other {
-    fn start(role: &str, world: &World, address: &str) -> Other {
+impl OtherProcess {
+    fn start(role: &str, world: &TestCluster, address: &str) -> OtherProcess {
         let mut child = Command::new(std::env::current_exe().unwrap());
         child.args(["--exact", "killed::the_other_process", "--nocapture"]);
         child.env(ROLE, format!("{role}\n{}\n{address}", world.dir.path().display()));
         let mut child = child.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let input = child.stdin.take().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
-        Other { child, input, output }
+        OtherProcess { child, input, output }
     }
 
-    /// What it says next, without what the test's harness prints around it.
-    fn says(&mut self) -> String {
+    /// Its next message, without the output of the test harness.
+    fn next_message(&mut self) -> String {
         loop {
             let mut line = String::new();
             assert!(self.output.read_line(&mut line).unwrap() > 0, "the other process ended");
@@ -55,7 +55,7 @@ impl Other {
         }
     }
 
-    fn tell(&mut self) {
+    fn wake(&mut self) {
         writeln!(self.input, "go on").unwrap();
     }
 
@@ -69,24 +69,24 @@ impl Other {
     }
 }
 
-impl Drop for Other {
+impl Drop for OtherProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-fn say(what: &str) {
+fn send_message(what: &str) {
     println!("other: {what}");
     std::io::stdout().flush().unwrap();
 }
 
-fn is_told() {
+fn wait_for_wake() {
     let mut line = String::new();
     assert!(std::io::stdin().read_line(&mut line).unwrap() > 0, "the test ended");
 }
 
-/// What the other process does; as a test of its own, nothing.
+/// The other process's main function; without a role it returns at once.
 #[test]
 fn the_other_process() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -97,14 +97,14 @@ fn the_other_process() {
         "client" => runtime.block_on(client(&dir, address)),
         "node" => runtime.block_on(async {
             let node = start(&config(std::path::Path::new(&dir), &address)).await;
-            say(&node.data_addr().to_string());
+            send_message(&node.data_addr().to_string());
             std::future::pending::<()>().await;
         }),
         other => panic!("no role {other}"),
     }
 }
 
-/// Reads, has a save under way, and reads again when told.
+/// Reads, starts a save, and reads again when woken.
 async fn client(dir: &str, address: String) {
     let path = ShmDialer::new(ShmConfig::new(format!("{dir}/sockets").into())).dial(address).await.unwrap();
     let frames = held(&*path, 1).await;
@@ -114,17 +114,17 @@ async fn client(dir: &str, address: String) {
         let all = hashes(SAVED);
         let source = |position: usize| {
             if position == 2 {
-                // Two frames are put, the third never comes.
-                say("reads and saves");
+                // Two frames are sent, the third never is.
+                send_message("reads and saves");
                 std::thread::park();
             }
             frame(all[position])
         };
         saving.save(save_request(2, SAVED.start, &all), &source).await
     });
-    tokio::task::spawn_blocking(is_told).await.unwrap();
+    tokio::task::spawn_blocking(wait_for_wake).await.unwrap();
     assert!(are_whole(&frames));
-    say("has right bytes");
+    send_message("has right bytes");
     std::future::pending::<()>().await;
 }
 
@@ -142,7 +142,7 @@ fn config(dir: &std::path::Path, data_listen: &str) -> NodeConfig {
         lease_ms: 300,
         shm: ShmSection {
             dir: Some(dir.join("sockets")),
-            lent_bytes: Some(1 << 30),
+            in_place_bytes: Some(1 << 30),
             ..ShmSection::default()
         },
         tls: kvfleet_node::TlsSection { ca: file("ca.pem"), cert: file("cert.pem"), key: file("cert.key") },
@@ -150,7 +150,7 @@ fn config(dir: &std::path::Path, data_listen: &str) -> NodeConfig {
     }
 }
 
-async fn dial(world: &World, address: &str) -> Result<Arc<dyn Path>, PathError> {
+async fn dial(world: &TestCluster, address: &str) -> Result<Arc<dyn Path>, PathError> {
     ShmDialer::new(ShmConfig::new(world.dir.path().join("sockets"))).dial(address.to_owned()).await
 }
 
@@ -173,28 +173,28 @@ async fn until(registry: &Registry, name: &str, value: f64) {
     eventually(name, async || (figure(registry, name) == value).then_some(())).await;
 }
 
-async fn leases(world: &World, node: &Node) -> u64 {
+async fn leases(world: &TestCluster, node: &Node) -> u64 {
     let mut control = world.control(node.control_addr()).await;
     control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner().leases
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_is_killed_leaves_nothing() {
-    let world = World::new();
+async fn killed_client_leaves_no_lease_or_reservation() {
+    let world = TestCluster::new();
     let registry = Registry::new();
     let node = Node::start(config(world.dir.path(), "127.0.0.1:0"), &registry).await.unwrap();
     let address = node.data_addr().to_string();
     let far = world.dial(node.data_addr()).await;
     save(&*far, 1, READ).await;
     for round in 0..6 {
-        let mut client = Other::start("client", &world, &address);
-        assert_eq!(client.says(), "reads and saves");
-        until(&registry, "kvfleet_node_loans", 4.0).await;
+        let mut client = OtherProcess::start("client", &world, &address);
+        assert_eq!(client.next_message(), "reads and saves");
+        until(&registry, "kvfleet_node_in_place_reads", 4.0).await;
         client.kill();
-        until(&registry, "kvfleet_node_loans", 0.0).await;
+        until(&registry, "kvfleet_node_in_place_reads", 0.0).await;
         until(&registry, "kvfleet_node_host_clients", 0.0).await;
         eventually("no lease is left", async || (leases(&world, &node).await == 0).then_some(())).await;
-        // Nothing half-written is there, nothing is reserved, and every place can be used.
+        // No partial block is present, no space is reserved, and every slot can be used.
         let done = save(&*far, 2, SAVED).await;
         assert_eq!(done.stored_blocks + done.present_blocks, 3, "round {round}: {done:?}");
         assert_eq!(fetch(&*far, 3, 0, &hashes(SAVED)).await.1, 3);
@@ -207,34 +207,34 @@ async fn a_client_that_is_killed_leaves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_client_that_stands_still_keeps_what_it_reads_and_goes_on() {
-    let world = World::new();
+async fn stopped_client_keeps_its_reads_and_continues() {
+    let world = TestCluster::new();
     let node = start(&config(world.dir.path(), "127.0.0.1:0")).await;
     let far = world.dial(node.data_addr()).await;
     save(&*far, 1, READ).await;
-    let mut client = Other::start("client", &world, &node.data_addr().to_string());
-    assert_eq!(client.says(), "reads and saves");
+    let mut client = OtherProcess::start("client", &world, &node.data_addr().to_string());
+    assert_eq!(client.next_message(), "reads and saves");
     client.signal(Signal::STOP);
     let since = std::time::Instant::now();
     let mut first = 1000;
     while since.elapsed() < Duration::from_secs(1) {
-        // Of sixteen places four are read, and some are reserved for its save.
+        // Of sixteen slots four are read, and some are reserved for its save.
         let stored = save(&*far, 2, first..first + 16).await.stored_blocks;
         assert!((1..=12).contains(&stored), "{stored}");
         first += 100;
     }
     client.signal(Signal::CONT);
-    client.tell();
-    assert_eq!(client.says(), "has right bytes");
+    client.wake();
+    assert_eq!(client.next_message(), "has right bytes");
     client.kill();
     node.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_that_is_killed_leaves_what_is_read_and_another_takes_its_place() {
-    let world = World::new();
-    let mut node = Other::start("node", &world, "127.0.0.1:0");
-    let address = node.says();
+async fn killed_node_leaves_reads_intact_and_can_be_replaced() {
+    let world = TestCluster::new();
+    let mut node = OtherProcess::start("node", &world, "127.0.0.1:0");
+    let address = node.next_message();
     let path = dial(&world, &address).await.unwrap();
     save(&*path, 1, READ).await;
     let frames = held(&*path, 2).await;
@@ -242,11 +242,11 @@ async fn a_node_that_is_killed_leaves_what_is_read_and_another_takes_its_place()
     node.kill();
     assert!(matches!(path.ping().await, Err(PathError::Broken { .. })));
     assert!(are_whole(&frames));
-    assert!(dial(&world, &address).await.is_err(), "its socket is a name without anybody behind it");
-    let mut node = Other::start("node", &world, &address);
-    assert_eq!(node.says(), address);
+    assert!(dial(&world, &address).await.is_err(), "its socket file has no listener");
+    let mut node = OtherProcess::start("node", &world, &address);
+    assert_eq!(node.next_message(), address);
     let again = dial(&world, &address).await.unwrap();
-    assert_eq!(held(&*again, 2).await.len(), 0, "its memory went with it");
+    assert_eq!(held(&*again, 2).await.len(), 0, "its memory is gone");
     save(&*again, 1, READ).await;
     let (answer, _) = fetch(&*again, 2, 0, &hashes(READ)).await;
     assert_eq!(answer, FetchAnswer::Hit { tiers: vec![Tier::Dram; 4] });

@@ -1,7 +1,7 @@
-//! A node as others see it: over real connections, with a router and clients that the tests play. One program, as each is linked with all of
-//! the product.
+//! A node as seen from outside: real connections, with a router and clients played by the tests.
+//! One test program, because each would link the whole product.
 //!
-//! Not here: what they stand in (`world`), and nodes behind a real router (`chaos-tests`).
+//! Not here: the fixture (`world`), and nodes with a real router (`chaos-tests`).
 #![allow(clippy::unwrap_used, unreachable_pub)]
 
 mod announcing;

@@ -1,4 +1,4 @@
-//! A node over both network paths: one service, one caller, one bound, and an end of both.
+//! A node over both network paths: one service, one caller, one limit, and a common end.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -7,8 +7,8 @@ use std::time::Duration;
 use crate::world::*;
 use kv_core::id::{LeaseId, Tier};
 use kvfleet_errors_doc::says;
+use kvfleet_net::tls::{Identity, SERVER_NAME};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
-use kvfleet_proto::tls::{Identity, SERVER_NAME};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use kvfleet_transport::{Dialer, FetchAnswer, Path, PathError};
@@ -17,11 +17,11 @@ use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair,
 use rustls::pki_types::UnixTime;
 use rustls::time_provider::TimeProvider;
 
-async fn dial_tcp(world: &World, address: SocketAddr) -> Arc<dyn Path> {
+async fn dial_tcp(world: &TestCluster, address: SocketAddr) -> Arc<dyn Path> {
     TcpDialer::new(&world.identity, TcpConfig::default()).dial(address.to_string()).await.unwrap()
 }
 
-/// The number that the metrics endpoint shows for this figure of a path.
+/// Value of this metric for a path, as the metrics endpoint shows it.
 fn figure(registry: &Registry, name: &str, path: &str) -> u64 {
     labelled(registry, name, ("path", path))
 }
@@ -33,8 +33,8 @@ fn labelled(registry: &Registry, name: &str, (label, value): (&str, &str)) -> u6
 }
 
 #[tokio::test]
-async fn what_was_saved_over_one_path_is_fetched_over_the_other_and_each_counts_its_bytes() {
-    let (world, registry) = (World::new(), Registry::new());
+async fn blocks_saved_over_one_path_are_read_over_the_other_and_bytes_are_counted() {
+    let (world, registry) = (TestCluster::new(), Registry::new());
     let node = Node::start(world.config(&[]), &registry).await.unwrap();
     let quic = world.dial(node.data_addr()).await;
     let tcp = dial_tcp(&world, node.data_addr()).await;
@@ -48,7 +48,7 @@ async fn what_was_saved_over_one_path_is_fetched_over_the_other_and_each_counts_
     assert_eq!((sent("quic"), sent("tcp")), (5 * frame, 2 * frame));
     assert_eq!((received("quic"), received("tcp")), (0, 5 * frame));
     let of_class = |class| {
-        ["let_in_operations", "refused_operations", "under_way_bytes"]
+        ["admitted_operations", "refused_operations", "in_flight_bytes"]
             .map(|what| labelled(&registry, &format!("kvfleet_node_class_{what}"), ("class", class)))
     };
     assert_eq!(["fetch", "save", "prefetch"].map(of_class), [[2, 0, 0], [1, 0, 0], [0, 0, 0]]);
@@ -56,8 +56,8 @@ async fn what_was_saved_over_one_path_is_fetched_over_the_other_and_each_counts_
 }
 
 #[tokio::test]
-async fn a_lease_that_was_taken_over_one_path_is_ended_over_the_other() {
-    let world = World::new();
+async fn lease_of_one_path_is_released_over_the_other() {
+    let world = TestCluster::new();
     let node = start(&NodeConfig { dram_blocks: Some(1), ..world.config(&[]) }).await;
     let quic = world.dial(node.data_addr()).await;
     let tcp = dial_tcp(&world, node.data_addr()).await;
@@ -70,8 +70,8 @@ async fn a_lease_that_was_taken_over_one_path_is_ended_over_the_other() {
 }
 
 #[tokio::test]
-async fn a_node_that_stops_serves_over_neither_path() {
-    let world = World::new();
+async fn stopped_node_serves_on_no_path() {
+    let world = TestCluster::new();
     let node = start(&world.config(&[])).await;
     let address = node.data_addr();
     let (quic, tcp) = (world.dial(address).await, dial_tcp(&world, address).await);
@@ -83,14 +83,14 @@ async fn a_node_that_stops_serves_over_neither_path() {
 }
 
 #[tokio::test]
-async fn a_port_that_is_taken_for_tcp_only_is_named_and_can_be_done_without() {
-    let world = World::new();
+async fn taken_tcp_port_is_reported_and_tcp_can_be_disabled() {
+    let world = TestCluster::new();
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
     let config = NodeConfig { data_listen: address.clone(), ..world.config(&[]) };
     let error = Node::start(config.clone(), &Registry::new()).await.unwrap_err();
     says("a port in use, of a node's data over TCP", &error, &[&address]);
-    // The port that was taken for QUIC is given back behind the error.
+    // The QUIC port was released after the error.
     let node = start_again(&NodeConfig { data_tcp: false, ..config }).await;
     world.dial(node.data_addr()).await.ping().await.unwrap();
     let dialer = TcpDialer::new(&world.identity, TcpConfig::default());
@@ -98,24 +98,24 @@ async fn a_port_that_is_taken_for_tcp_only_is_named_and_can_be_done_without() {
     assert!(dialer.dial(none.data_addr().to_string()).await.is_err());
 }
 
-/// A clock that stands in the year 2200.
+/// A clock in the year 2200.
 #[derive(Debug)]
-struct Later;
+struct ClockInYear2200;
 
-impl TimeProvider for Later {
+impl TimeProvider for ClockInYear2200 {
     fn current_time(&self) -> Option<UnixTime> {
         Some(UnixTime::since_unix_epoch(Duration::from_secs(7_258_118_400)))
     }
 }
 
-/// An authority, and a certificate and its key that are good until a year begins.
-struct Issuer(CertifiedIssuer<'static, KeyPair>);
+/// An authority that issues certificates with an expiry year.
+struct TestAuthority(CertifiedIssuer<'static, KeyPair>);
 
-impl Issuer {
-    fn new() -> Issuer {
+impl TestAuthority {
+    fn new() -> TestAuthority {
         let mut params = CertificateParams::new(vec![]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        Issuer(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+        TestAuthority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
     fn issue(&self, until_year: i32) -> (String, String) {
@@ -132,32 +132,33 @@ fn write((cert, key): (String, String), files: &TlsSection) {
 }
 
 #[tokio::test]
-async fn a_node_shows_new_certificates_on_both_paths_without_a_restart_and_says_which_it_cannot_use() {
-    let (world, issuer, log) = (World::new(), Issuer::new(), Log::start());
+async fn node_presents_renewed_certificates_and_logs_unusable_ones() {
+    let (world, issuer, log) = (TestCluster::new(), TestAuthority::new(), Log::start());
     let config = NodeConfig { tls_renew_ms: 5, ..world.config(&[]) };
     std::fs::write(&config.tls.ca, issuer.0.pem()).unwrap();
     write(issuer.issue(2100), &config.tls);
     let node = start(&config).await;
     let address = node.data_addr().to_string();
-    // To this client the node's certificate ran out long ago.
+    // For this client the node's certificate expired long ago.
     let (cert, key) = issuer.issue(4000);
     let [ca, cert, key] = [issuer.0.pem(), cert, key].map(String::into_bytes);
-    let identity = Identity::from_pem_at(&ca, &cert, &key, Arc::new(Later)).unwrap();
+    let identity = Identity::from_pem_at(&ca, &cert, &key, Arc::new(ClockInYear2200)).unwrap();
     let quic = QuicDialer::new(&identity, QuicConfig::default());
     let tcp = TcpDialer::new(&identity, TcpConfig::default());
     let is_untrusted = |dialled: Result<_, _>| matches!(dialled.err(), Some(PathError::Untrusted { .. }));
     assert!(is_untrusted(quic.dial(address.clone()).await) && is_untrusted(tcp.dial(address.clone()).await));
 
-    write(Issuer::new().issue(4000), &config.tls);
+    write(TestAuthority::new().issue(4000), &config.tls);
     let here = world.dir.path().display().to_string();
-    // A look between the two writes finds a pair that does not match, and says so too.
+    // A check between the two writes finds a mismatched pair, and logs that too.
     let said = async || (log.count("BadSignature") > 0).then(|| log.line("BadSignature"));
-    let line = eventually("it is said", said).await;
-    says("a node whose new certificate is of another authority", &line, &[&here]);
-    assert!(is_untrusted(quic.dial(address.clone()).await), "the one from before goes on");
+    let line = eventually("the failure is logged", said).await;
+    says("a node with a renewed certificate of another authority", &line, &[&here]);
+    assert!(is_untrusted(quic.dial(address.clone()).await), "the previous certificate stays in use");
 
     write(issuer.issue(4000), &config.tls);
-    let path = eventually("it is shown", async || quic.dial(address.clone()).await.ok()).await;
+    let path =
+        eventually("the new certificate is presented", async || quic.dial(address.clone()).await.ok()).await;
     path.ping().await.unwrap();
     tcp.dial(address).await.unwrap().ping().await.unwrap();
     node.shutdown().await;

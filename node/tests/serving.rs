@@ -1,4 +1,4 @@
-//! A node over real QUIC: saving, fetching, refusing, limits, and errors at start.
+//! A node over real QUIC: saves, fetches, refusals, limits, and errors at start.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,13 +14,13 @@ use kvfleet_transport::{FetchAnswer, MissReason, Path, SaveAnswer, SaveRefusal};
 use prometheus::Registry;
 
 #[tokio::test]
-async fn what_was_saved_is_fetched_without_any_router() {
-    let world = World::new();
+async fn saved_blocks_are_fetched_without_a_router() {
+    let world = TestCluster::new();
     let node = start(&world.config(&[])).await;
     let path = world.dial(node.data_addr()).await;
     let done = save(&*path, 1, 0..5).await;
     assert_eq!((done.stored_blocks, done.present_blocks, done.refused_blocks), (5, 0, 0));
-    assert_eq!(done.visible_at, None, "nobody gave an epoch yet");
+    assert_eq!(done.visible_at, None, "no router assigned an epoch yet");
     let (answer, frames) = fetch(&*path, 2, 0, &hashes(0..5)).await;
     assert_eq!((answer, frames), (FetchAnswer::Hit { tiers: vec![Tier::Dram; 5] }, 5));
     let (answer, frames) = fetch(&*path, 2, 0, &hashes(0..8)).await;
@@ -34,26 +34,26 @@ async fn what_was_saved_is_fetched_without_any_router() {
 
 #[tokio::test]
 async fn another_epoch_or_identity_is_a_miss_with_its_reason() {
-    let world = World::new();
+    let world = TestCluster::new();
     let node = start(&world.config(&[])).await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..1).await;
     let (answer, _) = fetch(&*path, 2, 9, &hashes(0..1)).await;
     assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::StaleEpoch });
     let mut request = fetch_request(3, Epoch(0), &hashes(0..1));
-    request.asker.identity = IdentityDigest([9; 16]);
+    request.context.identity = IdentityDigest([9; 16]);
     let answer = path.fetch(request, &mut |_| panic!("bytes of another identity")).await.unwrap();
     assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::IdentityDiffers });
     let all = hashes(5..6);
     let mut request = save_request(4, 5, &all);
-    request.asker.identity = IdentityDigest([9; 16]);
+    request.context.identity = IdentityDigest([9; 16]);
     let answer = path.save(request, &|position| frame(all[position])).await.unwrap();
     assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::IdentityDiffers));
 }
 
 #[tokio::test]
-async fn another_certificates_release_ends_nothing_and_a_path_that_is_dialled_anew_goes_on() {
-    let world = World::new();
+async fn release_by_another_certificate_is_ignored_and_a_new_path_keeps_the_lease() {
+    let world = TestCluster::new();
     let node = start(&NodeConfig { dram_blocks: Some(1), ..world.config(&[]) }).await;
     let (ours, theirs) = (world.dial(node.data_addr()).await, dial_as(&world.router, node.data_addr()).await);
     let all = hashes(0..1);
@@ -66,38 +66,38 @@ async fn another_certificates_release_ends_nothing_and_a_path_that_is_dialled_an
         answer
     };
     theirs.release(LeaseId(7)).await.unwrap();
-    assert_eq!(pushes(&*theirs, 7).await, SaveAnswer::Refused(SaveRefusal::Full), "it is held still");
+    assert_eq!(pushes(&*theirs, 7).await, SaveAnswer::Refused(SaveRefusal::Full), "it is still held");
     assert_eq!(status(&world, &node).await.leases, 1);
     drop(ours);
     let ours = world.dial(node.data_addr()).await;
     ours.release(LeaseId(7)).await.unwrap();
     assert_eq!(status(&world, &node).await.leases, 0);
     assert!(matches!(pushes(&*theirs, 8).await, SaveAnswer::Done(done) if done.stored_blocks == 1));
-    // Who held the block with another certificate had what everybody may have: the tenant decides what is read.
+    // The block was saved with another certificate, but the tenant decides about reads.
     assert_eq!(fetch(&*ours, 9, 0, &other).await.1, 1);
 }
 
 #[tokio::test]
-async fn a_tenant_that_knows_anothers_hash_gets_nothing_for_it() {
-    let world = World::new();
+async fn tenant_cannot_read_a_known_foreign_hash() {
+    let world = TestCluster::new();
     let node = start(&world.config(&[])).await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..2).await;
     let all = hashes(0..2);
     let mut request = fetch_request(2, Epoch(0), &all);
-    request.asker.tenant = TenantId(5);
+    request.context.tenant = TenantId(5);
     let answer = path.fetch(request, &mut |_| panic!("bytes of another tenant")).await.unwrap();
     assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::NotHeld });
     let mut request = save_request(3, 0, &all);
-    request.asker.tenant = TenantId(5);
+    request.context.tenant = TenantId(5);
     let answer = path.save(request, &|_| panic!("must not be asked for")).await.unwrap();
     assert_eq!(answer, SaveAnswer::Refused(SaveRefusal::Full));
-    assert_eq!(fetch(&*path, 4, 0, &all).await.1, 2, "whose they are has them");
+    assert_eq!(fetch(&*path, 4, 0, &all).await.1, 2, "the owning tenant can read them");
 }
 
 #[tokio::test]
 async fn wrong_bytes_are_counted_and_never_served() {
-    let (world, registry, log) = (World::new(), Registry::new(), Log::start());
+    let (world, registry, log) = (TestCluster::new(), Registry::new(), Log::start());
     let node = Node::start(world.config(&[]), &registry).await.unwrap();
     let path = world.dial(node.data_addr()).await;
     let all = hashes(0..3);
@@ -130,16 +130,16 @@ async fn wrong_bytes_are_counted_and_never_served() {
     assert_eq!(fetch(&*path, 2, 0, &all).await.1, 1);
     assert_eq!(fetch(&*path, 2, 0, &hashes(77..78)).await.1, 0);
     let status = status(&world, &node).await;
-    assert_eq!(status.tiers[0].blocks, 1, "room of refused blocks is free again");
+    assert_eq!(status.tiers[0].blocks, 1, "space of refused blocks is free again");
     assert_eq!(save(&*path, 3, 0..3).await.stored_blocks, 2);
 }
 
-/// Whose manifest says that keys are stored before rotation keeps no others, and the other way round: readers take the form
-/// from the manifest and would rotate such keys twice, or never.
+/// A node with a raw-keys manifest refuses rotated keys, and the other way round. Readers take the
+/// form from the manifest, and would rotate such keys twice or never.
 #[tokio::test]
 async fn a_saved_block_with_keys_of_another_form_is_refused() {
     for raw_keys in [false, true] {
-        let (world, log) = (World::new(), Log::start());
+        let (world, log) = (TestCluster::new(), Log::start());
         let mut config = world.config(&[]);
         config.identity.raw_keys = raw_keys;
         let (identity, all) = (config.identity.manifest().digest(), hashes(0..3));
@@ -151,7 +151,7 @@ async fn a_saved_block_with_keys_of_another_form_is_refused() {
             seal(identity, all[position], form, &[half, half], &[7; BLOCK_BYTES]).unwrap()
         };
         let mut request = save_request(1, 0, &all);
-        request.asker.identity = identity;
+        request.context.identity = identity;
         let again = request.clone();
         let one_is_other = |position: usize| with_raw(position, raw_keys != (position == 1));
         let SaveAnswer::Done(done) = path.save(request, &one_is_other).await.unwrap() else {
@@ -164,13 +164,13 @@ async fn a_saved_block_with_keys_of_another_form_is_refused() {
         }
         let right = |position: usize| with_raw(position, raw_keys);
         let SaveAnswer::Done(done) = path.save(again, &right).await.unwrap() else { panic!("not done") };
-        assert_eq!((done.stored_blocks, done.present_blocks), (1, 2), "the block itself is wanted still");
+        assert_eq!((done.stored_blocks, done.present_blocks), (1, 2), "the block is still wanted");
     }
 }
 
 #[tokio::test]
 async fn frames_too_large_are_refused_before_they_are_sent() {
-    let world = World::new();
+    let world = TestCluster::new();
     let node = start(&world.config(&[])).await;
     let path = world.dial(node.data_addr()).await;
     let all = hashes(0..1);
@@ -182,7 +182,7 @@ async fn frames_too_large_are_refused_before_they_are_sent() {
 
 #[tokio::test]
 async fn a_tier_holds_exactly_its_blocks_and_drops_the_oldest() {
-    let world = World::new();
+    let world = TestCluster::new();
     let node = start(&NodeConfig { dram_blocks: Some(4), ..world.config(&[]) }).await;
     let path = world.dial(node.data_addr()).await;
     for number in 0..6 {
@@ -197,7 +197,7 @@ async fn a_tier_holds_exactly_its_blocks_and_drops_the_oldest() {
 
 #[tokio::test]
 async fn a_request_larger_than_the_node_keeps_its_head() {
-    let world = World::new();
+    let world = TestCluster::new();
     let node = start(&NodeConfig { dram_blocks: Some(4), ..world.config(&[]) }).await;
     let path = world.dial(node.data_addr()).await;
     let done = save(&*path, 1, 0..10).await;
@@ -207,7 +207,7 @@ async fn a_request_larger_than_the_node_keeps_its_head() {
 
 #[tokio::test]
 async fn a_tenant_never_holds_more_than_its_quota() {
-    let world = World::new();
+    let world = TestCluster::new();
     let bytes = frame(hash(0)).bytes.len() as u64 * 2;
     let quotas = vec![QuotaSection { tenant: 0, bytes }];
     let node = start(&NodeConfig { quotas, ..world.config(&[]) }).await;
@@ -222,9 +222,9 @@ async fn a_tenant_never_holds_more_than_its_quota() {
 }
 
 #[tokio::test]
-async fn dram_gives_way_to_ssd_and_blocks_come_back_from_there() {
+async fn blocks_are_demoted_to_ssd_and_promoted_back() {
     for io_uring in [true, false] {
-        let world = World::new();
+        let world = TestCluster::new();
         let config = NodeConfig { dram_blocks: Some(2), ssd_blocks: Some(20), io_uring, ..world.config(&[]) };
         let node = start(&config).await;
         let path = world.dial(node.data_addr()).await;
@@ -238,7 +238,7 @@ async fn dram_gives_way_to_ssd_and_blocks_come_back_from_there() {
         let status = status(&world, &node).await;
         assert_eq!((status.tiers[0].blocks, status.tiers[1].blocks), (2, 8));
         let classes = || status.classes.iter();
-        // From either tier: bytes on their way to SSD are still in DRAM.
+        // From either tier: bytes moving to SSD are still in DRAM.
         assert_eq!(classes().map(|class| class.hits).sum::<u64>(), 10);
         assert!(classes().map(|class| class.demoted).sum::<u64>() >= 8, "{status:?}");
         let most = status.curve.last().unwrap();
@@ -248,7 +248,7 @@ async fn dram_gives_way_to_ssd_and_blocks_come_back_from_there() {
 
 #[tokio::test]
 async fn a_request_larger_than_dram_is_read_from_ssd_at_once() {
-    let world = World::new();
+    let world = TestCluster::new();
     let config = NodeConfig { dram_blocks: Some(3), ssd_blocks: Some(60), ..world.config(&[]) };
     let node = start(&config).await;
     let path = world.dial(node.data_addr()).await;
@@ -260,8 +260,8 @@ async fn a_request_larger_than_dram_is_read_from_ssd_at_once() {
 }
 
 #[tokio::test]
-async fn a_full_disk_stops_the_tier_and_not_the_node() {
-    let world = World::new();
+async fn full_disk_stops_the_ssd_tier_and_not_the_node() {
+    let world = TestCluster::new();
     let config = NodeConfig { dram_blocks: Some(2), ssd_blocks: Some(20), ..world.config(&[]) };
     let (faults, registry, log) = (Arc::new(SsdFaults::default()), Registry::new(), Log::start());
     let node = Node::start_with_faults(config, &registry, Arc::clone(&faults)).await.unwrap();
@@ -272,7 +272,7 @@ async fn a_full_disk_stops_the_tier_and_not_the_node() {
     }
     let why = eventually("the tier stops admitting", async || {
         let ssd = status(&world, &node).await.tiers[1].clone();
-        (!ssd.admitting).then_some(ssd.why_not)
+        (!ssd.admitting).then_some(ssd.reject_reason)
     })
     .await;
     says("a full SSD directory, in the node's status", &why, &[]);
@@ -285,7 +285,7 @@ async fn a_full_disk_stops_the_tier_and_not_the_node() {
     says("a full SSD directory, in the metrics", &stopped.await, &[]);
     assert_eq!(fetch(&*path, 99, 0, &[hash(50)]).await.1, 1, "the newest block is still served");
     path.release(LeaseId(99)).await.unwrap();
-    // Room is made, and the tier finds out by itself.
+    // The disk has space again, and the tier recovers by itself.
     faults.write_errno.store(0, Ordering::Relaxed);
     let mut number = 100;
     eventually("blocks go to SSD again", async || {
@@ -295,18 +295,18 @@ async fn a_full_disk_stops_the_tier_and_not_the_node() {
         (ssd.admitting && ssd.blocks > 2).then_some(())
     })
     .await;
-    assert_eq!(log.count("stops admitting"), 1, "said once");
+    assert_eq!(log.count("stops admitting"), 1, "logged once");
 }
 
 #[tokio::test]
-async fn a_failing_medium_is_a_miss_and_the_block_goes() {
-    let world = World::new();
+async fn failing_medium_is_a_miss_and_drops_the_block() {
+    let world = TestCluster::new();
     let config = NodeConfig { dram_blocks: Some(1), ssd_blocks: Some(20), ..world.config(&[]) };
     let faults = Arc::new(SsdFaults::default());
     let node = Node::start_with_faults(config, &Registry::new(), Arc::clone(&faults)).await.unwrap();
     let path = world.dial(node.data_addr()).await;
     faults.read_errno.store(libc::EIO, Ordering::Relaxed);
-    // Each try saves one more, so that an older one is on SSD only some time.
+    // Each attempt saves one more, so that an older one is eventually on SSD only.
     let mut number = 0;
     let lost = eventually("a block is on SSD only", async || {
         number += 1;
@@ -320,12 +320,12 @@ async fn a_failing_medium_is_a_miss_and_the_block_goes() {
     faults.read_errno.store(0, Ordering::Relaxed);
     let (answer, _) = fetch(&*path, 5_000, 0, &[lost]).await;
     assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::NotHeld });
-    assert_eq!(save(&*path, 5_001, 7..8).await.stored_blocks, 1, "the node goes on");
+    assert_eq!(save(&*path, 5_001, 7..8).await.stored_blocks, 1, "the node keeps serving");
 }
 
 #[tokio::test]
-async fn each_bad_start_says_what_to_do() {
-    let world = World::new();
+async fn each_failed_start_has_a_remedy() {
+    let world = TestCluster::new();
     let good = world.config(&[]);
     let node = start(&good).await;
     let taken = [node.data_addr().to_string(), node.control_addr().to_string()];
@@ -341,16 +341,16 @@ async fn each_bad_start_says_what_to_do() {
     let config = NodeConfig { control_listen: "here".to_owned(), ..good.clone() };
     says("a node: an address that is none", &refused(config).await, &[]);
     let config = NodeConfig { tls: gone, ..good.clone() };
-    says("a node whose certificate is absent", &refused(config).await, &[&here]);
+    says("a node without its certificate file", &refused(config).await, &[&here]);
     let config = NodeConfig { data_dir: file.join("x"), ssd_blocks: Some(4), ..good.clone() };
-    says("a node whose SSD directory cannot be made", &refused(config).await, &[&here]);
+    says("a node with an SSD directory that cannot be created", &refused(config).await, &[&here]);
     let config = NodeConfig { dram_blocks: None, dram_bytes: 1 << 60, ..good.clone() };
     let error = refused(config).await.to_string();
     let available = error.split("the machine has ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
     says("a node with more DRAM than there is", &error, &[available]);
 }
 
-/// The line of one figure, as the metrics endpoint shows it.
+/// The line of one metric, as the metrics endpoint shows it.
 fn figure(registry: &Registry, name: &str) -> String {
     let text = prometheus::TextEncoder::new().encode_to_string(&registry.gather()).unwrap();
     text.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned()

@@ -1,4 +1,4 @@
-//! A node whose router goes silent without closing anything: it must be somewhere else soon.
+//! A node with a router that goes silent without closing: it must switch to another router soon.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,10 +8,10 @@ use crate::world::*;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
-/// Far below the quarter of an hour after which TCP itself gives up, far above the link's own limits.
+/// Far below TCP's own timeout of a quarter of an hour, far above the link's limits.
 const SOON: Duration = Duration::from_secs(20);
 
-/// A relay that keeps its connections open and, once frozen, passes nothing on.
+/// A relay that keeps its connections open and, once frozen, forwards no bytes.
 async fn relay(target: String, frozen: Arc<AtomicBool>) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
@@ -36,7 +36,7 @@ async fn pass(
     let mut buffer = vec![0u8; 16 << 10];
     while let Ok(got @ 1..) = from.read(&mut buffer).await {
         if frozen.load(Ordering::Relaxed) {
-            // Swallowed: neither end is told.
+            // Dropped silently for both ends.
             continue;
         }
         if to.write_all(&buffer[..got]).await.is_err() {
@@ -49,8 +49,8 @@ async fn pass(
 }
 
 #[tokio::test]
-async fn a_leader_that_goes_silent_is_left_for_another_router() {
-    let world = World::new();
+async fn silent_leader_is_replaced_by_another_router() {
+    let world = TestCluster::new();
     let (silent, other) = (FakeRouter::default(), FakeRouter::default());
     let frozen = Arc::new(AtomicBool::new(false));
     let first = relay(silent.serve(&world.identity).await, Arc::clone(&frozen)).await;
@@ -59,10 +59,10 @@ async fn a_leader_that_goes_silent_is_left_for_another_router() {
     silent.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..2).await;
-    silent.holds("the first router hears", |state| state.blocks.len() == 2).await;
+    silent.wait_for("the first router hears", |state| state.blocks.len() == 2).await;
     assert_eq!(other.state.lock().epoch, 0);
     frozen.store(true, Ordering::Relaxed);
     let asked = Instant::now();
-    other.holds("the second router hears everything", |state| state.blocks.len() == 2).await;
+    other.wait_for("the second router hears everything", |state| state.blocks.len() == 2).await;
     assert!(asked.elapsed() < SOON, "it took {:?}", asked.elapsed());
 }

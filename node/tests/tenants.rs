@@ -1,4 +1,5 @@
-//! Callers whose certificates name tenants, at a whole node: over both network paths, and at its control calls.
+//! Callers with tenant certificates at a whole node: over both network paths, and at its control
+//! calls.
 
 use std::sync::Arc;
 
@@ -6,7 +7,7 @@ use crate::world::*;
 use kv_core::id::{Epoch, TenantId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_node::{Node, NodeConfig};
-use kvfleet_proto::pb::{AuditRequest, NodeStatusRequest, SetWindowRequest, SettleRequest};
+use kvfleet_proto::pb::{AuditRequest, FlushRequest, NodeStatusRequest, SetWindowRequest};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use kvfleet_transport::{Dialer, FetchAnswer, MissReason, Path, SaveAnswer, SaveRefusal};
@@ -16,19 +17,19 @@ use tonic::Code;
 async fn saved(path: &dyn Path, tenant: u32, numbers: std::ops::Range<u64>) -> SaveAnswer {
     let (first, all) = (numbers.start, hashes(numbers));
     let mut request = save_request(u64::from(tenant) + 100, first, &all);
-    (request.asker.tenant, request.parent) = (TenantId(tenant), None);
+    (request.context.tenant, request.parent) = (TenantId(tenant), None);
     path.save(request, &|position| frame(all[position])).await.unwrap()
 }
 
 async fn fetched(path: &dyn Path, tenant: u32, numbers: std::ops::Range<u64>) -> FetchAnswer {
     let mut request = fetch_request(u64::from(tenant) + 200, Epoch(0), &hashes(numbers));
-    request.asker.tenant = TenantId(tenant);
+    request.context.tenant = TenantId(tenant);
     path.fetch(request, &mut |_| {}).await.unwrap()
 }
 
 #[tokio::test]
-async fn over_both_paths_a_tenants_certificate_reads_and_saves_its_own_and_nothing_of_others() {
-    let world = World::new();
+async fn tenant_certificate_reads_and_saves_only_its_tenant_on_both_paths() {
+    let world = TestCluster::new();
     let node = start(&world.config(&[])).await;
     let address = node.data_addr().to_string();
     let quic = |identity| QuicDialer::new(identity, QuicConfig::default());
@@ -43,28 +44,36 @@ async fn over_both_paths_a_tenants_certificate_reads_and_saves_its_own_and_nothi
     assert!(stored(saved(&*member, 4, 0..2).await));
     for (path, first) in paths.iter().zip([10, 20]) {
         let theirs = fetched(&**path, 4, 0..2).await;
-        assert_eq!(theirs, FetchAnswer::Miss { reason: MissReason::NotHeld }, "of tenant 4");
+        assert_eq!(theirs, FetchAnswer::Miss { reason: MissReason::NotHeld }, "a block of tenant 4");
         assert_eq!(saved(&**path, 4, 30..32).await, SaveAnswer::Refused(SaveRefusal::IdentityDiffers));
         let as_ours = fetched(&**path, 3, 0..2).await;
-        assert_eq!(as_ours, FetchAnswer::Miss { reason: MissReason::NotHeld }, "by another name");
+        assert_eq!(
+            as_ours,
+            FetchAnswer::Miss { reason: MissReason::NotHeld },
+            "the same hash under another tenant"
+        );
         assert!(stored(saved(&**path, 3, first..first + 2).await));
         assert_eq!(fetched(&**path, 3, first..first + 2).await, hit());
-        assert_eq!(fetched(&*member, 3, first..first + 2).await, hit(), "a member names every tenant");
+        assert_eq!(
+            fetched(&*member, 3, first..first + 2).await,
+            hit(),
+            "a cluster member may name every tenant"
+        );
     }
     assert_eq!(fetched(&*member, 4, 0..2).await, hit());
     node.shutdown().await;
 }
 
 #[tokio::test]
-async fn control_calls_of_a_node_are_for_the_clusters_own() {
-    let world = World::new();
+async fn control_calls_refuse_tenant_certificates() {
+    let world = TestCluster::new();
     let node = start(&world.config(&[])).await;
     let mut control = control_as(&world.tenant, node.control_addr()).await;
     let status = control.node_status(NodeStatusRequest::default()).await.unwrap_err();
     assert_eq!(status.code(), Code::PermissionDenied);
     says("a control call of a node with a tenant's certificate", &status.message(), &[]);
     let others = [
-        control.settle(SettleRequest::default()).await.map(drop),
+        control.flush(FlushRequest::default()).await.map(drop),
         control.audit(AuditRequest::default()).await.map(drop),
         control.set_window(SetWindowRequest::default()).await.map(drop),
     ];
@@ -77,8 +86,8 @@ async fn control_calls_of_a_node_are_for_the_clusters_own() {
 }
 
 #[tokio::test]
-async fn a_node_is_no_tenants() {
-    let world = World::new();
+async fn node_refuses_to_start_with_a_tenant_certificate() {
+    let world = TestCluster::new();
     let mut config: NodeConfig = world.config(&[]);
     config.tls.cert = world.dir.path().join("tenant.pem");
     config.tls.key = world.dir.path().join("tenant.key");

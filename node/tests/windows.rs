@@ -1,4 +1,4 @@
-//! What a router may say beforehand and what it may order: windows of waiting requests, and times to live.
+//! Hints and orders of routers: windows of queued requests, and times to live.
 
 use crate::world::*;
 use kv_core::id::{LeaseId, Tier};
@@ -18,8 +18,8 @@ fn window(waiting: &[std::ops::Range<u64>]) -> pb::SetWindowRequest {
 }
 
 #[tokio::test]
-async fn a_window_brings_up_what_waits_and_ends_by_itself() {
-    let world = World::new();
+async fn window_prefetches_blocks_and_expires() {
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let listen = [router.serve(&world.identity).await];
     let node =
@@ -29,10 +29,10 @@ async fn a_window_brings_up_what_waits_and_ends_by_itself() {
     for number in 0..30 {
         save(&*path, number, number..number + 1).await;
     }
-    // By what is announced: a status counts a block for the SSD from when it has its place there, and until it is
-    // written it is read from DRAM.
+    // By announcements: a status counts a block for SSD as soon as it is assigned there, but it is
+    // read from DRAM until written.
     router
-        .holds("twenty blocks are on SSD", |state| {
+        .wait_for("twenty blocks are on SSD", |state| {
             state.blocks.values().filter(|tier| **tier == Tier::Ssd).count() == 20
         })
         .await;
@@ -40,14 +40,14 @@ async fn a_window_brings_up_what_waits_and_ends_by_itself() {
     let reply = control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap().into_inner();
     assert_eq!((reply.requests, reply.blocks, reply.dram_blocks, reply.ssd_blocks), (3, 8, 0, 6));
     assert_eq!(u128::from(reply.ends_after_ms), WINDOW_SPAN.as_millis());
-    eventually("all that waits is in DRAM, and nobody asked for it", async || {
-        // Said again, as a router does: how long this machine takes is not what is tested.
+    eventually("all needed blocks are in DRAM without a request for them", async || {
+        // Repeated, as a router does, because the speed of this machine is not under test.
         let reply = control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap().into_inner();
         let status = status(&world, &node).await;
         (reply.dram_blocks == 6 && status.prefetched_blocks >= 6 && status.window_blocks == 8).then_some(())
     })
     .await;
-    // The bytes follow the place; a reader hears of DRAM once they are there.
+    // The bytes arrive after the assignment; a reader sees DRAM once they are there.
     eventually("the bytes are in DRAM", async || {
         control.set_window(window(&[0..4, 90..92, 2..6])).await.unwrap();
         let (answer, frames) = fetch(&*path, 100, epoch, &hashes(0..6)).await;
@@ -56,27 +56,25 @@ async fn a_window_brings_up_what_waits_and_ends_by_itself() {
         (answer == FetchAnswer::Hit { tiers: vec![Tier::Dram; 6] }).then_some(())
     })
     .await;
-    eventually("nobody says it any more", async || {
-        (status(&world, &node).await.window_blocks == 0).then_some(())
-    })
-    .await;
+    eventually("the window expired", async || (status(&world, &node).await.window_blocks == 0).then_some(()))
+        .await;
     let cut = pb::SetWindowRequest {
         router: 1,
         waiting: vec![pb::WaitingRequest { blocks: vec![0; 15], starts_after_ms: 0 }],
     };
-    says("a window whose hashes are cut", &control.set_window(cut).await.unwrap_err().message(), &[]);
+    says("a window with truncated hashes", &control.set_window(cut).await.unwrap_err().message(), &[]);
     // A node, an instance or a person of the same cluster.
     let mut other = world.control(node.control_addr()).await;
     let refused = other.set_window(window(&[0..2, 2..4])).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::PermissionDenied);
-    says("a window from somebody who is no router", &refused.message(), &[]);
+    says("a window from a caller that is not a router", &refused.message(), &[]);
     assert_eq!(status(&world, &node).await.window_blocks, 0);
     node.shutdown().await;
 }
 
 #[tokio::test]
-async fn blocks_of_a_group_leave_when_its_time_is_over_and_pinned_ones_stay() {
-    let world = World::new();
+async fn expired_group_blocks_are_dropped_except_pinned_ones() {
+    let world = TestCluster::new();
     let router = FakeRouter::default();
     let node = start(&world.config(&[router.serve(&world.identity).await])).await;
     router.joined().await;
@@ -84,17 +82,17 @@ async fn blocks_of_a_group_leave_when_its_time_is_over_and_pinned_ones_stay() {
     for number in 0..4 {
         save(&*path, number, number..number + 1).await;
     }
-    router.holds("all are announced", |state| state.blocks.len() == 4).await;
+    router.wait_for("all are announced", |state| state.blocks.len() == 4).await;
     let pins = vec![pb::PinnedBlocks {
         pin: 1,
         blocks: convert::hashes_to_bytes(&[hash(2)]),
         ..pb::PinnedBlocks::default()
     }];
-    let ttl = |number: u64| pb::GroupTtl { group: hash(number).group().0, ttl_ms: 30 };
+    let ttl = |number: u64| pb::GroupTtl { group: hash(number).ttl_group().0, ttl_ms: 30 };
     let ttls = vec![ttl(1), ttl(2)];
     router.state.lock().directives = Some(pb::Directives { version: 4, pins, quotas: vec![], ttls });
     router
-        .holds("block 1 is taken back", |state| {
+        .wait_for("block 1 is withdrawn", |state| {
             !state.blocks.contains_key(&hash(1)) && state.blocks.len() == 3
         })
         .await;

@@ -1,7 +1,7 @@
-//! The gRPC codec of every call: prost, with room for the whole message reserved before it is written.
+//! The gRPC codec of every call: prost, with memory for the whole message reserved before encoding.
 //!
-//! Without that, a message of a megabyte is written into a buffer that doubles seven times, and half of what a
-//! router did was to copy what it had written and to touch new memory. Not here: any message.
+//! Without the reservation, a large message is written into a buffer that doubles repeatedly, and
+//! half of a router's work is copying. Not here: any message.
 
 use std::marker::PhantomData;
 
@@ -10,7 +10,7 @@ use tonic::Status;
 use tonic::codec::{Codec, EncodeBuf, Encoder};
 use tonic_prost::{ProstCodec, ProstDecoder};
 
-/// See the module. Named in `build.rs`.
+/// The codec; see the module. `build.rs` names it.
 #[derive(Clone, Copy, Debug)]
 pub struct SizedCodec<T, U>(PhantomData<(T, U)>);
 
@@ -39,7 +39,7 @@ where
     }
 }
 
-/// Writes messages of one type.
+/// Encodes messages of one type.
 #[derive(Clone, Copy, Debug)]
 pub struct SizedEncoder<T>(PhantomData<T>);
 
@@ -49,6 +49,7 @@ impl<T: Message> Encoder for SizedEncoder<T> {
 
     fn encode(&mut self, item: T, buffer: &mut EncodeBuf<'_>) -> Result<(), Status> {
         buffer.reserve(item.encoded_len());
-        item.encode(buffer).map_err(|error| Status::internal(format!("a message found no room: {error}")))
+        item.encode(buffer)
+            .map_err(|error| Status::internal(format!("a message does not fit its buffer: {error}")))
     }
 }

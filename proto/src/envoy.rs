@@ -1,7 +1,8 @@
-//! What Envoy and an endpoint picker say to each other (`envoy.service.ext_proc.v3`), in Envoy's own packages.
+//! Messages between Envoy and an endpoint picker (`envoy.service.ext_proc.v3`), in Envoy's own
+//! packages.
 //!
-//! Only the messages and fields that a picker needs are there, so that nothing of Envoy's many other interfaces is compiled. Not here: what
-//! is answered (`doors/src/picker/`).
+//! Holds only the messages and fields that a picker needs, to keep Envoy's many other interfaces
+//! out of the build. Not here: the answers (`gateway/src/picker/`).
 
 #![allow(missing_docs, unreachable_pub, unused_qualifications, clippy::all, clippy::pedantic)]
 

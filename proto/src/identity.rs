@@ -1,6 +1,6 @@
-//! The identity manifest as it is written in configuration files, the same for every process that has one.
+//! The identity manifest as a section of configuration files, the same in every process.
 //!
-//! Not here: what it means and how it is hashed (`kv_core::prefix`).
+//! Not here: its meaning and its hash (`kv_core::prefix`).
 
 use kv_core::prefix::{IdentityManifest, KeyForm};
 use serde::{Deserialize, Serialize};
@@ -55,20 +55,20 @@ impl IdentitySection {
     /// The manifest this describes.
     #[must_use]
     pub fn manifest(&self) -> IdentityManifest {
-        let own = self.clone();
+        let section = self.clone();
         IdentityManifest {
-            model: own.model,
-            weights_digest: own.weights_digest,
-            dtype: own.dtype,
-            layout: own.layout,
-            layers: own.layers,
-            tp: own.tp,
-            pp: own.pp,
-            rank: own.rank,
-            block_tokens: own.block_tokens,
-            rope: own.rope,
-            key_form: if own.raw_keys { KeyForm::Raw } else { KeyForm::Rotated },
-            adapter: own.adapter,
+            model: section.model,
+            weights_digest: section.weights_digest,
+            dtype: section.dtype,
+            layout: section.layout,
+            layers: section.layers,
+            tp: section.tp,
+            pp: section.pp,
+            rank: section.rank,
+            block_tokens: section.block_tokens,
+            rope: section.rope,
+            key_form: if section.raw_keys { KeyForm::Raw } else { KeyForm::Rotated },
+            adapter: section.adapter,
         }
     }
 }
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_by_default_is_the_default() {
+    fn the_default_section_is_the_default_manifest() {
         assert_eq!(IdentitySection::default().manifest(), IdentityManifest::default());
     }
 }

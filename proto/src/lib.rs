@@ -1,30 +1,24 @@
-//! Wire words of kvfleet: generated protobuf types, the block frame, conversions to and from the types
-//! of `kv-core`, and what both ends need to trust each other and to trace a request.
+//! The wire format of kvfleet: generated protobuf types, the block frame, and conversions to and
+//! from `kv-core` types. Also the TLS identity and the trace context that both ends of a call need.
 //!
 //! Not here: sockets, connections and streams (`transport/`, and the processes that serve or call).
-//! This crate depends on `kv-core` and never the other way round: the pure types know of no wire.
+//! This crate depends on `kv-core` and never the other way round, so the pure types know no wire
+//! format.
 
-pub mod accepting;
-pub mod channel;
 pub mod codec;
-pub mod content;
 pub mod convert;
-pub mod engine_events;
 pub mod envoy;
 pub mod frame;
 pub mod identity;
-pub mod tls;
-pub mod trace_context;
-pub mod zmtp;
 
-/// Control calls: router, node and stand-in instance (`kvfleet.v1`).
+/// Control calls: router, node and mock instance (`kvfleet.v1`).
 pub mod pb {
     #![allow(missing_docs, unreachable_pub, unused_qualifications, clippy::all, clippy::pedantic)]
     #![allow(clippy::unwrap_used)]
     tonic::include_proto!("kvfleet.v1");
 }
 
-/// Whether a server takes calls (`grpc.health.v1`).
+/// Health checks: whether a server accepts calls (`grpc.health.v1`).
 pub mod health {
     #![allow(missing_docs, unreachable_pub, unused_qualifications, clippy::all, clippy::pedantic)]
     tonic::include_proto!("grpc.health.v1");

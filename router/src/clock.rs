@@ -1,8 +1,10 @@
-//! The router's clocks: microseconds since the process started, as the core's [`Timestamp`]; and Unix time, for what must
-//! mean the same on another router and after a restart, which are the ends of pins and nothing else.
+//! The router's clocks: microseconds since process start, as the core's [`Timestamp`], and Unix
+//! time. Unix time is only for pin expiry, which must mean the same on another router and after a
+//! restart.
 //!
-//! Only differences of timestamps mean anything, and only inside one process. Unix time never goes back here, and never
-//! slower than the other clock: setting the system's clock back neither brings back what is over nor puts an end off.
+//! Only differences of timestamps have a meaning, and only inside one process. Unix time here never
+//! goes back and is never slower than the monotonic clock. If the system clock is set back, expired
+//! pins stay expired and no expiry is delayed.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
@@ -10,10 +12,10 @@ use std::time::{Duration, Instant, SystemTime};
 use kv_core::id::Timestamp;
 use parking_lot::Mutex;
 
-/// Where a clock starts, so that a span before "now" is always expressible.
-const START: Duration = Duration::from_secs(3600);
+/// Offset of a clock's first timestamp, so that a span before "now" can always be expressed.
+const START_OFFSET: Duration = Duration::from_secs(3600);
 
-/// A monotonic clock; clones agree.
+/// A monotonic clock; clones share one origin.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Clock {
     started: Instant,
@@ -25,15 +27,15 @@ impl Clock {
     }
 
     pub(crate) fn now(&self) -> Timestamp {
-        Timestamp(0).after(START + self.started.elapsed())
+        Timestamp(0).after(START_OFFSET + self.started.elapsed())
     }
 }
 
-/// Unix time that never goes back; clones agree.
+/// Unix time that never goes back; clones share their last reading.
 #[derive(Clone, Debug)]
 pub(crate) struct UnixClock {
     clock: Clock,
-    last: Arc<Mutex<Unix>>,
+    last: Arc<Mutex<LastReading>>,
 }
 
 impl UnixClock {
@@ -41,7 +43,7 @@ impl UnixClock {
         UnixClock { clock: Clock::start(), last: Arc::default() }
     }
 
-    /// In milliseconds.
+    /// Unix time in milliseconds.
     pub(crate) fn now_ms(&self) -> u64 {
         let system = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let system_us = u64::try_from(system.as_micros()).unwrap_or(u64::MAX);
@@ -49,12 +51,12 @@ impl UnixClock {
     }
 }
 
-/// What was read last, in microseconds, and when.
+/// The last reading in microseconds, and its time on the monotonic clock.
 #[derive(Debug, Default)]
-struct Unix(Option<(u64, Timestamp)>);
+struct LastReading(Option<(u64, Timestamp)>);
 
-impl Unix {
-    /// The system's time, unless that is earlier than the time before and what has passed since.
+impl LastReading {
+    /// Returns the system's time, or the last reading plus the elapsed time if that is later.
     fn read(&mut self, system_us: u64, now: Timestamp) -> u64 {
         let least = self.0.map_or(0, |(before, at)| Timestamp(before).after(now.since(at)).0);
         let read = system_us.max(least);
@@ -68,11 +70,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_system_clock_that_is_set_back_stops_no_time() {
-        let mut unix = Unix::default();
+    fn a_system_clock_set_back_does_not_stop_time() {
+        let mut unix = LastReading::default();
         assert_eq!(unix.read(1_000_000, Timestamp(7)), 1_000_000);
         assert_eq!(unix.read(5_000_000, Timestamp(8)), 5_000_000, "set forward");
-        assert_eq!(unix.read(1_000_000, Timestamp(1_008)), 5_001_000, "set back: what has passed counts");
+        assert_eq!(unix.read(1_000_000, Timestamp(1_008)), 5_001_000, "set back: elapsed time counts");
         assert_eq!(unix.read(5_000_500, Timestamp(2_008)), 5_002_000);
         assert_eq!(unix.read(9_000_000, Timestamp(2_009)), 9_000_000);
     }

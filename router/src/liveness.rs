@@ -1,9 +1,9 @@
-//! Which nodes have been silent too long, and the one command that says so.
+//! Detects silent nodes and proposes their fence.
 //!
-//! Only the leader counts silence. A new leader grants every node the full time anew, since it cannot know
-//! what its predecessor heard; so does a leader whose own loop was held up, since then it was the one who
-//! did not listen. The decision is pure and takes the time as an argument. Not here: what fencing does to
-//! the index (`kv_core::index`).
+//! Only the leader counts silence. A new leader grants every node the full limit, since it cannot
+//! know when its predecessor last heard from it. A leader with a stalled loop does the same, since
+//! it did not listen meanwhile. The decision is pure and takes the time as an argument. Not here:
+//! the effect of a fence on the index (`kv_core::index`).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,68 +18,69 @@ use crate::clock::Clock;
 use crate::groups::Group;
 use crate::metrics::Metrics;
 use crate::raft::handle::Consensus;
-use crate::view::published::Published;
+use crate::view::published::PublishedReplica;
 
-/// How often silence is looked at. A sixteenth of the default silence: a node is fenced at most this
-/// much later than it should be.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// Check interval, a sixteenth of the default limit: a node is fenced at most this much late.
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A look that comes this much late means that this process was held up and may have unread heartbeats.
-const HELD_UP: Duration = Duration::from_millis(200);
+/// A check that is late by this much means that the process stalled and may have unread heartbeats.
+const STALL_MIN: Duration = Duration::from_millis(200);
 
-/// Silence of every node, as heard by this router.
+/// When this router last heard from every node.
 #[derive(Debug)]
-pub(crate) struct Silence {
+pub(crate) struct SilenceTracker {
     limit: Duration,
-    /// Since when this router counts; `None` while it does not lead.
-    office: Option<Timestamp>,
-    looked: Timestamp,
-    heard: BTreeMap<NodeId, (Epoch, Timestamp)>,
-    /// Fences already proposed, and when; proposed anew after another `limit`, should the first be lost.
+    /// Start of the silence count on this router; `None` while it does not lead.
+    leader_since: Option<Timestamp>,
+    last_check: Timestamp,
+    last_heard: BTreeMap<NodeId, (Epoch, Timestamp)>,
+    /// Fences already proposed, and when; proposed again after another `limit` in case the first
+    /// was lost.
     proposed: BTreeMap<NodeId, (Epoch, Timestamp)>,
 }
 
-impl Silence {
-    pub(crate) fn new(limit: Duration) -> Silence {
-        let (heard, proposed) = (BTreeMap::new(), BTreeMap::new());
-        Silence { limit, office: None, looked: Timestamp(0), heard, proposed }
+impl SilenceTracker {
+    pub(crate) fn new(limit: Duration) -> SilenceTracker {
+        let (last_heard, proposed) = (BTreeMap::new(), BTreeMap::new());
+        SilenceTracker { limit, leader_since: None, last_check: Timestamp(0), last_heard, proposed }
     }
 
-    /// A node spoke under `epoch`.
-    pub(crate) fn heard(&mut self, node: NodeId, epoch: Epoch, now: Timestamp) {
-        let last = self.heard.entry(node).or_insert((epoch, now));
+    /// Records a message of a node under `epoch`.
+    pub(crate) fn record_heard(&mut self, node: NodeId, epoch: Epoch, now: Timestamp) {
+        let last = self.last_heard.entry(node).or_insert((epoch, now));
         if epoch >= last.0 {
             *last = (epoch, now);
         }
     }
 
-    /// How long a node has been silent, counted no further back than this router listens.
-    pub(crate) fn silent(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> Option<Duration> {
-        let heard = self.heard.get(&node).filter(|(of, _)| *of == epoch).map(|(_, at)| *at);
-        let from = heard.max(self.office)?;
+    /// Time since the node's last message, counted from the start of this leadership at the
+    /// earliest.
+    pub(crate) fn silence_of(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> Option<Duration> {
+        let heard = self.last_heard.get(&node).filter(|(of, _)| *of == epoch).map(|(_, at)| *at);
+        let from = heard.max(self.leader_since)?;
         Some(now.since(from))
     }
 
-    /// The nodes to fence now, each once. Call it regularly, leading or not.
-    pub(crate) fn due(
+    /// Returns the nodes to fence now, each once. Call it periodically, leading or not.
+    pub(crate) fn nodes_to_fence(
         &mut self,
         leads: bool,
         live: impl Iterator<Item = (NodeId, Epoch)>,
         now: Timestamp,
     ) -> Vec<(NodeId, Epoch)> {
-        let held_up = now.since(self.looked) > LOOK_EVERY + HELD_UP;
-        self.looked = now;
+        let stalled = now.since(self.last_check) > CHECK_INTERVAL + STALL_MIN;
+        self.last_check = now;
         if !leads {
-            self.office = None;
+            self.leader_since = None;
             self.proposed.clear();
             return Vec::new();
         }
-        if self.office.is_none() || held_up {
-            self.office = Some(now);
+        if self.leader_since.is_none() || stalled {
+            self.leader_since = Some(now);
         }
         let live: BTreeMap<NodeId, Epoch> = live.collect();
-        live.iter().for_each(|(node, epoch)| self.first_seen(*node, *epoch, now));
-        self.heard.retain(|node, _| live.contains_key(node));
+        live.iter().for_each(|(node, epoch)| self.note_epoch(*node, *epoch, now));
+        self.last_heard.retain(|node, _| live.contains_key(node));
         self.proposed.retain(|node, (epoch, _)| live.get(node) == Some(epoch));
         let due: Vec<_> = live.into_iter().filter(|(node, epoch)| self.is_due(*node, *epoch, now)).collect();
         for (node, epoch) in &due {
@@ -88,50 +89,54 @@ impl Silence {
         due
     }
 
-    /// A join shows in the index before anybody can note that the node spoke: an epoch that is new here
-    /// counts from the first look at it, not from the office of this leader.
-    fn first_seen(&mut self, node: NodeId, epoch: Epoch, now: Timestamp) {
-        if self.heard.get(&node).is_none_or(|(of, _)| *of < epoch) {
-            self.heard.insert(node, (epoch, now));
+    /// A join appears in the index before its message is recorded here. A new epoch therefore
+    /// counts from the first check that sees it.
+    fn note_epoch(&mut self, node: NodeId, epoch: Epoch, now: Timestamp) {
+        if self.last_heard.get(&node).is_none_or(|(of, _)| *of < epoch) {
+            self.last_heard.insert(node, (epoch, now));
         }
     }
 
     fn is_due(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> bool {
-        let silent = self.silent(node, epoch, now).is_some_and(|silent| silent >= self.limit);
+        let silent = self.silence_of(node, epoch, now).is_some_and(|silent| silent >= self.limit);
         let again = self.proposed.get(&node).is_none_or(|(_, at)| now.since(*at) >= self.limit);
         silent && again
     }
 }
 
-/// Looks at silence until cancelled and proposes fences.
+/// Checks silence until cancelled and proposes fences.
 pub(crate) async fn run(
-    silence: Arc<Mutex<Silence>>,
+    silence: Arc<Mutex<SilenceTracker>>,
     control: Arc<Group>,
     clock: Clock,
     metrics: Metrics,
     stop: CancellationToken,
 ) {
-    let mut tick = tokio::time::interval(LOOK_EVERY);
+    let mut tick = tokio::time::interval(CHECK_INTERVAL);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while stop.run_until_cancelled(tick.tick()).await.is_some() {
         let live = live_nodes(&control.published);
-        // A leader without its quorum could not fence, and its silence may be the network's.
-        let due = silence.lock().due(control.consensus.holds_office(), live.into_iter(), clock.now());
+        // A leader without its quorum could not fence, and the silence may be a network fault.
+        let due = silence.lock().nodes_to_fence(
+            control.consensus.holds_leader_lease(),
+            live.into_iter(),
+            clock.now(),
+        );
         for (node, epoch) in due {
             tokio::spawn(fence(control.consensus.clone(), metrics.clone(), node, epoch));
         }
     }
 }
 
-fn live_nodes(published: &Published) -> Vec<(NodeId, Epoch)> {
+fn live_nodes(published: &PublishedReplica) -> Vec<(NodeId, Epoch)> {
     let replica = published.read();
     replica.index.nodes().filter(|node| node.live).map(|node| (node.record.node, node.epoch)).collect()
 }
 
 async fn fence(consensus: Consensus, metrics: Metrics, node: NodeId, epoch: Epoch) {
-    tracing::warn!(%node, %epoch, "silent too long: fencing");
+    tracing::warn!(%node, %epoch, "node silent for too long: fencing");
     match consensus.propose(&Command::Fence { node, epoch }).await {
-        Ok(_) => metrics.fenced(),
+        Ok(_) => metrics.record_fence(),
         Err(error) => tracing::warn!(%node, %epoch, %error, "the fence was not proposed"),
     }
 }
@@ -147,16 +152,18 @@ mod tests {
         Timestamp(1_000_000 + millis * 1_000)
     }
 
-    /// Looks every 50 ms from `from` to `to` and returns when and what was due first.
-    fn first_due(silence: &mut Silence, epoch: Epoch, from: u64, to: u64) -> Option<u64> {
-        (from..=to).step_by(50).find(|at| !silence.due(true, [(NODE, epoch)].into_iter(), ms(*at)).is_empty())
+    /// Checks every 50 ms from `from` to `to`; returns the first time at which a fence is due.
+    fn first_due(silence: &mut SilenceTracker, epoch: Epoch, from: u64, to: u64) -> Option<u64> {
+        (from..=to)
+            .step_by(50)
+            .find(|at| !silence.nodes_to_fence(true, [(NODE, epoch)].into_iter(), ms(*at)).is_empty())
     }
 
     #[test]
-    fn a_silent_node_is_fenced_once_and_not_early() {
-        let mut silence = Silence::new(LIMIT);
+    fn a_silent_node_is_fenced_once_after_the_limit() {
+        let mut silence = SilenceTracker::new(LIMIT);
         assert_eq!(first_due(&mut silence, Epoch(1), 0, 400), None);
-        silence.heard(NODE, Epoch(1), ms(400));
+        silence.record_heard(NODE, Epoch(1), ms(400));
         assert_eq!(first_due(&mut silence, Epoch(1), 450, 1_300), Some(1_200));
         assert_eq!(first_due(&mut silence, Epoch(1), 1_250, 1_950), None, "one command per silence");
         assert_eq!(first_due(&mut silence, Epoch(1), 2_000, 2_000), Some(2_000), "a lost one is repeated");
@@ -164,66 +171,70 @@ mod tests {
 
     #[test]
     fn a_speaking_node_is_never_fenced() {
-        let mut silence = Silence::new(LIMIT);
+        let mut silence = SilenceTracker::new(LIMIT);
         for at in (0..10_000).step_by(50) {
             if at % 100 == 0 {
-                silence.heard(NODE, Epoch(1), ms(at));
+                silence.record_heard(NODE, Epoch(1), ms(at));
             }
-            assert!(silence.due(true, [(NODE, Epoch(1))].into_iter(), ms(at)).is_empty(), "at {at} ms");
+            assert!(
+                silence.nodes_to_fence(true, [(NODE, Epoch(1))].into_iter(), ms(at)).is_empty(),
+                "at {at} ms"
+            );
         }
     }
 
     #[test]
     fn a_new_leader_grants_the_full_time() {
-        let mut silence = Silence::new(LIMIT);
-        silence.heard(NODE, Epoch(1), ms(0));
+        let mut silence = SilenceTracker::new(LIMIT);
+        silence.record_heard(NODE, Epoch(1), ms(0));
         for at in (0..5_000).step_by(50) {
-            assert!(silence.due(false, [(NODE, Epoch(1))].into_iter(), ms(at)).is_empty());
+            assert!(silence.nodes_to_fence(false, [(NODE, Epoch(1))].into_iter(), ms(at)).is_empty());
         }
         assert_eq!(first_due(&mut silence, Epoch(1), 5_000, 6_000), Some(5_800));
     }
 
     #[test]
-    fn a_router_that_was_held_up_blames_nobody() {
-        let mut silence = Silence::new(LIMIT);
+    fn a_stalled_router_restarts_the_silence_count() {
+        let mut silence = SilenceTracker::new(LIMIT);
         assert_eq!(first_due(&mut silence, Epoch(1), 0, 400), None);
         assert_eq!(first_due(&mut silence, Epoch(1), 3_000, 4_000), Some(3_800));
     }
 
     #[test]
-    fn words_of_an_older_epoch_do_not_count() {
-        let mut silence = Silence::new(LIMIT);
+    fn messages_of_an_older_epoch_do_not_count() {
+        let mut silence = SilenceTracker::new(LIMIT);
         assert_eq!(first_due(&mut silence, Epoch(2), 0, 50), None);
-        silence.heard(NODE, Epoch(2), ms(50));
+        silence.record_heard(NODE, Epoch(2), ms(50));
         for at in (100..850).step_by(50) {
-            silence.heard(NODE, Epoch(1), ms(at));
-            assert!(silence.due(true, [(NODE, Epoch(2))].into_iter(), ms(at)).is_empty());
+            silence.record_heard(NODE, Epoch(1), ms(at));
+            assert!(silence.nodes_to_fence(true, [(NODE, Epoch(2))].into_iter(), ms(at)).is_empty());
         }
         assert_eq!(first_due(&mut silence, Epoch(2), 850, 900), Some(850));
     }
 
     #[test]
-    fn a_join_that_nobody_noted_yet_is_not_fenced() {
-        let mut silence = Silence::new(LIMIT);
-        let looks = |silence: &mut Silence, live: &[(NodeId, Epoch)], at| {
-            silence.due(true, live.iter().copied(), ms(at))
+    fn a_join_seen_first_in_the_index_is_not_fenced() {
+        let mut silence = SilenceTracker::new(LIMIT);
+        let looks = |silence: &mut SilenceTracker, live: &[(NodeId, Epoch)], at| {
+            silence.nodes_to_fence(true, live.iter().copied(), ms(at))
         };
         for at in (0..5_000).step_by(50) {
             assert!(looks(&mut silence, &[], at).is_empty());
         }
-        // The look read the nodes before the join, and the join was noted before the look went on.
-        silence.heard(NODE, Epoch(1), ms(5_000));
+        // The check read the nodes before the join, and the join was recorded before the check
+        // continued.
+        silence.record_heard(NODE, Epoch(1), ms(5_000));
         assert!(looks(&mut silence, &[], 5_000).is_empty());
         assert_eq!(first_due(&mut silence, Epoch(1), 5_050, 6_000), Some(5_850));
-        // The look sees a second join that was not noted yet.
+        // The check sees a second join that is not recorded yet.
         assert_eq!(first_due(&mut silence, Epoch(2), 6_050, 7_000), Some(6_850));
     }
 
     #[test]
-    fn a_node_that_joined_anew_starts_anew() {
-        let mut silence = Silence::new(LIMIT);
+    fn a_rejoined_node_starts_over() {
+        let mut silence = SilenceTracker::new(LIMIT);
         assert_eq!(first_due(&mut silence, Epoch(1), 0, 1_000), Some(800));
-        silence.heard(NODE, Epoch(2), ms(850));
+        silence.record_heard(NODE, Epoch(2), ms(850));
         assert_eq!(first_due(&mut silence, Epoch(2), 850, 1_600), None);
         assert_eq!(first_due(&mut silence, Epoch(2), 1_650, 1_650), Some(1_650));
     }

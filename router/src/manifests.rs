@@ -1,14 +1,16 @@
-//! In which fields identities differ: instances say what they make, nodes what they keep, and a router has in its configuration under what it hashes.
+//! Explains identity mismatches: which fields differ between instances, nodes and the identity
+//! under which this router hashes.
 //!
-//! Not here: refusing another identity (`server`), and manifests themselves (`kv_core::prefix`). Nobody has to say anything
-//! of his manifest: digests are what is compared, and all that is told where no more is known.
+//! Not here: refusing another identity (`server`), and manifests themselves (`kv_core::prefix`).
+//! Sending a manifest is optional: digests are compared, and only they are shown if no manifest is
+//! known.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::{IdentityDigest, InstanceId, Timestamp};
-use kv_core::prefix::{Difference, IdentityManifest};
+use kv_core::prefix::{IdentityManifest, ManifestDifference};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::{convert, pb};
 use parking_lot::Mutex;
@@ -20,46 +22,48 @@ use crate::groups::Groups;
 use crate::raft::network::Peers;
 use crate::view::fleet::INSTANCES_MAX;
 
-/// Longest that nodes are waited for.
-const ANSWER_MAX: Duration = Duration::from_millis(500);
+/// Longest wait for nodes' answers.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Nodes that are asked, all at once: they keep the same, and one may be silent.
+/// Nodes asked at once: all keep the same identity, and one may not answer.
 const ASKED_MAX: usize = 3;
 
-/// Where none of them told, none is asked again for as long: who is refused may ask a thousand times a second.
-const ASK_EVERY: Duration = Duration::from_secs(2);
+/// Pause before nodes are asked again after none answered, since a refused caller may retry a
+/// thousand times a second.
+const ASK_INTERVAL: Duration = Duration::from_secs(2);
 
-/// What is told of fields in one answer, in bytes: headers have a limit, and a text that passes it is an answer that does not come.
-const TOLD_BYTES_MAX: usize = 1_024;
+/// Limit on the description in one answer, bytes: it travels in headers, which have a limit of
+/// their own.
+const DESCRIPTION_BYTES_MAX: usize = 1_024;
 
 /// A manifest and its digest.
 #[derive(Clone, Debug, PartialEq)]
-struct Known {
+struct KnownManifest {
     digest: IdentityDigest,
     manifest: IdentityManifest,
 }
 
-impl Known {
-    fn new(manifest: IdentityManifest) -> Known {
-        Known { digest: manifest.digest(), manifest }
+impl KnownManifest {
+    fn new(manifest: IdentityManifest) -> KnownManifest {
+        KnownManifest { digest: manifest.digest(), manifest }
     }
 }
 
-/// What the nodes keep, as far as they told.
+/// The nodes' manifest, if known.
 #[derive(Default)]
-struct Nodes {
-    known: Option<Known>,
+struct NodeManifest {
+    known: Option<KnownManifest>,
     asked: Option<Timestamp>,
 }
 
-impl Nodes {
+impl NodeManifest {
     fn known(&self, identity: IdentityDigest) -> Option<IdentityManifest> {
         self.known.as_ref().filter(|known| known.digest == identity).map(|known| known.manifest.clone())
     }
 
-    /// Whether some may be asked now, which is taken for done.
+    /// Returns whether nodes may be asked now; if so, records that they are.
     fn may_ask(&mut self, now: Timestamp) -> bool {
-        let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_EVERY);
+        let may = self.asked.is_none_or(|asked| now.since(asked) >= ASK_INTERVAL);
         if may {
             self.asked = Some(now);
         }
@@ -67,13 +71,13 @@ impl Nodes {
     }
 }
 
-/// Whose manifests are known here.
+/// Known manifests.
 pub(crate) struct Manifests {
-    /// That of the configuration.
-    engines: Known,
-    instances: Mutex<BTreeMap<InstanceId, Known>>,
-    nodes: Mutex<Nodes>,
-    /// Of which identity of the nodes it was said that what is hashed here is of another.
+    /// The identity of `engines.identity`.
+    engines: KnownManifest,
+    instances: Mutex<BTreeMap<InstanceId, KnownManifest>>,
+    nodes: Mutex<NodeManifest>,
+    /// Nodes' identity of the last logged mismatch warning.
     warned: Mutex<Option<IdentityDigest>>,
     groups: Groups,
     peers: Peers,
@@ -83,65 +87,77 @@ pub(crate) struct Manifests {
 impl Manifests {
     pub(crate) fn new(engines: IdentityManifest, groups: Groups, peers: Peers, clock: Clock) -> Arc<Self> {
         let (instances, nodes, warned) = Default::default();
-        Arc::new(Self { engines: Known::new(engines), instances, nodes, warned, groups, peers, clock })
+        Arc::new(Self {
+            engines: KnownManifest::new(engines),
+            instances,
+            nodes,
+            warned,
+            groups,
+            peers,
+            clock,
+        })
     }
 
-    /// Takes what an instance says that it makes. One that says nothing of it any more may make something else.
-    pub(crate) fn reported(&self, instance: InstanceId, manifest: Option<IdentityManifest>) {
-        told_by(&mut self.instances.lock(), instance, manifest);
+    /// Records the manifest of an instance. `None` forgets an earlier one, since the instance may
+    /// have changed.
+    pub(crate) fn record_instance(&self, instance: InstanceId, manifest: Option<IdentityManifest>) {
+        record_report(&mut self.instances.lock(), instance, manifest);
     }
 
-    /// Takes what a node says that it keeps, which was let in under this identity.
-    pub(crate) fn joined(&self, identity: IdentityDigest, manifest: Option<&pb::Manifest>) {
-        if let Some(known) = manifest.and_then(read).filter(|known| known.digest == identity) {
+    /// Records the manifest of a node that was admitted under this identity.
+    pub(crate) fn record_node(&self, identity: IdentityDigest, manifest: Option<&pb::Manifest>) {
+        if let Some(known) = manifest.and_then(parse).filter(|known| known.digest == identity) {
             self.nodes.lock().known = Some(known);
         }
     }
 
-    /// Whether none of the identities under which prompts are hashed here is the nodes'. Said in the log once for each that they have.
-    pub(crate) fn are_foreign(&self, hashed_under: &[IdentityDigest], nodes: IdentityDigest) -> bool {
-        if !are_others(hashed_under, nodes) {
+    /// Whether none of the identities that prompts are hashed under is the nodes'. Logs a warning
+    /// once per identity of the nodes.
+    pub(crate) fn are_foreign_hashes(&self, hashed_under: &[IdentityDigest], nodes: IdentityDigest) -> bool {
+        if !are_all_foreign(hashed_under, nodes) {
             return false;
         }
         if self.warned.lock().replace(nodes) != Some(nodes) {
             tracing::warn!(
                 own = %self.engines.digest,
                 %nodes,
-                "prompts are hashed under another identity than the nodes', and by these hashes nothing is found in them: write engines.identity as the nodes' identity; `kvfleet why` of a request says what differs"
+                "prompts are hashed under another identity than the nodes', so nodes hold no block with these hashes: set engines.identity to the nodes' identity; `kvfleet why` of a request shows the differences"
             );
         }
         true
     }
 
-    /// The fields in which an identity that a caller named differs from the nodes', if both manifests are known: its own first.
-    pub(crate) async fn differing(self: &Arc<Self>, identity: IdentityDigest) -> Option<String> {
-        let manifest = with(&self.instances.lock(), &self.engines, identity)?;
-        told(&manifest.differences(&self.of_nodes().await?))
+    /// Describes how a caller's identity differs from the nodes', the caller's value first. `None`
+    /// unless both manifests are known.
+    pub(crate) async fn differences_from_nodes(self: &Arc<Self>, identity: IdentityDigest) -> Option<String> {
+        let manifest = manifest_of(&self.instances.lock(), &self.engines, identity)?;
+        describe(&manifest.differences(&self.node_manifest().await?))
     }
 
-    /// The same of a node that says whose digest that is.
-    pub(crate) async fn differing_as_told(
+    /// As [`Manifests::differences_from_nodes`], with the manifest that the caller sent for its
+    /// digest.
+    pub(crate) async fn reported_differences_from_nodes(
         self: &Arc<Self>,
         identity: IdentityDigest,
         manifest: Option<&pb::Manifest>,
     ) -> Option<String> {
-        let theirs = read(manifest?).filter(|known| known.digest == identity)?;
-        told(&theirs.manifest.differences(&self.of_nodes().await?))
+        let theirs = parse(manifest?).filter(|known| known.digest == identity)?;
+        describe(&theirs.manifest.differences(&self.node_manifest().await?))
     }
 
-    /// The fields in which the nodes' identity differs from an instance's: the nodes' own first.
-    pub(crate) async fn of_nodes_and(self: &Arc<Self>, instance: InstanceId) -> Option<String> {
+    /// Describes how the nodes' identity differs from an instance's, the nodes' value first.
+    pub(crate) async fn differences_from_instance(self: &Arc<Self>, instance: InstanceId) -> Option<String> {
         let theirs = self.instances.lock().get(&instance)?.manifest.clone();
-        told(&self.of_nodes().await?.differences(&theirs))
+        describe(&self.node_manifest().await?.differences(&theirs))
     }
 
-    /// The fields in which the configuration's identity differs from the nodes': its own first.
-    pub(crate) async fn of_engines_and_nodes(self: &Arc<Self>) -> Option<String> {
-        told(&self.engines.manifest.differences(&self.of_nodes().await?))
+    /// Describes how the configured identity differs from the nodes', the configured value first.
+    pub(crate) async fn engine_differences_from_nodes(self: &Arc<Self>) -> Option<String> {
+        describe(&self.engines.manifest.differences(&self.node_manifest().await?))
     }
 
-    /// What nodes keep: some are asked when somebody first has to be told.
-    async fn of_nodes(self: &Arc<Self>) -> Option<IdentityManifest> {
+    /// The nodes' manifest; asks some nodes if it is unknown.
+    async fn node_manifest(self: &Arc<Self>) -> Option<IdentityManifest> {
         let (identity, addresses) = self.live_nodes()?;
         if let Some(known) = self.nodes.lock().known(identity) {
             return Some(known);
@@ -149,12 +165,12 @@ impl Manifests {
         if addresses.is_empty() || !self.nodes.lock().may_ask(self.clock.now()) {
             return None;
         }
-        // In a task of its own: a caller that gives up takes nothing from others.
+        // In its own task, so that a caller that gives up does not cancel the answer for others.
         let own = Arc::clone(self);
         tokio::spawn(async move { own.ask(identity, addresses).await }).await.ok()?
     }
 
-    /// The identity that nodes have, and where some of them answer.
+    /// The nodes' identity, and control addresses of some live nodes.
     fn live_nodes(&self) -> Option<(IdentityDigest, Vec<String>)> {
         let control = self.groups.control().published.read();
         let live = control.index.nodes().filter(|state| state.live).take(ASKED_MAX);
@@ -168,9 +184,9 @@ impl Manifests {
             let Ok(channel) = self.peers.channel(&address) else { continue };
             asked.spawn(async move {
                 let mut request = Request::new(pb::NodeStatusRequest {});
-                request.set_timeout(ANSWER_MAX);
+                request.set_timeout(ANSWER_TIMEOUT);
                 let reply = NodeControlClient::new(channel).node_status(request).await.ok()?;
-                read(&reply.into_inner().manifest?)
+                parse(&reply.into_inner().manifest?)
             });
         }
         let first = async {
@@ -181,19 +197,19 @@ impl Manifests {
             }
             None
         };
-        let known = tokio::time::timeout(ANSWER_MAX, first).await.ok()??;
+        let known = tokio::time::timeout(ANSWER_TIMEOUT, first).await.ok()??;
         self.nodes.lock().known = Some(known.clone());
         Some(known.manifest)
     }
 }
 
-/// A manifest that somebody tells: one that cannot be read is none.
-fn read(manifest: &pb::Manifest) -> Option<Known> {
-    convert::manifest_from_pb(manifest.clone()).ok().map(Known::new)
+/// Parses a received manifest; `None` if it is invalid.
+fn parse(manifest: &pb::Manifest) -> Option<KnownManifest> {
+    convert::manifest_from_pb(manifest.clone()).ok().map(KnownManifest::new)
 }
 
-fn told_by(
-    instances: &mut BTreeMap<InstanceId, Known>,
+fn record_report(
+    instances: &mut BTreeMap<InstanceId, KnownManifest>,
     instance: InstanceId,
     manifest: Option<IdentityManifest>,
 ) {
@@ -201,38 +217,38 @@ fn told_by(
         instances.remove(&instance);
         return;
     };
-    // It says so with every report.
+    // Instances repeat it in every report.
     if instances.get(&instance).is_some_and(|known| known.manifest == manifest) {
         return;
     }
-    // Those that have gone are not worth a rule for which goes first.
+    // At the limit all are dropped: departed instances do not justify an eviction order.
     if instances.len() >= INSTANCES_MAX && !instances.contains_key(&instance) {
         instances.clear();
     }
-    instances.insert(instance, Known::new(manifest));
+    instances.insert(instance, KnownManifest::new(manifest));
 }
 
 /// The manifest of an identity under any weights, if an instance or the configuration has it.
-fn with(
-    instances: &BTreeMap<InstanceId, Known>,
-    engines: &Known,
+fn manifest_of(
+    instances: &BTreeMap<InstanceId, KnownManifest>,
+    engines: &KnownManifest,
     identity: IdentityDigest,
 ) -> Option<IdentityManifest> {
     let mut all = instances.values().chain([engines]);
-    let known = all.find(|known| identity.generation_over(known.digest).is_some())?;
+    let known = all.find(|known| identity.generation_relative_to(known.digest).is_some())?;
     Some(known.manifest.clone())
 }
 
-fn are_others(all: &[IdentityDigest], nodes: IdentityDigest) -> bool {
-    !all.is_empty() && all.iter().all(|one| one.generation_over(nodes).is_none())
+fn are_all_foreign(all: &[IdentityDigest], nodes: IdentityDigest) -> bool {
+    !all.is_empty() && all.iter().all(|one| one.generation_relative_to(nodes).is_none())
 }
 
-fn told(differences: &[Difference]) -> Option<String> {
+fn describe(differences: &[ManifestDifference]) -> Option<String> {
     let mut text = String::new();
     for difference in differences {
         let field = difference.to_string();
-        if text.len() + field.len() > TOLD_BYTES_MAX {
-            // The name alone tells more than nothing.
+        if text.len() + field.len() > DESCRIPTION_BYTES_MAX {
+            // The name alone is still useful.
             text.push_str(if text.is_empty() { "" } else { ", " });
             text.push_str(difference.field);
             continue;
@@ -255,66 +271,69 @@ mod tests {
     }
 
     #[test]
-    fn a_manifest_is_found_by_its_digest_under_any_weights_and_as_it_was_told_last() {
+    fn manifests_are_found_by_digest_under_any_weights() {
         let (bf16, fp8, fp4) = (of_dtype("bf16"), of_dtype("fp8"), of_dtype("fp4"));
-        let (engines, mut instances) = (Known::new(bf16.clone()), BTreeMap::new());
-        assert_eq!(with(&instances, &engines, fp8.digest()), None);
-        told_by(&mut instances, InstanceId(1), Some(fp8.clone()));
-        let digest = fp8.digest().of_generation(Generation(3));
-        assert_eq!(with(&instances, &engines, digest), Some(fp8.clone()));
-        assert_eq!(with(&instances, &engines, bf16.digest()), Some(bf16), "the configuration's");
-        told_by(&mut instances, InstanceId(1), Some(fp4.clone()));
-        assert_eq!(with(&instances, &engines, fp8.digest()), None);
+        let (engines, mut instances) = (KnownManifest::new(bf16.clone()), BTreeMap::new());
+        assert_eq!(manifest_of(&instances, &engines, fp8.digest()), None);
+        record_report(&mut instances, InstanceId(1), Some(fp8.clone()));
+        let digest = fp8.digest().with_generation(Generation(3));
+        assert_eq!(manifest_of(&instances, &engines, digest), Some(fp8.clone()));
+        assert_eq!(manifest_of(&instances, &engines, bf16.digest()), Some(bf16), "from the configuration");
+        record_report(&mut instances, InstanceId(1), Some(fp4.clone()));
+        assert_eq!(manifest_of(&instances, &engines, fp8.digest()), None);
         assert_eq!(instances[&InstanceId(1)].manifest, fp4);
-        told_by(&mut instances, InstanceId(1), None);
-        assert_eq!(instances, BTreeMap::new(), "who says nothing of it any more may make something else");
+        record_report(&mut instances, InstanceId(1), None);
+        assert_eq!(instances, BTreeMap::new(), "an instance without a manifest may have changed");
     }
 
     #[test]
-    fn instances_without_end_are_not_all_remembered() {
+    fn remembered_instances_are_bounded() {
         let mut instances = BTreeMap::new();
         for instance in 0..3 * INSTANCES_MAX as u32 {
-            told_by(&mut instances, InstanceId(instance), Some(of_dtype("fp8")));
+            record_report(&mut instances, InstanceId(instance), Some(of_dtype("fp8")));
             assert!(instances.len() <= INSTANCES_MAX && instances.contains_key(&InstanceId(instance)));
         }
     }
 
     #[test]
-    fn nodes_are_asked_now_and_then_until_they_told_and_again_when_they_are_others() {
+    fn nodes_are_asked_with_a_pause_until_known() {
         let (bf16, fp8) = (of_dtype("bf16"), of_dtype("fp8"));
-        let (mut nodes, at) = (Nodes::default(), |ms: u64| Timestamp(1_000 * ms));
+        let (mut nodes, at) = (NodeManifest::default(), |ms: u64| Timestamp(1_000 * ms));
         let asked = [5, 2_004, 2_005, 2_006, 9_000].map(|ms| nodes.may_ask(at(ms)));
         assert_eq!(asked, [true, false, true, false, true]);
         assert_eq!(nodes.known(bf16.digest()), None);
-        nodes.known = Some(Known::new(bf16.clone()));
+        nodes.known = Some(KnownManifest::new(bf16.clone()));
         assert_eq!((nodes.known(bf16.digest()), nodes.known(fp8.digest())), (Some(bf16), None));
     }
 
     #[test]
-    fn prompts_are_of_another_identity_where_none_of_those_they_are_hashed_under_is_the_nodes() {
+    fn hashes_are_foreign_if_no_identity_matches_the_nodes() {
         let [bf16, fp8, fp4] = ["bf16", "fp8", "fp4"].map(|dtype| of_dtype(dtype).digest());
-        assert!(!are_others(&[], bf16), "nothing is known");
-        assert!(!are_others(&[bf16], bf16) && !are_others(&[fp8, bf16], bf16));
-        assert!(!are_others(&[bf16.of_generation(Generation(3))], bf16), "other weights of it");
-        assert!(are_others(&[fp8], bf16) && are_others(&[fp8, fp4], bf16));
+        assert!(!are_all_foreign(&[], bf16), "no identity is known");
+        assert!(!are_all_foreign(&[bf16], bf16) && !are_all_foreign(&[fp8, bf16], bf16));
+        assert!(
+            !are_all_foreign(&[bf16.with_generation(Generation(3))], bf16),
+            "other weights of the same model"
+        );
+        assert!(are_all_foreign(&[fp8], bf16) && are_all_foreign(&[fp8, fp4], bf16));
     }
 
     #[test]
-    fn fields_that_differ_are_told_and_manifests_that_are_equal_tell_nothing() {
+    fn differing_fields_are_described() {
         let (bf16, fp8) = (of_dtype("bf16"), IdentityManifest { tp: 2, ..of_dtype("fp8") });
         assert_eq!(
-            told(&fp8.differences(&bf16)).unwrap(),
+            describe(&fp8.differences(&bf16)).unwrap(),
             r#"dtype ("fp8" and not "bf16"), tp (2 and not 1)"#
         );
-        assert_eq!(told(&bf16.differences(&bf16)), None);
+        assert_eq!(describe(&bf16.differences(&bf16)), None);
     }
 
     #[test]
-    fn of_texts_that_would_fill_an_answer_the_fields_alone_are_told() {
+    fn long_values_are_described_by_field_name_only() {
         let long = || "x".repeat(700);
         let other = IdentityManifest { model: long(), rope: long(), tp: 2, ..IdentityManifest::default() };
-        let text = told(&other.differences(&IdentityManifest::default())).unwrap();
+        let text = describe(&other.differences(&IdentityManifest::default())).unwrap();
         assert!(text.starts_with("model (\"xxx") && text.ends_with(", tp (2 and not 1), rope"), "{text}");
-        assert!(text.len() < TOLD_BYTES_MAX);
+        assert!(text.len() < DESCRIPTION_BYTES_MAX);
     }
 }

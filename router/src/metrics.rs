@@ -1,22 +1,22 @@
-//! What a router counts and times: wrappers around calls, not threads through them.
+//! Metrics of a router: counters and timers around calls.
 //!
-//! Not here: serving the numbers (the process does) and spans (at the calls).
+//! Not here: serving the metrics (the process does) and spans (at the calls).
 
 use std::time::Duration;
 
 use kv_core::id::{NodeId, Tier};
 use kv_core::index::command::AnnounceOutcome;
-use kv_core::place::copies::CopyEnd;
-use kv_core::schedule::{LinkPath, Missing};
+use kv_core::place::copies::CopyOutcome;
+use kv_core::schedule::{LinkPath, MissingRun};
 use prometheus::{
     GaugeVec, Histogram, HistogramOpts, IntCounter, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry,
     exponential_buckets,
 };
 
-use crate::fits::Took;
-use crate::truth::audit::Score;
+use crate::anti_entropy::audit::AuditScore;
+use crate::fleet_reuse_stats::ReportReceipt;
 use crate::view::links::LinkRate;
-use crate::view::residency::Standing;
+use crate::view::residency::ReporterStatus;
 
 /// Handles on this router's metrics; clones share them.
 #[derive(Clone)]
@@ -31,33 +31,33 @@ pub(crate) struct Metrics {
     busy: IntCounter,
     unlisted: IntCounter,
     fences: IntCounter,
-    seen_timeouts: IntCounter,
+    session_timeouts: IntCounter,
     applied_index: IntGaugeVec,
     term: IntGaugeVec,
     leader: IntGaugeVec,
     log_bytes: IntGauge,
     index_copies: IntGauge,
-    truth: TruthMetrics,
+    anti_entropy: AntiEntropyMetrics,
     missing: IntCounterVec,
-    /// From own nodes, and from others.
-    to_fetch: [IntCounter; 2],
+    /// Blocks to fetch from the instance's own node, and from other nodes.
+    planned_fetches: [IntCounter; 2],
     ttft_error: Histogram,
-    pace: PaceMetrics,
-    soft: SoftMetrics,
+    tbt: TbtMetrics,
+    ephemeral: EphemeralMetrics,
     copies: CopyMetrics,
 }
 
-/// Copies between nodes by this router's word.
+/// Copies between nodes that this router ordered.
 #[derive(Clone)]
 struct CopyMetrics {
     ended: IntCounterVec,
     bytes: IntCounter,
-    hot: HotMetrics,
+    hot: HotCopyMetrics,
 }
 
-/// Those of them that are made because requests were read from afar.
+/// Those copies that were ordered because a prefix is hot.
 #[derive(Clone)]
-struct HotMetrics {
+struct HotCopyMetrics {
     uses: IntCounterVec,
     proposed: IntCounter,
     ended: IntCounterVec,
@@ -65,29 +65,29 @@ struct HotMetrics {
     segments: IntGauge,
 }
 
-/// What became of a decision that reads from afar.
+/// How a decision that reads from a remote node was accounted.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum HotUse {
+pub(crate) enum HotReadOutcome {
     Counted,
-    /// As many waited as may.
+    /// The queue of accounted decisions was full.
     Dropped,
-    /// Nothing of it would be there sooner.
+    /// A local copy would not make the request faster.
     SavesNothing,
 }
 
-impl HotMetrics {
-    fn register(registry: &Registry) -> prometheus::Result<HotMetrics> {
-        Ok(HotMetrics {
+impl HotCopyMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<HotCopyMetrics> {
+        Ok(HotCopyMetrics {
             uses: labelled(
                 registry,
-                "kvfleet_hot_uses_total",
-                "Decisions that read or compute what a node further away holds: counted, dropped as too many waited, or of no gain if it were nearer",
+                "kvfleet_hot_remote_reads_total",
+                "Decisions that read from a remote node or recompute blocks it holds, by outcome: counted, dropped because the queue was full, or without gain from a local copy",
                 "outcome",
             )?,
             proposed: counter(
                 registry,
                 "kvfleet_hot_copies_proposed_total",
-                "Copies of hot prefixes that this router began",
+                "Copies of hot prefixes that this router started",
             )?,
             ended: labelled(
                 registry,
@@ -95,141 +95,144 @@ impl HotMetrics {
                 "Copies of hot prefixes by how they ended",
                 "end",
             )?,
-            bytes: counter(registry, "kvfleet_hot_copies_bytes_total", "Bytes that those copies stored")?,
-            segments: gauge(registry, "kvfleet_hot_segments", "Parts of prefixes whose heat is remembered")?,
+            bytes: counter(
+                registry,
+                "kvfleet_hot_copies_bytes_total",
+                "Bytes stored by copies of hot prefixes",
+            )?,
+            segments: gauge(registry, "kvfleet_hot_segments", "Prefix segments with tracked heat")?,
         })
     }
 }
 
 impl CopyMetrics {
     fn register(registry: &Registry) -> prometheus::Result<CopyMetrics> {
-        let help = "Copies between nodes that this router asked for, by how they ended";
+        let help = "Copies between nodes that this router ordered, by how they ended";
         Ok(CopyMetrics {
             ended: labelled(registry, "kvfleet_copies_ended_total", help, "end")?,
-            bytes: counter(registry, "kvfleet_copies_bytes_total", "Bytes that those copies stored")?,
-            hot: HotMetrics::register(registry)?,
+            bytes: counter(registry, "kvfleet_copies_bytes_total", "Bytes stored by copies between nodes")?,
+            hot: HotCopyMetrics::register(registry)?,
         })
     }
 }
 
-/// What instances say they have in GPU memory.
+/// Ephemeral state: reports of instances, and what nodes are told.
 #[derive(Clone)]
-struct SoftMetrics {
+struct EphemeralMetrics {
     blocks: IntGaugeVec,
     rates: IntGaugeVec,
     latencies: IntGaugeVec,
-    factors: GaugeVec,
+    ttft_factors: GaugeVec,
     batches: IntCounterVec,
     replays: IntCounter,
     ended: IntCounterVec,
     unlisted: IntCounter,
     windows: IntCounterVec,
     window_blocks: IntCounter,
-    fits: FitsMetrics,
+    reuse_stats: ReuseStatsMetrics,
 }
 
-/// What nodes saw of categories, and what they are told of it.
+/// Reuse statistics of nodes, and their publication.
 #[derive(Clone)]
-struct FitsMetrics {
-    heard: IntCounterVec,
-    told: IntCounter,
+struct ReuseStatsMetrics {
+    reports: IntCounterVec,
+    publications: IntCounter,
     nodes: IntGauge,
     categories: IntGauge,
 }
 
-impl FitsMetrics {
-    fn register(registry: &Registry) -> prometheus::Result<FitsMetrics> {
+impl ReuseStatsMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<ReuseStatsMetrics> {
         let gauge = |name: &str, help: &str| -> prometheus::Result<IntGauge> {
             let gauge = IntGauge::new(name, help)?;
             registry.register(Box::new(gauge.clone()))?;
             Ok(gauge)
         };
-        Ok(FitsMetrics {
-            heard: labelled(
+        Ok(ReuseStatsMetrics {
+            reports: labelled(
                 registry,
-                "kvfleet_fits_heard_total",
-                "Times that a node said what it saw of categories of blocks, by what became of it",
+                "kvfleet_reuse_reports_total",
+                "Reports of reuse statistics from nodes, by outcome",
                 "outcome",
             )?,
-            told: counter(
+            publications: counter(
                 registry,
-                "kvfleet_fits_told_total",
-                "Times that what the fleet saw had changed enough to be told to all nodes",
+                "kvfleet_reuse_publications_total",
+                "Publications of the fleet's reuse statistics to all nodes",
             )?,
             nodes: gauge(
-                "kvfleet_fits_nodes",
-                "Nodes whose sums are known, those that left of late among them",
+                "kvfleet_reuse_nodes",
+                "Nodes with known reuse statistics, recently departed ones included",
             )?,
-            categories: gauge("kvfleet_fits_categories", "Categories of which the fleet saw something")?,
+            categories: gauge("kvfleet_reuse_categories", "Block categories with reuse statistics")?,
         })
     }
 }
 
-impl SoftMetrics {
-    fn register(registry: &Registry) -> prometheus::Result<SoftMetrics> {
-        let (name, help) = ("kvfleet_resident_blocks", "Blocks that an instance has in GPU memory");
+impl EphemeralMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<EphemeralMetrics> {
+        let (name, help) = ("kvfleet_resident_blocks", "Blocks in the GPU memory of an instance");
         let blocks = IntGaugeVec::new(Opts::new(name, help), &["instance"])?;
         registry.register(Box::new(blocks.clone()))?;
         let labels = &["node", "reader", "path", "tier"];
         let name = "kvfleet_link_bytes_per_second";
-        let help = "How fast instances read from a node of late, out of a tier over a path";
+        let help = "Recent rate at which instances read from a node, by tier and path, in bytes per second";
         let rates = IntGaugeVec::new(Opts::new(name, help), labels)?;
         registry.register(Box::new(rates.clone()))?;
         let name = "kvfleet_link_latency_microseconds";
-        let help =
-            "How long instances waited of late for the first block from a node, out of a tier over a path";
+        let help = "Recent time until the first block from a node arrived, by tier and path, in microseconds";
         let latencies = IntGaugeVec::new(Opts::new(name, help), labels)?;
         registry.register(Box::new(latencies.clone()))?;
         let name = "kvfleet_ttft_prediction_factor";
-        let help = "By what predicted waiting, transfer, prefill (of prompts read as text) and those who come later and go before are multiplied, and before that the profile's times of a prompt's step, its tokens and their context, as first tokens taught";
+        let help = "Learned factors on predicted TTFT: on queueing, transfer, prefill (of prompts read as text) and overtaking requests, and on the profile's times per step, token and context";
         let factors = GaugeVec::new(Opts::new(name, help), &["part"])?;
         registry.register(Box::new(factors.clone()))?;
-        Ok(SoftMetrics {
+        Ok(EphemeralMetrics {
             blocks,
             rates,
             latencies,
-            factors,
+            ttft_factors: factors,
             batches: labelled(
                 registry,
                 "kvfleet_residency_batches_total",
-                "Batches of reports of GPU memory by what became of them",
+                "Batches of GPU residency reports by outcome",
                 "outcome",
             )?,
             replays: counter(
                 registry,
-                "kvfleet_residency_replays_asked_total",
-                "Reports of GPU memory answered by asking for batches that are missing",
+                "kvfleet_residency_replays_requested_total",
+                "Residency reports answered with a request to replay missing batches",
             )?,
             ended: labelled(
                 registry,
-                "kvfleet_residency_ended_total",
-                "Times that what an instance said of its GPU memory became void, by reason",
+                "kvfleet_residency_invalidations_total",
+                "Invalidations of an instance's resident blocks, by reason",
                 "reason",
             )?,
             windows: labelled(
                 registry,
-                "kvfleet_windows_told_total",
-                "Times that a node was told what waiting requests need, by whether it answered",
+                "kvfleet_prefetch_windows_sent_total",
+                "Prefetch windows sent to nodes, by whether the node answered",
                 "outcome",
             )?,
-            fits: FitsMetrics::register(registry)?,
+            reuse_stats: ReuseStatsMetrics::register(registry)?,
             window_blocks: counter(
                 registry,
-                "kvfleet_window_blocks_told_total",
-                "Blocks that nodes were told of, each time they were",
+                "kvfleet_prefetch_window_blocks_sent_total",
+                "Blocks in prefetch windows sent to nodes, repetitions included",
             )?,
             unlisted: counter(
                 registry,
                 "kvfleet_residency_unlisted_blocks_total",
-                "Blocks in GPU memory that found no room in the soft plane",
+                "Blocks in GPU memory that exceeded the limit of the ephemeral state",
             )?,
         })
     }
 }
 
-/// What the truth meter found.
+/// Results of anti-entropy.
 #[derive(Clone)]
-struct TruthMetrics {
+struct AntiEntropyMetrics {
     node_drifts: IntCounterVec,
     replica_drifts: IntCounterVec,
     replica_diverged: IntGaugeVec,
@@ -241,35 +244,35 @@ struct TruthMetrics {
     recall: GaugeVec,
 }
 
-impl TruthMetrics {
-    fn register(registry: &Registry) -> prometheus::Result<TruthMetrics> {
-        Ok(TruthMetrics {
+impl AntiEntropyMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<AntiEntropyMetrics> {
+        Ok(AntiEntropyMetrics {
             node_drifts: labelled(
                 registry,
                 "kvfleet_node_drifts_total",
-                "Times that a node's digest of its announcements differed from the index's",
+                "Mismatches between a node's digest of its announcements and the index's",
                 "node",
             )?,
             replica_drifts: labelled(
                 registry,
                 "kvfleet_replica_drifts_total",
-                "Comparisons in which a replica of a group differed from this leader's",
+                "Comparisons that found a replica of a group different from this leader's",
                 "group",
             )?,
             replica_diverged: per_group(
                 registry,
                 "kvfleet_replica_diverged",
-                "1 while this router's replica of a group is known to differ, and answers nothing",
+                "1 while this router's replica of a group is known to differ and does not answer",
             )?,
             repairs_failed: per_group(
                 registry,
                 "kvfleet_replica_repairs_failed",
-                "Times that this router's replica of a group could not take the leader's state",
+                "Failed attempts of this router's replica of a group to take the leader's state",
             )?,
             resyncs: counter(
                 registry,
-                "kvfleet_resyncs_asked_total",
-                "Times that a node was asked to announce all anew because something was found to be wrong",
+                "kvfleet_resyncs_requested_total",
+                "Full announcements requested from nodes because of a detected error",
             )?,
             audited: labelled(
                 registry,
@@ -280,18 +283,18 @@ impl TruthMetrics {
             wrong: labelled(
                 registry,
                 "kvfleet_audited_wrong_blocks_total",
-                "Blocks of audits confirmed to be wrong: claimed and not held, or held and not known",
+                "Audited blocks confirmed wrong: claimed but not held, or held but not indexed",
                 "kind",
             )?,
             precision: ratio(
                 registry,
                 "kvfleet_node_precision",
-                "Share of audited blocks listed of a node that it holds",
+                "Share of audited indexed blocks that the node holds",
             )?,
             recall: ratio(
                 registry,
                 "kvfleet_node_recall",
-                "Share of audited blocks of a node that the index lists",
+                "Share of audited blocks of the node that the index lists",
             )?,
         })
     }
@@ -299,36 +302,36 @@ impl TruthMetrics {
 
 /// How a route call ended.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Routed {
+pub(crate) enum RouteOutcome {
     Chosen,
     Rejected,
     Invalid,
 }
 
-/// Times between tokens.
+/// Predictions of the time between tokens.
 #[derive(Clone)]
-struct PaceMetrics {
+struct TbtMetrics {
     error: Histogram,
     factors: GaugeVec,
-    decodes: IntCounterVec,
+    decode_admissions: IntCounterVec,
 }
 
-impl PaceMetrics {
-    fn register(registry: &Registry) -> prometheus::Result<PaceMetrics> {
-        let help = "By what predicted times between tokens are multiplied, and those of a step and of each request in it";
+impl TbtMetrics {
+    fn register(registry: &Registry) -> prometheus::Result<TbtMetrics> {
+        let help = "Learned factors on the predicted time between tokens, on that of a step and of each request in it";
         let factors = GaugeVec::new(Opts::new("kvfleet_tbt_prediction_factor", help), &["part"])?;
         registry.register(Box::new(factors.clone()))?;
-        Ok(PaceMetrics {
+        Ok(TbtMetrics {
             factors,
             error: prediction_error(
                 registry,
                 "kvfleet_tbt_prediction_error",
-                "Predicted time between tokens over the one that instances told, less 1",
+                "Predicted time between tokens over the reported one, less 1",
             )?,
-            decodes: labelled(
+            decode_admissions: labelled(
                 registry,
-                "kvfleet_decodes_asked_total",
-                "Times that an instance asked whether a request may begin to decode, by whether it begins or ends",
+                "kvfleet_decode_admissions_total",
+                "Decode admission requests by whether the request may begin or ends",
                 "answer",
             )?,
         })
@@ -336,18 +339,17 @@ impl PaceMetrics {
 }
 
 fn to_fetch(registry: &Registry) -> prometheus::Result<[IntCounter; 2]> {
-    let help =
-        "Blocks that requests were sent to fetch, from the own nodes of their instances and from others";
+    let help = "Blocks that decisions plan to fetch, from the instance's own node and from other nodes";
     let counters = labelled(registry, "kvfleet_fetch_blocks_total", help, "node")?;
     Ok([true, false].map(|is_own| counters.with_label_values(&[reader_name(is_own)])))
 }
 
 fn ttft_error(registry: &Registry) -> prometheus::Result<Histogram> {
-    let help = "Predicted time to first token over the one that instances told, less 1";
+    let help = "Predicted time to first token over the reported one, less 1";
     prediction_error(registry, "kvfleet_ttft_prediction_error", help)
 }
 
-/// How far off predictions are.
+/// A histogram of relative prediction errors.
 fn prediction_error(registry: &Registry, name: &str, help: &str) -> prometheus::Result<Histogram> {
     let buckets = vec![-0.8, -0.4, -0.2, -0.1, -0.05, 0.0, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2];
     let opts = HistogramOpts::new(name, help).buckets(buckets);
@@ -357,10 +359,10 @@ fn prediction_error(registry: &Registry, name: &str, help: &str) -> prometheus::
 }
 
 impl Metrics {
-    /// Makes and registers everything.
+    /// Creates and registers all metrics.
     ///
     /// # Errors
-    /// When the registry already has metrics of a router: one registry per router.
+    /// If the registry already has metrics of a router: use one registry per router.
     pub(crate) fn register(registry: &Registry) -> prometheus::Result<Metrics> {
         let micros_up = |name: &str, help: &str| -> prometheus::Result<Histogram> {
             let buckets = exponential_buckets(10e-6, 2.0, 16)?;
@@ -375,7 +377,7 @@ impl Metrics {
             Ok(histogram)
         };
         Ok(Metrics {
-            route_seconds: micros_up("kvfleet_route_seconds", "Time a route call took")?,
+            route_seconds: micros_up("kvfleet_route_seconds", "Duration of a route call in seconds")?,
             decisions: labelled(
                 registry,
                 "kvfleet_route_decisions_total",
@@ -392,7 +394,7 @@ impl Metrics {
             outcomes: labelled(
                 registry,
                 "kvfleet_announce_outcomes_total",
-                "Announcements by what became of them",
+                "Announcements by outcome",
                 "outcome",
             )?,
             busy: counter(
@@ -406,84 +408,85 @@ impl Metrics {
                 "Announced blocks that a full index did not list (raise index_copies_max)",
             )?,
             fences: counter(registry, "kvfleet_fences_total", "Silent nodes fenced by this router")?,
-            seen_timeouts: counter(
+            session_timeouts: counter(
                 registry,
-                "kvfleet_seen_timeouts_total",
-                "Reads answered before this replica had seen what they asked for",
+                "kvfleet_session_read_timeouts_total",
+                "Reads answered before this replica had applied the entry that the caller had seen",
             )?,
             applied_index: per_group(registry, "kvfleet_applied_index", "Last applied log entry of a group")?,
             term: per_group(registry, "kvfleet_term", "Raft term of a group")?,
             leader: per_group(registry, "kvfleet_is_leader", "1 while this router leads the group")?,
             log_bytes: gauge(registry, "kvfleet_log_bytes", "Bytes of log entries held in memory")?,
             index_copies: gauge(registry, "kvfleet_index_copies", "(node, block) pairs of live nodes")?,
-            truth: TruthMetrics::register(registry)?,
+            anti_entropy: AntiEntropyMetrics::register(registry)?,
             missing: labelled(
                 registry,
                 "kvfleet_missing_blocks_total",
                 "Blocks of routed prompts that were not served from the cache, by reason",
                 "reason",
             )?,
-            to_fetch: to_fetch(registry)?,
+            planned_fetches: to_fetch(registry)?,
             ttft_error: ttft_error(registry)?,
-            pace: PaceMetrics::register(registry)?,
-            soft: SoftMetrics::register(registry)?,
+            tbt: TbtMetrics::register(registry)?,
+            ephemeral: EphemeralMetrics::register(registry)?,
             copies: CopyMetrics::register(registry)?,
         })
     }
 
-    pub(crate) fn routed(&self, outcome: Routed, took: Duration) {
+    pub(crate) fn record_route(&self, outcome: RouteOutcome, took: Duration) {
         let label = match outcome {
-            Routed::Chosen => "chosen",
-            Routed::Rejected => "rejected",
-            Routed::Invalid => "invalid",
+            RouteOutcome::Chosen => "chosen",
+            RouteOutcome::Rejected => "rejected",
+            RouteOutcome::Invalid => "invalid",
         };
         self.decisions.with_label_values(&[label]).inc();
         self.route_seconds.observe(took.as_secs_f64());
     }
 
-    /// A request was sent that fetches so many blocks from its instance's own node, and so many from others.
-    pub(crate) fn to_fetch(&self, own_blocks: u32, other_blocks: u32) {
-        for (counter, blocks) in self.to_fetch.iter().zip([own_blocks, other_blocks]) {
+    /// Counts blocks that a decision plans to fetch, from the instance's own node and from other
+    /// nodes.
+    pub(crate) fn record_planned_fetches(&self, own_blocks: u32, other_blocks: u32) {
+        for (counter, blocks) in self.planned_fetches.iter().zip([own_blocks, other_blocks]) {
             counter.inc_by(blocks.into());
         }
     }
 
-    pub(crate) fn missing(&self, missing: &[Missing]) {
+    pub(crate) fn record_missing(&self, missing: &[MissingRun]) {
         for one in missing {
-            self.missing.with_label_values(&[one.why.name()]).inc_by(one.len_blocks.into());
+            self.missing.with_label_values(&[one.reason.name()]).inc_by(one.len_blocks.into());
         }
     }
 
-    /// What was predicted until the first token, and what an instance told.
+    /// Records the predicted TTFT against the reported one.
     #[allow(clippy::cast_precision_loss)]
-    pub(crate) fn observed(&self, predicted_us: u64, ttft_us: u64) {
-        // What an instance tells is not to spoil the sum for good.
+    pub(crate) fn record_ttft_error(&self, predicted_us: u64, ttft_us: u64) {
+        // Capped, so that one wrong report cannot distort the sum for good.
         self.ttft_error.observe((predicted_us as f64 / ttft_us.max(1) as f64 - 1.0).min(100.0));
     }
 
-    /// What was predicted between tokens, and what an instance told.
+    /// Records the predicted time between tokens against the reported one.
     #[allow(clippy::cast_precision_loss)]
-    pub(crate) fn paced(&self, predicted_us: u64, tbt_us: u64) {
-        self.pace.error.observe((predicted_us as f64 / tbt_us.max(1) as f64 - 1.0).min(100.0));
+    pub(crate) fn record_tbt_error(&self, predicted_us: u64, tbt_us: u64) {
+        self.tbt.error.observe((predicted_us as f64 / tbt_us.max(1) as f64 - 1.0).min(100.0));
     }
 
-    /// An instance asked whether a request may begin to decode.
-    pub(crate) fn decode_asked(&self, may: bool) {
-        self.pace.decodes.with_label_values(&[if may { "begins" } else { "ends" }]).inc();
+    /// Counts a decode admission request by its answer.
+    pub(crate) fn record_decode_admission(&self, may: bool) {
+        self.tbt.decode_admissions.with_label_values(&[if may { "begins" } else { "ends" }]).inc();
     }
 
-    pub(crate) fn looked_up(&self) {
+    pub(crate) fn record_lookup(&self) {
         self.lookups.inc();
     }
 
     #[allow(clippy::cast_precision_loss)]
-    pub(crate) fn proposed(&self, announcements: usize, blocks: usize) {
+    pub(crate) fn record_proposal(&self, announcements: usize, blocks: usize) {
         self.proposals.inc();
         self.batch_announcements.observe(announcements as f64);
         self.batch_blocks.observe(blocks as f64);
     }
 
-    pub(crate) fn announced(&self, outcome: AnnounceOutcome) {
+    pub(crate) fn record_announcement(&self, outcome: AnnounceOutcome) {
         let label = match outcome {
             AnnounceOutcome::Applied { .. } => "applied",
             AnnounceOutcome::Duplicate { .. } => "duplicate",
@@ -496,38 +499,39 @@ impl Metrics {
         self.outcomes.with_label_values(&[label]).inc();
     }
 
-    pub(crate) fn busy(&self) {
+    pub(crate) fn record_busy(&self) {
         self.busy.inc();
     }
 
-    pub(crate) fn seen_timeout(&self) {
-        self.seen_timeouts.inc();
+    pub(crate) fn record_session_timeout(&self) {
+        self.session_timeouts.inc();
     }
 
-    pub(crate) fn fenced(&self) {
+    pub(crate) fn record_fence(&self) {
         self.fences.inc();
     }
 
-    pub(crate) fn node_drift(&self, node: NodeId) {
-        self.truth.node_drifts.with_label_values(&[&node.0.to_string()]).inc();
+    pub(crate) fn record_node_drift(&self, node: NodeId) {
+        self.anti_entropy.node_drifts.with_label_values(&[&node.0.to_string()]).inc();
     }
 
-    pub(crate) fn replica_drift(&self, group: u16) {
-        self.truth.replica_drifts.with_label_values(&[&group.to_string()]).inc();
+    pub(crate) fn record_replica_drift(&self, group: u16) {
+        self.anti_entropy.replica_drifts.with_label_values(&[&group.to_string()]).inc();
     }
 
-    pub(crate) fn resync_asked(&self) {
-        self.truth.resyncs.inc();
+    pub(crate) fn record_resync_request(&self) {
+        self.anti_entropy.resyncs.inc();
     }
 
-    /// Counts one audit of a node, and shows what all of them came to.
-    pub(crate) fn audited(&self, node: NodeId, found: &Score, all: &Score) {
-        self.truth.audited.with_label_values(&["claimed"]).inc_by(found.claimed);
-        self.truth.audited.with_label_values(&["held"]).inc_by(found.held);
-        self.truth.wrong.with_label_values(&["claimed"]).inc_by(found.claimed_wrong);
-        self.truth.wrong.with_label_values(&["held"]).inc_by(found.held_unknown);
+    /// Counts one audit of a node, and shows the shares over all audits.
+    pub(crate) fn record_audit(&self, node: NodeId, found: &AuditScore, all: &AuditScore) {
+        self.anti_entropy.audited.with_label_values(&["claimed"]).inc_by(found.claimed);
+        self.anti_entropy.audited.with_label_values(&["held"]).inc_by(found.held);
+        self.anti_entropy.wrong.with_label_values(&["claimed"]).inc_by(found.claimed_wrong);
+        self.anti_entropy.wrong.with_label_values(&["held"]).inc_by(found.held_unknown);
         let node = node.0.to_string();
-        for (gauges, share) in [(&self.truth.precision, all.precision()), (&self.truth.recall, all.recall())]
+        for (gauges, share) in
+            [(&self.anti_entropy.precision, all.precision()), (&self.anti_entropy.recall, all.recall())]
         {
             if let Some(share) = share {
                 gauges.with_label_values(&[&node]).set(share);
@@ -535,127 +539,127 @@ impl Metrics {
         }
     }
 
-    pub(crate) fn residency_batches(&self, outcome: &str, batches: usize) {
-        self.soft.batches.with_label_values(&[outcome]).inc_by(batches as u64);
+    pub(crate) fn record_residency_batches(&self, outcome: &str, batches: usize) {
+        self.ephemeral.batches.with_label_values(&[outcome]).inc_by(batches as u64);
     }
 
-    pub(crate) fn residency_unlisted(&self, blocks: u64) {
-        self.soft.unlisted.inc_by(blocks);
+    pub(crate) fn record_unlisted_residency(&self, blocks: u64) {
+        self.ephemeral.unlisted.inc_by(blocks);
     }
 
-    pub(crate) fn replay_asked(&self) {
-        self.soft.replays.inc();
+    pub(crate) fn record_replay_request(&self) {
+        self.ephemeral.replays.inc();
     }
 
-    pub(crate) fn residency_ended(&self, reason: &str, instances: u64) {
-        self.soft.ended.with_label_values(&[reason]).inc_by(instances);
+    pub(crate) fn record_residency_invalidations(&self, reason: &str, instances: u64) {
+        self.ephemeral.ended.with_label_values(&[reason]).inc_by(instances);
     }
 
-    /// Shows what every instance has; one that was forgotten is shown no longer.
-    pub(crate) fn resident(&self, all: &[Standing]) {
-        self.soft.blocks.reset();
+    /// Shows the resident blocks of every instance; forgotten instances disappear.
+    pub(crate) fn show_resident_blocks(&self, all: &[ReporterStatus]) {
+        self.ephemeral.blocks.reset();
         for one in all {
             let instance = one.instance.0.to_string();
-            self.soft.blocks.with_label_values(&[&instance]).set(gauge_value(one.blocks));
+            self.ephemeral.blocks.with_label_values(&[&instance]).set(gauge_value(one.blocks));
         }
     }
 
-    /// A node was told a window of so many blocks, or could not be.
-    pub(crate) fn window_told(&self, answered: bool, blocks: usize) {
-        self.soft.windows.with_label_values(&[if answered { "taken" } else { "failed" }]).inc();
-        self.soft.window_blocks.inc_by(blocks as u64);
+    /// Counts a prefetch window sent to a node, and whether the node answered.
+    pub(crate) fn record_window(&self, answered: bool, blocks: usize) {
+        self.ephemeral.windows.with_label_values(&[if answered { "taken" } else { "failed" }]).inc();
+        self.ephemeral.window_blocks.inc_by(blocks as u64);
     }
 
-    /// A copy between nodes ended.
-    pub(crate) fn copied(&self, end: CopyEnd, bytes: u64) {
+    /// Counts a finished copy between nodes.
+    pub(crate) fn record_copy(&self, end: CopyOutcome, bytes: u64) {
         self.copies.ended.with_label_values(&[end.name()]).inc();
         self.copies.bytes.inc_by(bytes);
     }
 
-    /// A decision reads from afar.
-    pub(crate) fn hot_use(&self, outcome: HotUse) {
+    /// Counts a decision that reads from a remote node.
+    pub(crate) fn record_hot_read(&self, outcome: HotReadOutcome) {
         let label = match outcome {
-            HotUse::Counted => "counted",
-            HotUse::Dropped => "dropped",
-            HotUse::SavesNothing => "saves_nothing",
+            HotReadOutcome::Counted => "counted",
+            HotReadOutcome::Dropped => "dropped",
+            HotReadOutcome::SavesNothing => "saves_nothing",
         };
         self.copies.hot.uses.with_label_values(&[label]).inc();
     }
 
-    /// A copy of a hot prefix begins.
-    pub(crate) fn hot_proposed(&self) {
+    /// Counts a started copy of a hot prefix.
+    pub(crate) fn record_hot_proposal(&self) {
         self.copies.hot.proposed.inc();
     }
 
-    /// One ended.
-    pub(crate) fn hot_copied(&self, end: CopyEnd, bytes: u64) {
+    /// Counts a finished copy of a hot prefix.
+    pub(crate) fn record_hot_copy(&self, end: CopyOutcome, bytes: u64) {
         self.copies.hot.ended.with_label_values(&[end.name()]).inc();
         self.copies.hot.bytes.inc_by(bytes);
     }
 
-    /// The heat of so many parts of prefixes is remembered.
-    pub(crate) fn hot_segments(&self, segments: usize) {
+    /// Shows the number of prefix segments with tracked heat.
+    pub(crate) fn show_hot_segments(&self, segments: usize) {
         self.copies.hot.segments.set(gauge_value(segments as u64));
     }
 
-    /// A node said what it saw.
-    pub(crate) fn fits_heard(&self, took: Took) {
-        self.soft.fits.heard.with_label_values(&[took.name()]).inc();
+    /// Counts a node's report of reuse statistics.
+    pub(crate) fn record_reuse_report(&self, took: ReportReceipt) {
+        self.ephemeral.reuse_stats.reports.with_label_values(&[took.name()]).inc();
     }
 
-    /// Nodes are told anew what the fleet saw.
-    pub(crate) fn fits_told(&self) {
-        self.soft.fits.told.inc();
+    /// Counts a publication of reuse statistics.
+    pub(crate) fn record_reuse_publication(&self) {
+        self.ephemeral.reuse_stats.publications.inc();
     }
 
-    /// So many nodes said what they saw, of so many categories.
-    pub(crate) fn fits(&self, nodes: usize, categories: usize) {
-        self.soft.fits.nodes.set(gauge_value(nodes as u64));
-        self.soft.fits.categories.set(gauge_value(categories as u64));
+    /// Shows the number of reporting nodes and of their categories.
+    pub(crate) fn show_reuse_stats(&self, nodes: usize, categories: usize) {
+        self.ephemeral.reuse_stats.nodes.set(gauge_value(nodes as u64));
+        self.ephemeral.reuse_stats.categories.set(gauge_value(categories as u64));
     }
 
-    /// By what factors times between tokens turned out to be off.
-    pub(crate) fn pace_learnt(&self, factors: [f64; 3]) {
+    /// Shows the learned correction factors of TBT predictions.
+    pub(crate) fn show_tbt_factors(&self, factors: [f64; 3]) {
         for (part, factor) in ["all", "step", "running"].iter().zip(factors) {
-            self.pace.factors.with_label_values(&[part]).set(factor);
+            self.tbt.factors.with_label_values(&[part]).set(factor);
         }
     }
 
-    /// By what factors the parts of predictions turned out to be off.
-    pub(crate) fn learnt(&self, factors: [f64; 7]) {
+    /// Shows the learned correction factors of TTFT predictions.
+    pub(crate) fn show_ttft_factors(&self, factors: [f64; 7]) {
         let parts = ["queue", "transfer", "prefill", "passed", "step", "tokens", "context"];
         for (part, factor) in parts.iter().zip(factors) {
-            self.soft.factors.with_label_values(&[part]).set(factor);
+            self.ephemeral.ttft_factors.with_label_values(&[part]).set(factor);
         }
     }
 
-    /// Shows how fast nodes were read from of late, and nothing of those that were not.
-    pub(crate) fn link_rates(&self, all: &[LinkRate]) {
-        self.soft.rates.reset();
-        self.soft.latencies.reset();
-        for LinkRate { node, is_own, key, lane } in all {
+    /// Shows recent read rates of nodes; nodes without recent reads disappear.
+    pub(crate) fn show_link_rates(&self, all: &[LinkRate]) {
+        self.ephemeral.rates.reset();
+        self.ephemeral.latencies.reset();
+        for LinkRate { node, is_own, key, stats: lane } in all {
             let node = node.0.to_string();
             let labels = [&*node, reader_name(*is_own), path_name(key.path), tier_name(key.tier)];
-            self.soft.rates.with_label_values(&labels).set(gauge_value(lane.bytes_per_s));
-            self.soft.latencies.with_label_values(&labels).set(gauge_value(lane.latency_ns / 1_000));
+            self.ephemeral.rates.with_label_values(&labels).set(gauge_value(lane.bytes_per_s));
+            self.ephemeral.latencies.with_label_values(&labels).set(gauge_value(lane.latency_ns / 1_000));
         }
     }
 
-    pub(crate) fn standing(&self, group: u16, applied_index: u64, term: u64, leads: bool) {
+    pub(crate) fn show_group_status(&self, group: u16, applied_index: u64, term: u64, leads: bool) {
         let group = group.to_string();
         self.applied_index.with_label_values(&[&group]).set(gauge_value(applied_index));
         self.term.with_label_values(&[&group]).set(gauge_value(term));
         self.leader.with_label_values(&[&group]).set(i64::from(leads));
     }
 
-    /// Whether the replica of a group is wrong, and how often its repair failed.
-    pub(crate) fn soundness(&self, group: u16, diverged: bool, repairs_failed: u64) {
+    /// Shows whether the replica of a group differs, and how many repairs failed.
+    pub(crate) fn show_replica_health(&self, group: u16, diverged: bool, repairs_failed: u64) {
         let group = group.to_string();
-        self.truth.replica_diverged.with_label_values(&[&group]).set(i64::from(diverged));
-        self.truth.repairs_failed.with_label_values(&[&group]).set(gauge_value(repairs_failed));
+        self.anti_entropy.replica_diverged.with_label_values(&[&group]).set(i64::from(diverged));
+        self.anti_entropy.repairs_failed.with_label_values(&[&group]).set(gauge_value(repairs_failed));
     }
 
-    pub(crate) fn sizes(&self, log_bytes: u64, index_copies: u64) {
+    pub(crate) fn show_sizes(&self, log_bytes: u64, index_copies: u64) {
         self.log_bytes.set(gauge_value(log_bytes));
         self.index_copies.set(gauge_value(index_copies));
     }
@@ -667,17 +671,17 @@ fn ratio(registry: &Registry, name: &str, help: &str) -> prometheus::Result<Gaug
     Ok(gauges)
 }
 
-/// Who read, as figures say it.
+/// Label of the reader.
 fn reader_name(is_own: bool) -> &'static str {
     if is_own { "own" } else { "other" }
 }
 
-/// What a link went over, as figures say it.
+/// Label of the link's path.
 fn path_name(path: Option<LinkPath>) -> &'static str {
     path.map_or("unknown", LinkPath::name)
 }
 
-/// What blocks came out of, as figures say it.
+/// Label of the source tier.
 fn tier_name(tier: Option<Tier>) -> &'static str {
     tier.map_or("several", Tier::name)
 }

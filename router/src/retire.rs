@@ -1,8 +1,8 @@
-//! Brings into the shards what the control group decided about nodes: epochs that are over end there too, so
-//! that the memory of what they announced is swept.
+//! Applies the control group's decisions about nodes to the shards: epochs that are over end there
+//! too, so that the memory of their announcements is reclaimed.
 //!
-//! Readers need none of this: they ask the control replica who lives. Each router does it for the shards that
-//! it leads. Not here: who is fenced (`crate::liveness`).
+//! Readers do not depend on it: they ask the control replica which nodes live. Each router does it
+//! for the shards that it leads. Not here: the decision to fence (`crate::liveness`).
 
 use std::time::Duration;
 
@@ -12,14 +12,14 @@ use tokio_util::sync::CancellationToken;
 
 use crate::groups::{Group, Groups};
 
-/// How often it is looked at besides every change in the control group: a shard may get a new leader, or a
-/// command may be lost.
-const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Check interval in addition to every change of the control group: a shard may get a new leader,
+/// or a command may be lost.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Looks until cancelled.
+/// Checks until cancelled.
 pub(crate) async fn run(groups: Groups, stop: CancellationToken) {
-    let mut rules = groups.control().published.rules_changes();
-    let mut tick = tokio::time::interval(LOOK_EVERY);
+    let mut rules = groups.control().published.watch_rules();
+    let mut tick = tokio::time::interval(CHECK_INTERVAL);
     tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     while !stop.is_cancelled() {
         let looked = stop.run_until_cancelled(async {
@@ -39,22 +39,22 @@ pub(crate) async fn run(groups: Groups, stop: CancellationToken) {
 }
 
 async fn retire(control: &Group, shard: &Group) {
-    // A control replica that is wrong about who lives must not tell the shards.
-    if !shard.consensus.holds_office() || control.has_diverged() {
+    // A diverged control replica must not change the shards.
+    if !shard.consensus.holds_leader_lease() || control.has_diverged() {
         return;
     }
-    let due = due(&control.published.read().index, &shard.published.read().index);
+    let due = ended_epochs(&control.published.read().index, &shard.published.read().index);
     for command in due {
         if let Err(error) = shard.consensus.propose(&command).await {
-            tracing::debug!(shard = shard.number(), ?command, %error, "an epoch was not ended; it will be");
+            tracing::debug!(shard = shard.number(), ?command, %error, "an epoch was not ended in a shard; the next check retries");
             return;
         }
     }
 }
 
-/// What must be said in a shard so that it ends every epoch that is over.
-fn due(control: &Index, shard: &Index) -> Vec<Command> {
-    let over = shard.nodes().filter(|state| control.is_over(state.record.node, state.epoch));
+/// Commands that end every epoch of a shard that is over in the control group.
+fn ended_epochs(control: &Index, shard: &Index) -> Vec<Command> {
+    let over = shard.nodes().filter(|state| control.is_epoch_over(state.record.node, state.epoch));
     let command = |state: &kv_core::index::NodeState| {
         let (node, epoch) = (state.record.node, state.epoch);
         match control.node(node) {
@@ -73,21 +73,21 @@ mod tests {
     use kv_core::index::IndexLimits;
 
     #[test]
-    fn a_shard_ends_what_is_over_and_nothing_else() {
+    fn a_shard_ends_only_epochs_that_are_over() {
         let (mut control, mut shard) =
             (Index::new(IndexLimits::default()), Index::new(IndexLimits::default()));
         for node in 1..=4 {
             control.apply(&Command::Join(record(node)));
             shard.apply(&Command::Admit { record: record(node), epoch: Epoch(1) });
         }
-        // The control replica may be behind: what it has not heard of is not over.
+        // The control replica may lag: an epoch unknown to it is not over.
         shard.apply(&Command::Admit { record: record(5), epoch: Epoch(1) });
-        assert_eq!(due(&control, &shard), []);
+        assert_eq!(ended_epochs(&control, &shard), []);
         let (fenced, rejoined, left) = (NodeId(1), 2, NodeId(3));
         control.apply(&Command::Fence { node: fenced, epoch: Epoch(1) });
         control.apply(&Command::Join(record(rejoined)));
         control.apply(&Command::Leave { node: left, epoch: Epoch(1) });
-        let said = due(&control, &shard);
+        let said = ended_epochs(&control, &shard);
         let expected = [
             Command::Fence { node: fenced, epoch: Epoch(1) },
             Command::Fence { node: NodeId(rejoined), epoch: Epoch(1) },
@@ -95,6 +95,6 @@ mod tests {
         ];
         assert_eq!(said, expected);
         said.iter().for_each(|command| drop(shard.apply(command)));
-        assert_eq!(due(&control, &shard), [], "once is enough");
+        assert_eq!(ended_epochs(&control, &shard), [], "once is enough");
     }
 }

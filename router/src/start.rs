@@ -1,6 +1,6 @@
-//! One running router: how it is put together and how it is taken apart.
+//! Starts and stops one router.
 //!
-//! Not here: anything it does in between.
+//! Not here: its work in between.
 
 use std::fs::File;
 use std::io;
@@ -10,10 +10,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use kvfleet_net::tls::callers::members_only;
+use kvfleet_net::tls::listen::incoming;
+use kvfleet_net::tls::{Identity, RENEW_INTERVAL, Renewal, TlsFiles, keep_renewed};
 use kvfleet_proto::pb::raft_server::RaftServer;
-use kvfleet_proto::tls::callers::members_only;
-use kvfleet_proto::tls::listen::incoming;
-use kvfleet_proto::tls::{Identity, RENEW_EVERY, Renewal, TlsFiles, keep_renewed};
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
 use tokio::net::TcpListener;
@@ -22,79 +22,80 @@ use tokio_util::sync::CancellationToken;
 use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Server;
 
+use crate::anti_entropy::AntiEntropy;
+use crate::anti_entropy::run::AntiEntropyTask;
 use crate::background::Background;
 use crate::balance;
 use crate::clock::{Clock, UnixClock};
 use crate::config::RouterConfig;
-use crate::copies::Copies;
-use crate::copies::hot::{HotCopier, Uses};
-use crate::desk::Desk;
+use crate::copies::CopyDispatcher;
+use crate::copies::hot::{HotCopier, RemoteReadQueue};
 use crate::directives;
 use crate::engines::metrics::EngineMetrics;
-use crate::engines::{self, Engines};
+use crate::engines::{self, FollowContext};
 use crate::error::StartError;
-use crate::fits;
+use crate::fleet_reuse_stats::{self, FleetReuseStats};
 use crate::groups::{Group, Groups};
-use crate::ingest::{Gather, Ingest};
-use crate::liveness::{self, Silence};
+use crate::handle::RouterHandle;
+use crate::ingest::{BatchPolicy, Ingest};
+use crate::liveness::{self, SilenceTracker};
 use crate::manifests::Manifests;
 use crate::metrics::Metrics;
-use crate::pin_ends;
-use crate::raft::boot::{self, Booted};
+use crate::pin_expiry;
+use crate::raft::boot::{self, BootedConsensus};
 use crate::raft::log_store::LogGuard;
 use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
-use crate::raft::{CONTROL, Cluster};
+use crate::raft::{CONTROL, ClusterIdentity};
 use crate::retire;
-use crate::server::{RouterService, Shared};
-use crate::truth::Truth;
-use crate::truth::run::Meter;
+use crate::server::{RouterService, ServerState};
 use crate::view::fleet::FleetView;
 use crate::view::residency::{RESIDENT_BLOCKS_MAX, Residency};
-use crate::windows::Waits;
-use crate::windows::tell::Teller;
+use crate::windows::QueuedRequests;
+use crate::windows::publish::WindowPublisher;
 
-/// Longest a stopping leader waits for another router to take over; an idle transfer takes under a
-/// millisecond, and without it the others elect within their timeout anyway.
-const HANDOVER_MAX: Duration = Duration::from_secs(1);
+/// Longest time a stopping leader waits for another router to take over. An idle transfer takes
+/// under a millisecond; without it the others elect within their timeout.
+const HANDOVER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Longest a stopping router waits for calls under way.
-const DRAIN_MAX: Duration = Duration::from_secs(2);
+/// Longest time a stopping router waits for outstanding calls.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A ping on a connection that says nothing, and the time for its answer: a peer that vanished without a
-/// word must not leave its streams here for good.
+/// Ping interval of an idle connection, and timeout of the answer: a vanished peer must not keep
+/// its streams open.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 
-/// Time for the instances of a running cluster to find a router that comes back: ten reports of each.
-const REPORTS_WITHIN: Duration = Duration::from_secs(2);
+/// Time that the instances of a running cluster need to find a returning router: ten reports of
+/// each.
+const REPORTS_GRACE: Duration = Duration::from_secs(2);
 
-/// Longest it waits for the log file to be closed.
-const CLOSE_MAX: Duration = Duration::from_secs(10);
+/// Longest wait for the log file to close.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A running router. Dropping it without [`Router::shutdown`] leaves its tasks running until the runtime
 /// ends.
 pub struct Router {
     local_addr: SocketAddr,
     pub(crate) groups: Groups,
-    desk: Desk,
+    handle: RouterHandle,
     stop: CancellationToken,
     serving: JoinHandle<()>,
     guard: LogGuard,
 }
 
 impl Router {
-    /// Starts a router and returns once it serves; it may not have found a leader yet. Metrics go into
-    /// `registry`, which must not hold another router's.
+    /// Starts a router and returns once it serves; it may not have found a leader yet. Metrics go
+    /// into `registry`, which must not hold another router's.
     ///
     /// # Errors
-    /// [`StartError`]: an invalid config, certificates, a port in use, a log or snapshot that is corrupted.
-    // Boxed, as is all that the whole of a router hangs on: the body of an async function is compiled where it is awaited, so every program
-    // and every test that starts a router would compile consensus once more.
+    /// [`StartError`]: an invalid configuration or certificate, a port in use, a corrupted log or snapshot.
+    // Boxed, as are the other async entry points: the body of an async function is compiled where
+    // it is awaited, so every caller would compile consensus once more.
     pub fn start(config: RouterConfig, registry: &Registry) -> BoxFuture<'_, Result<Router, StartError>> {
-        Box::pin(Router::begin(config, registry))
+        Box::pin(Router::start_inner(config, registry))
     }
 
-    async fn begin(config: RouterConfig, registry: &Registry) -> Result<Router, StartError> {
+    async fn start_inner(config: RouterConfig, registry: &Registry) -> Result<Router, StartError> {
         config.validate()?;
         let files = TlsFiles {
             ca: config.tls.ca.clone(),
@@ -109,13 +110,21 @@ impl Router {
         let metrics = Metrics::register(registry)?;
         let engine_metrics = EngineMetrics::register(registry)?;
         let prepared = engines::prepare(&config.engines).await?;
-        make_durably(&config.data_dir)
+        create_dir_durable(&config.data_dir)
             .map_err(|source| StartError::DataDir { path: config.data_dir.clone(), source })?;
         let booted = boot::boot(&config, identity.clone()).await?;
         let stop = CancellationToken::new();
-        // Whatever fails from here on takes the standing tasks with it.
+        // A failure from here on also stops the tasks that run already.
         let started = stop.clone().drop_guard();
-        let Booted { cluster, groups, peers, repairs, withheld, guard, comes_late } = booted;
+        let BootedConsensus {
+            cluster,
+            groups,
+            peers,
+            repairs,
+            withheld,
+            guard,
+            joins_running_cluster: comes_late,
+        } = booted;
         let raft_service = RaftService::new(
             Arc::clone(&cluster),
             groups.clone(),
@@ -123,9 +132,15 @@ impl Router {
             Arc::clone(&withheld),
             stop.clone(),
         );
-        let parts = Parts { config: &config, groups: &groups, metrics, comes_late, stop: &stop };
+        let parts = RouterParts {
+            config: &config,
+            groups: &groups,
+            metrics,
+            joins_running_cluster: comes_late,
+            stop: &stop,
+        };
         let shared = parts.assemble(cluster, peers);
-        let following = Engines {
+        let following = FollowContext {
             residency: Arc::clone(&shared.residency),
             clock: shared.clock,
             unix: shared.unix.clone(),
@@ -133,14 +148,14 @@ impl Router {
             stop: stop.clone(),
         }
         .start(prepared);
-        let desk = Desk::new(Arc::clone(&shared), following, identity.clone());
+        let handle = RouterHandle::new(Arc::clone(&shared), following, identity.clone());
         let serving = serve(listener, &identity, RouterService::new(shared), raft_service, stop.clone());
         let (renewal, stopped) = (Renewal::new(identity, files), stop.clone());
         tokio::spawn(async move {
-            let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_EVERY)).await; // stopped, as asked
+            let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_INTERVAL)).await; // cancelled by shutdown
         });
         groups.all().iter().for_each(|group| group.consensus.raft().run());
-        let router = Router { local_addr, groups, desk, stop, serving, guard };
+        let router = Router { local_addr, groups, handle, stop, serving, guard };
         if let Err(error) = boot::initialize(&router.groups, &withheld, &config).await {
             router.halt().await;
             return Err(error);
@@ -150,16 +165,16 @@ impl Router {
         Ok(router)
     }
 
-    /// Where this router listens.
+    /// Address on which this router listens.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local_addr
     }
 
-    /// Calls made within this process.
+    /// Handle for calls from inside this process.
     #[must_use]
-    pub fn desk(&self) -> Desk {
-        self.desk.clone()
+    pub fn handle(&self) -> RouterHandle {
+        self.handle.clone()
     }
 
     /// Whether this router leads the control group, as far as it knows.
@@ -168,8 +183,9 @@ impl Router {
         self.groups.control().consensus.is_leader()
     }
 
-    /// Resolves when consensus of any group has stopped for good on this router (its disk failed, say), with
-    /// the reason. The process should end then: the router cannot serve fresh answers any more.
+    /// Resolves with the reason when consensus of any group has stopped for good, for example after
+    /// a disk failure. The process should then exit, since the router can no longer serve fresh
+    /// answers.
     pub fn failed(&self) -> BoxFuture<'_, String> {
         let failed = |group: &Arc<Group>| {
             let (number, consensus) = (group.number(), group.consensus.clone());
@@ -179,60 +195,61 @@ impl Router {
         Box::pin(async move { any.await.0 })
     }
 
-    /// Hands over what this router leads, ends the calls under way, closes the log.
+    /// Hands over leadership, ends outstanding calls and closes the log.
     pub fn shutdown(self) -> BoxFuture<'static, ()> {
-        Box::pin(self.leave())
+        Box::pin(self.shutdown_inner())
     }
 
-    async fn leave(self) {
-        // From here on it neither balances nor takes on anything.
+    async fn shutdown_inner(self) {
+        // From here on it neither balances nor takes on groups.
         let led: Vec<_> = self.groups.all().iter().filter(|group| group.consensus.is_leader()).collect();
         let handed_over = futures_util::future::join_all(led.iter().map(|group| group.consensus.hand_over()));
-        if tokio::time::timeout(HANDOVER_MAX, handed_over).await.is_err() {
+        if tokio::time::timeout(HANDOVER_TIMEOUT, handed_over).await.is_err() {
             tracing::warn!("no other router took over in time; they will elect");
         }
         self.halt().await;
     }
 
-    /// Stops without handing over leadership, as a process that is killed does; only the log file is closed
-    /// in order. For tests of leader loss.
+    /// Stops without a leadership handover, as a killed process does, but closes the log file
+    /// cleanly. For tests of leader loss.
     pub fn halt(self) -> BoxFuture<'static, ()> {
-        Box::pin(self.end())
+        Box::pin(self.halt_inner())
     }
 
-    async fn end(self) {
+    async fn halt_inner(self) {
         self.stop.cancel();
         for group in self.groups.all() {
             if let Err(error) = group.consensus.raft().shutdown().await {
                 tracing::error!(group = group.number(), %error, "consensus ended badly");
             }
         }
-        let Router { groups, desk, mut serving, guard, .. } = self;
-        if tokio::time::timeout(DRAIN_MAX, &mut serving).await.is_err() {
-            tracing::warn!("calls under way were cut off");
+        let Router { groups, handle: desk, mut serving, guard, .. } = self;
+        if tokio::time::timeout(DRAIN_TIMEOUT, &mut serving).await.is_err() {
+            tracing::warn!("outstanding calls were cut off");
             serving.abort();
             drop(serving.await);
         }
         drop((groups, desk));
         let closed = tokio::task::spawn_blocking(move || guard.join());
-        if tokio::time::timeout(CLOSE_MAX, closed).await.is_err() {
+        if tokio::time::timeout(CLOSE_TIMEOUT, closed).await.is_err() {
             tracing::error!("the raft log was not closed in time");
         }
     }
 }
 
-/// Makes a directory, with those that it lies in, and their names durable: what is in it goes with its name.
-fn make_durably(directory: &Path) -> io::Result<()> {
+/// Creates a directory with its parents and syncs their names, since contents are lost without a
+/// durable name.
+fn create_dir_durable(directory: &Path) -> io::Result<()> {
     let is_missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
     let made: Vec<&Path> = directory.ancestors().take_while(is_missing).collect();
     std::fs::create_dir_all(directory)?;
-    // One that is there may have been made by a process that was killed right then.
+    // An existing one may come from a process that was killed before the sync.
     for path in made.into_iter().chain([directory]) {
         let Some(above) = path.parent() else { continue };
         let above = if above.as_os_str().is_empty() { Path::new(".") } else { above };
         match File::open(above).and_then(|above| above.sync_all()) {
-            // Where nothing can be synced, or read, it was made by somebody else.
-            Err(error) if is_of_others(&error) => {
+            // A parent that cannot be synced or read was not created by this process.
+            Err(error) if is_unsyncable(&error) => {
                 tracing::debug!(path = %above.display(), %error, "not synced");
             }
             synced => synced?,
@@ -241,7 +258,7 @@ fn make_durably(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-fn is_of_others(error: &io::Error) -> bool {
+fn is_unsyncable(error: &io::Error) -> bool {
     use io::ErrorKind::{InvalidInput, PermissionDenied, ReadOnlyFilesystem, Unsupported};
     matches!(error.kind(), InvalidInput | PermissionDenied | ReadOnlyFilesystem | Unsupported)
 }
@@ -253,27 +270,27 @@ async fn listen(address: &str) -> Result<TcpListener, StartError> {
     })
 }
 
-/// What every part is made from.
-struct Parts<'a> {
+/// Inputs of the router's tasks and shared state.
+struct RouterParts<'a> {
     config: &'a RouterConfig,
     groups: &'a Groups,
     metrics: Metrics,
-    comes_late: bool,
+    joins_running_cluster: bool,
     stop: &'a CancellationToken,
 }
 
-impl Parts<'_> {
-    /// Starts the standing tasks and returns what calls share.
-    fn assemble(&self, cluster: Arc<Cluster>, peers: Peers) -> Arc<Shared> {
+impl RouterParts<'_> {
+    /// Starts the background tasks and returns the state shared by calls.
+    fn assemble(&self, cluster: Arc<ClusterIdentity>, peers: Peers) -> Arc<ServerState> {
         let clock = Clock::start();
         let control = self.groups.control();
         let fleet = Arc::new(FleetView::new(
-            self.config.hardware(),
+            self.config.hardware_profile(),
             self.config.limits(),
-            self.config.admission.start(),
+            self.config.admission.admission(),
         ));
         let residency = Arc::new(RwLock::new(Residency::new(RESIDENT_BLOCKS_MAX, clock.now())));
-        let silence = Arc::new(Mutex::new(Silence::new(self.config.timings.silence())));
+        let silence = Arc::new(Mutex::new(SilenceTracker::new(self.config.timings.silence_limit())));
         tokio::spawn(liveness::run(
             Arc::clone(&silence),
             Arc::clone(control),
@@ -283,26 +300,26 @@ impl Parts<'_> {
         ));
         tokio::spawn(retire::run(self.groups.clone(), self.stop.clone()));
         let unix = UnixClock::start();
-        tokio::spawn(pin_ends::run(Arc::clone(control), unix.clone(), self.stop.clone()));
-        if let Some(every) = self.config.timings.balance() {
+        tokio::spawn(pin_expiry::run(Arc::clone(control), unix.clone(), self.stop.clone()));
+        if let Some(every) = self.config.timings.balance_interval() {
             tokio::spawn(balance::run(self.groups.clone(), every, clock, self.stop.clone()));
         }
-        let copies = Arc::new(Copies::new(peers.clone(), self.metrics.clone()));
-        self.run_background((&fleet, &residency, &copies), clock);
-        let truth = Arc::new(Truth::new(self.config.id << 32 ^ u64::from(std::process::id())));
-        let meter = Meter {
+        let copies = Arc::new(CopyDispatcher::new(peers.clone(), self.metrics.clone()));
+        self.spawn_background((&fleet, &residency, &copies), clock);
+        let truth = Arc::new(AntiEntropy::new(self.config.id << 32 ^ u64::from(std::process::id())));
+        let meter = AntiEntropyTask {
             groups: self.groups.clone(),
             peers: peers.clone(),
             envelope: Envelope { cluster: Arc::clone(&cluster), group: CONTROL },
-            truth: Arc::clone(&truth),
+            anti_entropy: Arc::clone(&truth),
             metrics: self.metrics.clone(),
-            config: self.config.truth.clone(),
+            config: self.config.anti_entropy.clone(),
         };
         tokio::spawn(meter.run(self.stop.clone()));
-        let waits = self.tell_windows(&peers, clock);
-        let hot = self.copy_hot((&fleet, &copies), clock);
-        Arc::new(Shared {
-            truth,
+        let queued = self.start_window_publisher(&peers, clock);
+        let hot = self.start_hot_copies((&fleet, &copies), clock);
+        Arc::new(ServerState {
+            anti_entropy: truth,
             cluster,
             manifests: self.manifests(&peers, clock),
             peers,
@@ -310,22 +327,22 @@ impl Parts<'_> {
             fleet,
             residency,
             silence,
-            ingests: self.groups.shards().iter().map(|shard| self.ingest(shard, clock)).collect(),
+            ingests: self.groups.shards().iter().map(|shard| self.start_ingest(shard, clock)).collect(),
             ttft_max_ms: self.config.admission.ttft_max_ms,
             tbt_max_us: self.config.admission.tbt_max_us,
-            recall: Mutex::default(),
-            sent: Mutex::default(),
-            guessed: Mutex::default(),
-            waits,
+            decision_log: Mutex::default(),
+            in_flight_prefixes: Mutex::default(),
+            inferred_prefixes: Mutex::default(),
+            queued_requests: queued,
             copies,
-            hot,
+            remote_reads: hot,
             fresh_shares: Mutex::default(),
-            fits: fits::start(Arc::clone(control), clock, self.metrics.clone(), self.stop.clone()),
+            reuse_stats: self.start_reuse_stats(clock),
             directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,
             unix,
-            reported_by: clock.now().after(if self.comes_late { REPORTS_WITHIN } else { Duration::ZERO }),
+            reports_due: clock.now().after(self.reports_grace()),
             announce_blocks_max: self.config.announce.blocks_max,
             draining: self.stop.child_token(),
             stop: self.stop.clone(),
@@ -337,9 +354,9 @@ impl Parts<'_> {
         Manifests::new(engines, self.groups.clone(), peers.clone(), clock)
     }
 
-    fn run_background(
+    fn spawn_background(
         &self,
-        (fleet, residency, copies): (&Arc<FleetView>, &Arc<RwLock<Residency>>, &Arc<Copies>),
+        (fleet, residency, copies): (&Arc<FleetView>, &Arc<RwLock<Residency>>, &Arc<CopyDispatcher>),
         clock: Clock,
     ) {
         let background = Background {
@@ -354,8 +371,12 @@ impl Parts<'_> {
         tokio::spawn(background.run(self.stop.clone()));
     }
 
-    /// What is hot, which is copied where there is a budget for it.
-    fn copy_hot(&self, (fleet, copies): (&Arc<FleetView>, &Arc<Copies>), clock: Clock) -> Option<Uses> {
+    /// Starts hot-prefix copies if they have a budget.
+    fn start_hot_copies(
+        &self,
+        (fleet, copies): (&Arc<FleetView>, &Arc<CopyDispatcher>),
+        clock: Clock,
+    ) -> Option<RemoteReadQueue> {
         let copier = HotCopier {
             groups: self.groups.clone(),
             fleet: Arc::clone(fleet),
@@ -366,23 +387,34 @@ impl Parts<'_> {
         copier.start(&self.config.hot_copies, self.stop.clone())
     }
 
-    /// What waits, which nodes are told unless that is switched off.
-    fn tell_windows(&self, peers: &Peers, clock: Clock) -> Option<Arc<Mutex<Waits>>> {
-        let waits = self.config.windows.then(Arc::<Mutex<Waits>>::default)?;
-        let teller = Teller {
+    /// Time until instances must have reported: none in a cluster that starts with this router.
+    fn reports_grace(&self) -> Duration {
+        if self.joins_running_cluster { REPORTS_GRACE } else { Duration::ZERO }
+    }
+
+    /// Starts sharing the reuse statistics of nodes.
+    fn start_reuse_stats(&self, clock: Clock) -> FleetReuseStats {
+        let control = Arc::clone(self.groups.control());
+        fleet_reuse_stats::start(control, clock, self.metrics.clone(), self.stop.clone())
+    }
+
+    /// Starts prefetch windows unless they are disabled.
+    fn start_window_publisher(&self, peers: &Peers, clock: Clock) -> Option<Arc<Mutex<QueuedRequests>>> {
+        let queued = self.config.windows.then(Arc::<Mutex<QueuedRequests>>::default)?;
+        let publisher = WindowPublisher {
             router: self.config.id,
-            waits: Arc::clone(&waits),
+            queued: Arc::clone(&queued),
             groups: self.groups.clone(),
             peers: peers.clone(),
             clock,
             metrics: self.metrics.clone(),
         };
-        tokio::spawn(teller.run(self.stop.clone()));
-        Some(waits)
+        tokio::spawn(publisher.run(self.stop.clone()));
+        Some(queued)
     }
 
-    fn ingest(&self, shard: &Group, clock: Clock) -> Ingest {
-        let gather = Gather {
+    fn start_ingest(&self, shard: &Group, clock: Clock) -> Ingest {
+        let gather = BatchPolicy {
             window: Duration::from_millis(self.config.announce.window_ms),
             blocks_max: self.config.announce.blocks_max,
         };
@@ -390,8 +422,8 @@ impl Parts<'_> {
     }
 }
 
-/// What of one stream may come unread, and of all of a connection: a stream of questions that is at its bound is not read, and the other calls of its connection
-/// have room beside it.
+/// Flow control windows of one stream and of one connection, in bytes. A route stream at its bound
+/// is not read, and the connection keeps room for other calls.
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 8 << 20;
 
@@ -412,7 +444,7 @@ fn serve(
         .http2_keepalive_timeout(Some(KEEPALIVE))
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
-        .add_service(router.served())
+        .add_service(router.into_service())
         .add_service(raft);
     let incoming = incoming(listener, identity);
     tokio::spawn(async move {
@@ -429,15 +461,15 @@ mod tests {
 
     #[test]
     #[allow(clippy::unwrap_used)]
-    fn a_directory_is_made_with_those_that_it_lies_in() {
+    fn a_directory_is_created_with_its_parents() {
         let above = tempfile::TempDir::new().unwrap();
         let path = above.path().join("of/a/router");
         for _ in 0..2 {
-            make_durably(&path).unwrap();
+            create_dir_durable(&path).unwrap();
             assert!(path.is_dir());
         }
-        make_durably(Path::new("/")).unwrap();
+        create_dir_durable(Path::new("/")).unwrap();
         std::fs::write(above.path().join("file"), b"").unwrap();
-        assert!(make_durably(&above.path().join("file/router")).is_err());
+        assert!(create_dir_durable(&above.path().join("file/router")).is_err());
     }
 }

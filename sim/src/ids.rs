@@ -1,4 +1,4 @@
-//! Maps from block ids: ids are often small numbers in a row, and nobody chooses them to do harm.
+//! Maps keyed by block ids: ids are often small consecutive numbers, and no attacker chooses them.
 //!
 //! Not here: the keyed hashes of the product, which a trace does not have.
 
@@ -8,8 +8,8 @@ use std::hash::{BuildHasherDefault, Hasher};
 /// A map from block ids, about twice as fast as one that is safe against chosen keys.
 pub(crate) type IdMap<V> = HashMap<u64, V, BuildHasherDefault<IdHasher>>;
 
-/// Spreads an id over all its bits, as a hash is.
-pub(crate) fn mixed(id: u64) -> u64 {
+/// Spreads an id over all 64 bits, like a hash.
+pub(crate) fn mix_bits(id: u64) -> u64 {
     let id = (id ^ (id >> 32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (id ^ (id >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) ^ (id >> 32)
 }
@@ -24,7 +24,7 @@ impl Hasher for IdHasher {
     }
 
     fn write_u64(&mut self, id: u64) {
-        self.0 = mixed(self.0 ^ id);
+        self.0 = mix_bits(self.0 ^ id);
     }
 
     fn finish(&self) -> u64 {

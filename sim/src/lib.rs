@@ -8,7 +8,7 @@ pub mod cache;
 pub mod fleet;
 pub mod generate;
 mod ids;
-pub mod joining;
+pub mod join;
 pub mod policies;
 pub mod routers;
 pub mod stats;

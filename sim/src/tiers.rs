@@ -1,44 +1,54 @@
-//! Two tiers of one node replayed over a trace: the tier book of `kv_core::tier` with production policies, as a node runs
-//! it, and moves that take no time.
+//! Replays a trace on two tiers of one node: the tier book of `kv_core::tier` with production
+//! policies, as a node runs it, and moves that take no time.
 //!
-//! Only whole blocks are saved, and a request's leading readable blocks are its hits. What is written to the lower tier is
-//! counted, for that wears it out. Not here: one tier alone and the bounds ([`crate::cache`]), bytes, queues, devices.
+//! Only whole blocks are saved, and a request's leading readable blocks are its hits. Writes to the
+//! lower tier are counted, because they wear it out. Not here: one tier alone and the bounds
+//! ([`crate::cache`]), bytes, queues, devices.
 
 use std::time::Duration;
 
 use kv_core::evict::Policy;
 use kv_core::id::{BlockHash, CallerId, LeaseId, TenantId, Tier, Timestamp};
-use kv_core::tier::{Action, Asker, Book, Capacity, Charge, Limits, Offer, Offered, Room, TierLimits};
+use kv_core::tier::{
+    Action, Book, BookLimits, Capacity, Charge, MovePermits, OfferOutcome, Requester, SaveOffer, TierLimits,
+};
 use serde::Serialize;
 
-use crate::ids::mixed;
+use crate::ids::mix_bits;
 use crate::trace::Request;
 
-/// How often the book's background work runs, in microseconds of virtual time.
-const REFIT_EVERY_US: u64 = 1_000_000;
+/// Interval of the book's background work, in microseconds of virtual time.
+const REFIT_INTERVAL_US: u64 = 1_000_000;
 
 /// A block costs one of each unit.
 const CHARGE: Charge = Charge { frame: 1, dram: 1, ssd: 1 };
 
-const ROOM: Room = Room { dram: true, ssd: true, prefetch: true, gpu_read: true, lower: true, lift: true };
+const ROOM: MovePermits = MovePermits {
+    dram: true,
+    ssd: true,
+    prefetch: true,
+    gpu_read: true,
+    gpu_read_back: true,
+    gpu_promote: true,
+};
 
-/// What a replay counted.
+/// Counters of a replay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TiersOutcome {
     /// Requests replayed.
     pub requests: u64,
-    /// Whole blocks asked for.
+    /// Whole blocks requested.
     pub block_accesses: u64,
-    /// Of these found in DRAM, while every earlier block of the request was found.
+    /// Requested blocks found in DRAM, while every earlier block of the request was found.
     pub dram_hits: u64,
-    /// The same on SSD.
+    /// Requested blocks found on SSD, while every earlier block of the request was found.
     pub ssd_hits: u64,
     /// Blocks written to SSD.
     pub written_blocks: u64,
 }
 
 impl TiersOutcome {
-    /// Hits of both tiers over accesses, 0 to 1; 0 for nothing asked.
+    /// Hits of both tiers over accesses, 0 to 1; 0 without accesses.
     #[must_use]
     pub fn hit_rate(&self) -> f64 {
         if self.block_accesses == 0 {
@@ -49,17 +59,18 @@ impl TiersOutcome {
 }
 
 /// Two tiers of equal blocks.
-pub struct Tiers {
+pub struct TwoTierReplay {
     book: Book,
     outcome: TiersOutcome,
     refitted_us: u64,
 }
 
-impl Tiers {
-    /// Empty tiers, each with its policy. What is less likely than `ssd_reuse_min` to be used on SSD is not written to it.
+impl TwoTierReplay {
+    /// Empty tiers, each with its policy. Blocks with a reuse probability on SSD below
+    /// `ssd_reuse_min` are not written to it.
     #[must_use]
     pub fn new(dram: (u64, Box<dyn Policy>), ssd: (u64, Box<dyn Policy>), ssd_reuse_min: f64) -> Self {
-        let limits = Limits {
+        let limits = BookLimits {
             dram: TierLimits::exact(Capacity::Blocks(dram.0)),
             ssd: TierLimits::exact(Capacity::Blocks(ssd.0)),
             lease: Duration::MAX,
@@ -67,13 +78,13 @@ impl Tiers {
             seed: 0,
         };
         let book = Book::new(&limits, dram.1, ssd.1).with_ssd_reuse_min(ssd_reuse_min);
-        Tiers { book, outcome: TiersOutcome::default(), refitted_us: 0 }
+        TwoTierReplay { book, outcome: TiersOutcome::default(), refitted_us: 0 }
     }
 
-    /// Serves one request: reads its leading blocks, saves the rest, ends.
+    /// Serves one request: reads its leading blocks, saves the rest, and ends.
     pub fn serve(&mut self, request: &Request) {
         let now = Timestamp(request.arrival_us);
-        if now.0 >= self.refitted_us + REFIT_EVERY_US {
+        if now.0 >= self.refitted_us + REFIT_INTERVAL_US {
             self.refitted_us = now.0;
             self.book.refit(now);
         }
@@ -84,8 +95,8 @@ impl Tiers {
         self.outcome.block_accesses += hashes.len() as u64;
         let lease = LeaseId(self.outcome.requests);
         let (caller, tenant) = (CallerId(0), TenantId(0));
-        let asker = Asker { lease, caller, tenant, category: request.category };
-        // One lease at a time: there is always room for it.
+        let asker = Requester { lease, caller, tenant, category: request.category };
+        // Only one lease exists at a time, so its limit is never reached.
         let reached = self.book.fetch(asker, &hashes, now).unwrap_or_default();
         for reach in &reached {
             match reach.tier {
@@ -93,47 +104,48 @@ impl Tiers {
                 Tier::Dram | Tier::Gpu => self.outcome.dram_hits += 1,
             }
         }
-        self.act();
+        self.finish_moves();
         self.save(asker, &hashes, reached.len(), now);
         self.book.release(lease, now);
-        self.act();
+        self.finish_moves();
         self.book.take_changes();
     }
 
-    fn save(&mut self, asker: Asker, hashes: &[BlockHash], from: usize, now: Timestamp) {
+    fn save(&mut self, asker: Requester, hashes: &[BlockHash], from: usize, now: Timestamp) {
         let (known, new) = hashes.split_at(from);
         if new.is_empty() {
             return;
         }
         let first_offset_blocks = u32::try_from(from).unwrap_or(u32::MAX);
-        let offer = Offer { parent: known.last().copied(), first_offset_blocks, hashes: new, charge: CHARGE };
+        let offer =
+            SaveOffer { parent: known.last().copied(), first_offset_blocks, hashes: new, charge: CHARGE };
         let offered = self.book.offer(asker, offer, now).unwrap_or_default();
-        self.act();
+        self.finish_moves();
         for answer in offered {
-            if let Offered::Wanted(key) = answer {
+            if let OfferOutcome::Wanted(key) = answer {
                 self.book.commit(key, CHARGE, now);
             }
         }
     }
 
-    /// Every move ends at once.
-    fn act(&mut self) {
+    /// Completes every move at once.
+    fn finish_moves(&mut self) {
         while let Some(action) = self.book.next_action(ROOM) {
             match action {
                 Action::Demote { key, .. } => {
                     self.outcome.written_blocks += 1;
                     self.book.on_moved(key, Tier::Ssd);
                 }
-                Action::Promote { key, .. } | Action::Lower { key, .. } => {
+                Action::Promote { key, .. } | Action::ReadBackFromGpu { key, .. } => {
                     self.book.on_moved(key, Tier::Dram);
                 }
-                Action::Lift { key, .. } => self.book.on_moved(key, Tier::Gpu),
+                Action::PromoteToGpu { key, .. } => self.book.on_moved(key, Tier::Gpu),
                 Action::DropDram { .. } | Action::DropSsd { .. } | Action::DropGpu { .. } => {}
             }
         }
     }
 
-    /// What was counted so far.
+    /// Counters so far.
     #[must_use]
     pub fn outcome(&self) -> TiersOutcome {
         self.outcome
@@ -143,7 +155,7 @@ impl Tiers {
 fn hash(block: u64) -> BlockHash {
     let mut bytes = [0; 16];
     bytes[..8].copy_from_slice(&block.to_le_bytes());
-    bytes[8..].copy_from_slice(&mixed(block).to_le_bytes());
+    bytes[8..].copy_from_slice(&mix_bits(block).to_le_bytes());
     BlockHash(bytes)
 }
 
@@ -151,26 +163,26 @@ fn hash(block: u64) -> BlockHash {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::generate::{Generator, Kind, Spec};
+    use crate::generate::{TraceGenerator, TraceSpec, TrafficKind};
     use kv_core::evict::by_name;
 
-    fn requests(kind: Kind, seed: u64) -> Vec<Request> {
+    fn requests(kind: TrafficKind, seed: u64) -> Vec<Request> {
         println!("seed {seed}");
-        Generator::new(Spec { block_tokens: 64, ..Spec::new(kind, seed, 3_000) }).collect()
+        TraceGenerator::new(TraceSpec { block_tokens: 64, ..TraceSpec::new(kind, seed, 3_000) }).collect()
     }
 
     fn replay(requests: &[Request], dram: u64, ssd: (u64, &str), reuse_min: f64) -> TiersOutcome {
         let policy = |name| by_name(name, 0).unwrap();
         let above = if ssd.1 == "lru" && reuse_min > 0.0 { "lru" } else { "density" };
-        let mut tiers = Tiers::new((dram, policy(above)), (ssd.0, policy(ssd.1)), reuse_min);
+        let mut tiers = TwoTierReplay::new((dram, policy(above)), (ssd.0, policy(ssd.1)), reuse_min);
         requests.iter().for_each(|request| tiers.serve(request));
         tiers.outcome()
     }
 
     #[test]
-    fn two_tiers_of_lru_hit_what_one_of_both_sizes_does() {
-        let requests = requests(Kind::Agent, 5);
-        // A chance that LRU does not know keeps nothing out.
+    fn two_lru_tiers_hit_like_one_of_their_total_size() {
+        let requests = requests(TrafficKind::Agent, 5);
+        // LRU predicts no reuse probability, so the threshold excludes no block.
         let (two, one) =
             (replay(&requests, 300, (700, "lru"), 0.5), replay(&requests, 1000, (0, "lru"), 0.5));
         assert_eq!(two.dram_hits + two.ssd_hits, one.dram_hits);
@@ -178,8 +190,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_below_is_chosen_as_well_as_in_one_tier() {
-        for (kind, seed) in [(Kind::Business, 6), (Kind::Consumer, 7), (Kind::Agent, 8)] {
+    fn the_lower_tier_hits_nearly_as_well_as_one_large_tier() {
+        for (kind, seed) in [(TrafficKind::Business, 6), (TrafficKind::Consumer, 7), (TrafficKind::Agent, 8)]
+        {
             let requests = requests(kind, seed);
             let two = replay(&requests, 400, (1_600, "density"), 0.0);
             let one = replay(&requests, 2_000, (0, "density"), 0.0);
@@ -189,8 +202,8 @@ mod tests {
     }
 
     #[test]
-    fn of_business_traffic_more_is_hit_below_and_less_written_than_by_order_of_arrival() {
-        let requests = requests(Kind::Business, 9);
+    fn density_hits_more_and_writes_less_than_lru_on_business_traffic() {
+        let requests = requests(TrafficKind::Business, 9);
         let by_arrival = replay(&requests, 400, (1_600, "lru"), 0.0);
         let (all, likely) = (
             replay(&requests, 400, (1_600, "density"), 0.0),

@@ -1,13 +1,13 @@
-//! The public Mooncake trace replayed: hit rates must equal the reference figures to 0.01 point, and those of the other
-//! policies what they were when they were written down here.
+//! Replays the public Mooncake trace: hit rates must match the reference figures to 0.01 point, and
+//! those of other policies must match recorded values.
 //!
-//! Not here: the trace itself. It is looked for in the folder `KVFLEET_TRACES` names, then in
+//! Not here: the trace itself. It is looked up in the folder `KVFLEET_TRACES`, then in
 //! `../shared/traces` beside the repository; without it the test says that it did not run.
 
 #![allow(clippy::unwrap_used)]
 
 use kv_core::evict::by_name;
-use kvfleet_sim::cache::{optimal::Future, simulate};
+use kvfleet_sim::cache::{optimal::FutureUses, simulate};
 use kvfleet_sim::trace::{Format, Request, Strictness, TurnInference, read};
 use std::io::BufReader;
 use std::path::PathBuf;
@@ -30,10 +30,10 @@ fn trace() -> Option<Vec<Request>> {
     Some(requests)
 }
 
-/// Largest distance from a published figure, in points: they have two digits.
+/// Maximum difference from a published figure, in points: they have two digits.
 const PUBLISHED_POINTS: f64 = 0.01;
-/// Largest distance from a figure of our own. Replays draw nothing, so any change of a policy shows; this
-/// leaves room for what changes no decision but the last digit of a fitted curve.
+/// Maximum difference from our own figures. Replays are deterministic, so any policy change shows.
+/// The tolerance allows for the last digit of a fitted curve.
 const OWN_POINTS: f64 = 0.1;
 
 fn check(name: &str, within: f64, expected: [f64; 6], hit_rate: impl Fn(usize) -> f64) {
@@ -47,14 +47,14 @@ fn check(name: &str, within: f64, expected: [f64; 6], hit_rate: impl Fn(usize) -
     }
 }
 
-/// Holds a policy by name against figures.
+/// Compares a policy with figures.
 fn check_policy(requests: &[Request], name: &str, within: f64, expected: [f64; 6]) {
     let replay = |capacity| simulate(by_name(name, 0).unwrap(), capacity, requests).hit_rate();
     check(name, within, expected, replay);
 }
 
 #[test]
-fn the_ideal_hit_rate_is_the_published_one() {
+fn the_ideal_hit_rate_matches_the_published_one() {
     let Some(requests) = trace() else { return };
     let ideal = simulate(by_name("lru", 0).unwrap(), usize::MAX, &requests);
     assert_eq!((ideal.requests, ideal.block_accesses, ideal.evictions), (12_031, 288_500, 0));
@@ -63,20 +63,20 @@ fn the_ideal_hit_rate_is_the_published_one() {
 }
 
 #[test]
-fn the_policies_of_others_and_the_bound_hit_as_the_reference_says() {
+fn published_policies_and_the_bound_match_the_reference() {
     let Some(requests) = trace() else { return };
     check_policy(&requests, "lru", PUBLISHED_POINTS, [5.25, 7.93, 19.58, 27.89, 34.53, 36.04]);
     check_policy(&requests, "fifo", PUBLISHED_POINTS, [5.13, 7.67, 17.53, 24.81, 31.33, 34.75]);
     check_policy(&requests, "lfu", PUBLISHED_POINTS, [5.82, 8.34, 12.67, 19.49, 30.69, 35.91]);
     check_policy(&requests, "s3fifo", PUBLISHED_POINTS, [7.49, 10.67, 18.74, 24.48, 32.76, 35.84]);
     check_policy(&requests, "gdsf", PUBLISHED_POINTS, [5.52, 8.64, 20.72, 28.79, 33.96, 35.97]);
-    let future = Future::of(&requests);
+    let future = FutureUses::new(&requests);
     let bound = |capacity| future.simulate(capacity).hit_rate();
     check("opt", PUBLISHED_POINTS, [24.64, 31.42, 36.64, 36.64, 36.64, 36.64], bound);
 }
 
 #[test]
-fn what_nobody_published_hits_what_it_hit_when_this_was_written() {
+fn unpublished_policies_keep_their_recorded_hit_rates() {
     let Some(mut requests) = trace() else { return };
     let mut inference = TurnInference::new();
     requests.iter_mut().for_each(|request| inference.infer(request));

@@ -1,4 +1,4 @@
-//! What dialling has in common on every network path: a name's address, and an end in time.
+//! Common parts of dialing on every network path: name resolution and timeouts.
 //!
 //! Not here: connections.
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use crate::PathError;
 
-/// The first address behind `peer`.
+/// The first address of `peer`.
 pub(crate) async fn resolve(peer: &str) -> Result<SocketAddr, PathError> {
     let unreachable = |cause: String| PathError::Unreachable { peer: peer.to_owned(), cause };
     let mut found = tokio::net::lookup_host(peer).await.map_err(|error| unreachable(error.to_string()))?;

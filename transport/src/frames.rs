@@ -1,6 +1,6 @@
-//! The frames of a fetch on the node's side: what lies ready needs no channel and no task.
+//! The frames of a fetch on the node's side. Ready frames need neither a channel nor a task.
 //!
-//! Not here: the wire.
+//! Not here: the wire format.
 
 use std::collections::VecDeque;
 
@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 
 use crate::MissReason;
 
-/// Frames in prefix order: first those that are ready, then others as they become readable.
+/// Frames in prefix order: first the ready ones, then others as they become readable.
 #[derive(Debug)]
 pub struct Frames {
     ready: VecDeque<Frame>,
@@ -20,24 +20,24 @@ pub struct Frames {
 impl Frames {
     /// No frame.
     #[must_use]
-    pub fn none() -> Frames {
+    pub fn empty() -> Frames {
         Frames::ready(Vec::new())
     }
 
-    /// These and no others.
+    /// Only these frames.
     #[must_use]
     pub fn ready(ready: Vec<Frame>) -> Frames {
         Frames { ready: ready.into(), later: None, ended: None }
     }
 
-    /// These, then what comes until the sender is dropped or says why no more will come.
+    /// These frames, then those of the channel, until its sender is dropped or sends a reason for
+    /// the end.
     #[must_use]
-    pub fn then(ready: Vec<Frame>, later: mpsc::Receiver<Result<Frame, MissReason>>) -> Frames {
+    pub fn ready_then(ready: Vec<Frame>, later: mpsc::Receiver<Result<Frame, MissReason>>) -> Frames {
         Frames { ready: ready.into(), later: Some(later), ended: None }
     }
 
-    /// The next frame; nothing after the last, or once it is known that no other will come. Loses nothing when the
-    /// future is dropped.
+    /// The next frame; `None` at the end. Cancel safe.
     pub async fn next(&mut self) -> Option<Frame> {
         if let Some(frame) = self.ready.pop_front() {
             return Some(frame);
@@ -51,7 +51,7 @@ impl Frames {
         }
     }
 
-    /// The next frame if it is there already.
+    /// The next frame if it is available now.
     #[must_use]
     pub fn try_next(&mut self) -> Option<Frame> {
         if let Some(frame) = self.ready.pop_front() {
@@ -66,14 +66,14 @@ impl Frames {
         }
     }
 
-    /// The frame that was taken last is the next one again.
+    /// Puts back the frame that was taken last.
     pub fn put_back(&mut self, frame: Frame) {
         self.ready.push_front(frame);
     }
 
-    /// Why no more came than did, if that was said.
+    /// Why the frames ended early; `None` if no reason was given.
     #[must_use]
-    pub fn ended(&self) -> Option<MissReason> {
+    pub fn end_reason(&self) -> Option<MissReason> {
         self.ended
     }
 }
@@ -85,30 +85,30 @@ mod tests {
     use crate::suite::{frame, hash};
 
     #[tokio::test]
-    async fn what_is_ready_comes_before_what_comes_later() {
-        assert!(Frames::none().next().await.is_none());
+    async fn ready_frames_come_before_later_ones() {
+        assert!(Frames::empty().next().await.is_none());
         let (send, later) = mpsc::channel(2);
-        let mut frames = Frames::then(vec![frame(hash(1), 100)], later);
+        let mut frames = Frames::ready_then(vec![frame(hash(1), 100)], later);
         send.send(Ok(frame(hash(2), 100))).await.unwrap();
         send.send(Err(MissReason::Busy)).await.unwrap();
         let order = [frames.next().await.unwrap().hash, frames.next().await.unwrap().hash];
-        assert_eq!((order, frames.ended()), ([hash(1), hash(2)], None));
+        assert_eq!((order, frames.end_reason()), ([hash(1), hash(2)], None));
         assert!(frames.next().await.is_none());
-        assert_eq!(frames.ended(), Some(MissReason::Busy));
+        assert_eq!(frames.end_reason(), Some(MissReason::Busy));
         assert!(frames.next().await.is_none());
     }
 
     #[tokio::test]
-    async fn what_is_there_is_had_without_waiting() {
+    async fn try_next_returns_available_frames_without_waiting() {
         let (send, later) = mpsc::channel(2);
-        let mut frames = Frames::then(vec![frame(hash(1), 100)], later);
+        let mut frames = Frames::ready_then(vec![frame(hash(1), 100)], later);
         assert_eq!(frames.try_next().unwrap().hash, hash(1));
         assert!(frames.try_next().is_none());
         send.send(Ok(frame(hash(2), 100))).await.unwrap();
         send.send(Err(MissReason::Busy)).await.unwrap();
-        assert_eq!((frames.try_next().unwrap().hash, frames.ended()), (hash(2), None));
+        assert_eq!((frames.try_next().unwrap().hash, frames.end_reason()), (hash(2), None));
         assert!(frames.try_next().is_none());
-        assert_eq!(frames.ended(), Some(MissReason::Busy));
+        assert_eq!(frames.end_reason(), Some(MissReason::Busy));
         assert!(frames.next().await.is_none());
     }
 }

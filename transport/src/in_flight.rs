@@ -1,82 +1,83 @@
-//! What a server has under way of one kind, bounded, with room for each class of operations.
+//! A bounded pool of work in flight at a server, with a share for each priority class.
 //!
-//! Not here: which class has how much ([`kv_core::classes`]), and what is refused when there is no room (`serve.rs`).
+//! Not here: the share of each class ([`kv_core::classes`]), and the refusal of operations
+//! (`serve.rs`).
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kv_core::classes::{ClassRoom, Parts};
-use kv_core::id::Class;
+use kv_core::id::TrafficClass;
+use kv_core::traffic_class::{ClassMinima, ClassQuota};
 
-/// Bytes or places under way, and how many may be.
-pub(crate) struct InFlight {
-    state: Mutex<State>,
+/// Bytes or slots in flight, and their limit.
+pub(crate) struct InFlightPool {
+    state: Mutex<PoolState>,
 }
 
-struct State {
-    room: ClassRoom,
-    numbers: [ClassNumbers; Class::ALL.len()],
+struct PoolState {
+    budget: ClassQuota,
+    numbers: [ClassCounts; TrafficClass::ALL.len()],
 }
 
-/// What became of the operations of one class since a room was made.
+/// Counts of one class since the pool was created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct ClassNumbers {
-    /// Operations that were let in.
-    pub let_in: u64,
-    /// Operations that were told to come again.
+pub struct ClassCounts {
+    /// Operations admitted.
+    pub admitted: u64,
+    /// Operations refused with a hint to retry.
     pub refused: u64,
-    /// Bytes that are under way now, as they are reckoned before.
-    pub under_way_bytes: u64,
+    /// Bytes in flight now, as estimated in advance.
+    pub in_flight_bytes: u64,
 }
 
-impl InFlight {
-    pub(crate) fn new(all: u64, parts: Parts) -> InFlight {
-        InFlight {
-            state: Mutex::new(State { room: ClassRoom::new(all, parts), numbers: Default::default() }),
+impl InFlightPool {
+    pub(crate) fn new(all: u64, parts: ClassMinima) -> InFlightPool {
+        InFlightPool {
+            state: Mutex::new(PoolState { budget: ClassQuota::new(all, parts), numbers: Default::default() }),
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, PoolState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Room for so many more of this class; nothing when too many are under way.
-    pub(crate) fn reserve(&self, class: Class, amount: u64) -> Option<Reserved<'_>> {
+    /// Reserves `amount` for this class; `None` if too much is in flight.
+    pub(crate) fn reserve(&self, class: TrafficClass, amount: u64) -> Option<InFlightReservation<'_>> {
         let mut state = self.state();
-        let is_let_in = state.room.take(class, amount);
+        let is_let_in = state.budget.try_take(class, amount);
         let numbers = &mut state.numbers[class.rank()];
-        let count = if is_let_in { &mut numbers.let_in } else { &mut numbers.refused };
+        let count = if is_let_in { &mut numbers.admitted } else { &mut numbers.refused };
         *count += 1;
         drop(state);
-        // Made only where it is: what is dropped gives back.
-        is_let_in.then(|| Reserved { of: self, class, amount })
+        // Lazy: dropping a reservation gives it back.
+        is_let_in.then(|| InFlightReservation { pool: self, class, amount })
     }
 
-    /// What became of a class.
-    pub(crate) fn numbers(&self, class: Class) -> ClassNumbers {
+    /// Counts of a class.
+    pub(crate) fn counts(&self, class: TrafficClass) -> ClassCounts {
         let state = self.state();
-        ClassNumbers { under_way_bytes: state.room.taken(class), ..state.numbers[class.rank()] }
+        ClassCounts { in_flight_bytes: state.budget.taken(class), ..state.numbers[class.rank()] }
     }
 }
 
-/// What is counted as under way until dropped.
-pub(crate) struct Reserved<'a> {
-    of: &'a InFlight,
-    class: Class,
+/// An amount that counts as in flight until dropped.
+pub(crate) struct InFlightReservation<'a> {
+    pool: &'a InFlightPool,
+    class: TrafficClass,
     amount: u64,
 }
 
-impl Reserved<'_> {
-    /// Gives back what is more than `amount`.
+impl InFlightReservation<'_> {
+    /// Gives back all but `amount`.
     pub(crate) fn shrink(&mut self, amount: u64) {
         let less = self.amount.saturating_sub(amount);
         self.amount -= less;
-        self.of.state().room.give_back(self.class, less);
+        self.pool.state().budget.release(self.class, less);
     }
 }
 
-impl Drop for Reserved<'_> {
+impl Drop for InFlightReservation<'_> {
     fn drop(&mut self) {
-        self.of.state().room.give_back(self.class, self.amount);
+        self.pool.state().budget.release(self.class, self.amount);
     }
 }
 
@@ -86,15 +87,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_given_back_can_be_had_again_and_one_alone_always_passes() {
-        let (room, fetch) = (InFlight::new(5, [8, 0, 2, 2]), Class::Fetch);
+    fn released_amounts_are_reusable_and_a_lone_operation_always_passes() {
+        let (room, fetch) = (InFlightPool::new(5, [8, 0, 2, 2]), TrafficClass::Fetch);
         let mut first = room.reserve(fetch, 100).unwrap();
         assert!(room.reserve(fetch, 1).is_none());
-        assert_eq!(room.numbers(fetch), ClassNumbers { let_in: 1, refused: 1, under_way_bytes: 100 });
+        assert_eq!(room.counts(fetch), ClassCounts { admitted: 1, refused: 1, in_flight_bytes: 100 });
         first.shrink(4);
         assert!(room.reserve(fetch, 1).is_some());
         drop(first);
-        assert_eq!(room.numbers(fetch), ClassNumbers { let_in: 2, refused: 1, under_way_bytes: 0 });
-        assert_eq!(room.numbers(Class::Prefetch), ClassNumbers::default());
+        assert_eq!(room.counts(fetch), ClassCounts { admitted: 2, refused: 1, in_flight_bytes: 0 });
+        assert_eq!(room.counts(TrafficClass::Prefetch), ClassCounts::default());
     }
 }

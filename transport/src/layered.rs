@@ -1,8 +1,7 @@
-//! Saves whose slices leave as they are computed: a layer of all wanted blocks before the next, then the heads of their frames.
+//! Layer-wise saves: the slices of one layer of all wanted blocks before the next layer, then the
+//! frame headers.
 //!
-//! [`LayerSource`] is the saver, who knows the head of a frame only behind its last layer; [`LayerRoom`] is the node's memory, in
-//! which nothing is a block before its head came and proved it. On a stream there is nothing between slices: both ends know who is
-//! wanted and how long each slice is. Not here: what is asked and answered before (`ask.rs`, `serve.rs`), and whole frames.
+//! [`LayerSource`] is the saver, which knows a frame's header only after the last layer. [`LayerBuffers`] is the node's memory; its content becomes a block only when the header arrives and matches. A stream carries no separators between slices: both sides know the wanted blocks and the slice lengths. Not here: the request and the offer (`client_ops.rs`, `serve.rs`), and whole frames.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
@@ -15,158 +14,160 @@ use crate::serve::TIMES;
 use crate::stream::{ItemError, Source};
 use crate::{BoxFuture, PathError};
 
-/// Slices of all blocks of a save that comes by layer, and their sums, which a node keeps until the heads come: 4 MiB of sums.
+/// Most slices of one layer-wise save. The node keeps their checksums, 4 MiB, until the headers
+/// come.
 pub(crate) const SLICES_AT_ONCE_MAX: usize = 1 << 20;
 
 /// Blocks that are being computed, layer by layer.
 pub trait LayerSource: Send + Sync {
-    /// Length of each layer's slice in bytes, which is that of every block.
+    /// Length of each layer's slice in bytes, the same for every block.
     fn slice_bytes(&self) -> &[u32];
 
-    /// Waits for the next layer: a slice of each block of the save, in its order. Nothing behind the last one, once no more is
-    /// to come. Never returns when the blocks are not computed to their end: whoever gives up drops the operation. Loses
-    /// nothing when the future is dropped.
+    /// Waits for the next layer: one slice for each block of the save, in order. `None` after the
+    /// last layer. Never returns if the computation is abandoned; the caller then drops the
+    /// operation. Cancel safe.
     fn next(&mut self) -> BoxFuture<'_, Option<Vec<Bytes>>>;
 
-    /// The header of the frame of the block at this position. Asked when all layers came.
+    /// Header of the frame at this position. Called after all layers.
     fn head(&self, position: usize) -> Bytes;
 
-    /// So many encoded bytes went, as slices or heads.
+    /// Counts encoded bytes sent, as slices or headers.
     fn sent(&mut self, _bytes: usize) {}
 }
 
-/// How long a node that seems to know of frames only is not asked for layers: each time costs a save an offer.
-pub(crate) const FRAMES_ONLY: Duration = Duration::from_secs(300);
+/// For how long a node that seems not to support layers is sent frames only. Every failed attempt
+/// costs an offer.
+pub(crate) const LAYERS_RETRY_AFTER: Duration = Duration::from_secs(300);
 
-/// Whether a node seems to know of frames only. Not for ever: a connection that broke at that moment looks the same.
+/// When a node last seemed not to support layer-wise saves. This expires, because a failing
+/// connection looks the same.
 #[derive(Debug, Default)]
-pub(crate) struct FramesOnly(Mutex<Option<Instant>>);
+pub(crate) struct LayerSupport(Mutex<Option<Instant>>);
 
-impl FramesOnly {
-    /// It ended a save by layer as those do that know of none.
-    pub(crate) fn seems(&self) {
+impl LayerSupport {
+    /// Records that a layer-wise save ended as at a node without support.
+    pub(crate) fn mark_unsupported(&self) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
     }
 
-    pub(crate) fn is_so(&self) -> bool {
+    pub(crate) fn is_unsupported(&self) -> bool {
         let seen = *self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        seen.is_some_and(|seen| seen.elapsed() < FRAMES_ONLY)
+        seen.is_some_and(|seen| seen.elapsed() < LAYERS_RETRY_AFTER)
     }
 }
 
-/// A node's memory for the wanted blocks of one save, all of it taken at once. Positions count from the first wanted block. What is
-/// dropped before its head came was nothing.
-pub trait LayerRoom: Send {
-    /// Memory for a slice, whose layers come in order.
+/// A node's memory for the wanted blocks of one save, taken all at once. Positions count from the
+/// first wanted block. A block without its header is discarded.
+pub trait LayerBuffers: Send {
+    /// Memory for a slice. The layers come in order.
     fn slice(&mut self, position: usize, layer: usize) -> Option<&mut [u8]>;
 
-    /// A slice is in its memory.
-    fn came(&mut self, position: usize);
+    /// Records that the next slice of this block is in its memory.
+    fn slice_written(&mut self, position: usize);
 
-    /// The head of the next wanted block, all of whose slices came: uses up its turn whatever it is.
+    /// Takes the header of the next wanted block, after all its slices. A bad header also uses up
+    /// that block's position.
     fn put_head(&mut self, head: Bytes) -> BoxFuture<'_, ()>;
 }
 
-/// For so long a save may go on as it comes, well within what a node bounds a save by in all: what is left then is a layer under way,
-/// the heads, and a node that began to count when it was asked.
+/// Longest time for streaming slices, well below a node's limit for a save. The rest covers a layer
+/// in transit, the headers, and the node's earlier start of its clock.
 const STREAM_TIME_MAX: Duration = TIMES.save_max.saturating_sub(Duration::from_secs(30));
 
-/// What a saver hands over is not what it announced.
-fn other_slices(peer: &str) -> PathError {
-    let cause =
-        "given up here: the layers that were handed over are not those that were announced".to_owned();
+/// The error for slices that differ from the announced lengths.
+fn mismatched_slices(peer: &str) -> PathError {
+    let cause = "aborted here: the computed slices differ from the announced lengths".to_owned();
     PathError::Broken { peer: peer.to_owned(), cause }
 }
 
-/// What a saver hands over next.
-pub(crate) enum Handed {
-    /// A slice of each block.
+/// The saver's next layer.
+pub(crate) enum NextLayer {
+    /// One slice of each block.
     Layer(Vec<Bytes>),
-    /// The last layer came before.
+    /// All layers were sent.
     End,
-    /// Nothing for so long, or all of it takes so long, that the node would end the operation. That is the computation's doing, and says
-    /// nothing of the path.
+    /// The computation is too slow: the node would time out. This says no more about the path.
     Slow,
 }
 
-/// For how long a node still awaits the next bytes, and the save.
-pub(crate) struct Patience<'p> {
+/// How long the node still waits for the next bytes and for the whole save.
+pub(crate) struct LayerWait<'p> {
     peer: &'p str,
     stall_timeout: Duration,
     begun: Instant,
-    /// When it had some.
-    heard: Instant,
+    /// When bytes were last sent.
+    last_progress: Instant,
 }
 
-impl Patience<'_> {
-    /// Of a node that waits for `stall_timeout` from now on.
-    pub(crate) fn new(peer: &str, stall_timeout: Duration) -> Patience<'_> {
+impl LayerWait<'_> {
+    /// For a node with this stall timeout, starting now.
+    pub(crate) fn new(peer: &str, stall_timeout: Duration) -> LayerWait<'_> {
         let begun = Instant::now();
-        Patience { peer, stall_timeout, begun, heard: begun }
+        LayerWait { peer, stall_timeout, begun, last_progress: begun }
     }
 
-    /// Bytes went. Of a layer whose slices are empty it hears nothing.
-    pub(crate) fn heard(&mut self) {
-        self.heard = Instant::now();
+    /// Records that bytes were sent. A layer of empty slices sends none.
+    pub(crate) fn record_progress(&mut self) {
+        self.last_progress = Instant::now();
     }
 
-    /// Whether the node would not wait for all of it any more, however fast the next bytes are.
-    pub(crate) fn is_over(&self) -> bool {
+    /// Whether the whole save has exceeded its time.
+    pub(crate) fn is_expired(&self) -> bool {
         self.begun.elapsed() >= STREAM_TIME_MAX
     }
 
-    /// Until when the next layer is waited for: well before the node stops.
-    fn until(&self) -> Instant {
-        (self.heard + self.stall_timeout / 2).min(self.begun + STREAM_TIME_MAX)
+    /// Until when to wait for the next layer: well before the node's stall timeout.
+    fn deadline(&self) -> Instant {
+        (self.last_progress + self.stall_timeout / 2).min(self.begun + STREAM_TIME_MAX)
     }
 }
 
-/// The next layer's slices, one for each block, or the end behind the last.
+/// The next layer's slices, one per block, or the end after the last.
 pub(crate) async fn next_layer(
     source: &mut dyn LayerSource,
     (layer, blocks): (usize, usize),
-    patience: &Patience<'_>,
-) -> Result<Handed, PathError> {
-    if patience.is_over() {
-        return Ok(Handed::Slow);
+    patience: &LayerWait<'_>,
+) -> Result<NextLayer, PathError> {
+    if patience.is_expired() {
+        return Ok(NextLayer::Slow);
     }
-    let Ok(next) = timeout_at(patience.until(), source.next()).await else { return Ok(Handed::Slow) };
+    let Ok(next) = timeout_at(patience.deadline(), source.next()).await else { return Ok(NextLayer::Slow) };
     match (next, source.slice_bytes().get(layer)) {
-        (None, None) => Ok(Handed::End),
+        (None, None) => Ok(NextLayer::End),
         (Some(slices), Some(&bytes))
             if slices.len() == blocks && slices.iter().all(|slice| slice.len() == bytes as usize) =>
         {
-            Ok(Handed::Layer(slices))
+            Ok(NextLayer::Layer(slices))
         }
-        _ => Err(other_slices(patience.peer)),
+        _ => Err(mismatched_slices(patience.peer)),
     }
 }
 
-/// Reads one slice into the node's memory. `behind` is how much follows in its layer, in bytes. `Ok(None)` when there is no
-/// memory for it.
+/// Reads one slice into the node's memory. `behind` is the number of bytes that follow in its
+/// layer. `Ok(None)` if there is no memory for it.
 pub(crate) async fn read_slice(
     source: &mut impl Source,
-    room: &mut dyn LayerRoom,
+    room: &mut dyn LayerBuffers,
     (position, layer): (usize, usize),
     behind: usize,
 ) -> Result<Option<usize>, ItemError> {
     let Some(slice) = room.slice(position, layer) else { return Ok(None) };
     let bytes = slice.len();
     if bytes > 0 && !source.read_into(slice, behind).await? {
-        return Err(ItemError::Cut);
+        return Err(ItemError::Truncated);
     }
-    room.came(position);
+    room.slice_written(position);
     Ok(Some(bytes))
 }
 
-/// Reads the head of a frame of this layout, whatever it says.
+/// Reads a frame header of this layout, without checking it.
 pub(crate) async fn read_head(
     source: &mut impl Source,
     layout: &SliceLayout,
     behind: usize,
 ) -> Result<Bytes, ItemError> {
     let mut head = vec![0; layout.head_bytes()];
-    if source.read_into(&mut head, behind).await? { Ok(head.into()) } else { Err(ItemError::Cut) }
+    if source.read_into(&mut head, behind).await? { Ok(head.into()) } else { Err(ItemError::Truncated) }
 }
 
 #[cfg(test)]
@@ -176,10 +177,10 @@ mod tests {
 
     use super::*;
 
-    /// Layers that take so long each.
-    struct Slow(Duration, [u32; 100]);
+    /// Layers with a fixed computing time each.
+    struct SlowSource(Duration, [u32; 100]);
 
-    impl LayerSource for Slow {
+    impl LayerSource for SlowSource {
         fn slice_bytes(&self) -> &[u32] {
             &self.1
         }
@@ -196,27 +197,34 @@ mod tests {
         }
     }
 
-    /// How long such a computation streams to a node that waits for ten seconds.
-    async fn streamed(layer: Duration) -> Duration {
-        let (mut source, stall_timeout) = (Slow(layer, [5; 100]), Duration::from_secs(10));
+    /// How long such a computation streams to a node with a stall timeout of ten seconds.
+    async fn streaming_time(layer: Duration) -> Duration {
+        let (mut source, stall_timeout) = (SlowSource(layer, [5; 100]), Duration::from_secs(10));
         let begun = Instant::now();
-        let mut patience = Patience::new("a node", stall_timeout);
+        let mut patience = LayerWait::new("a node", stall_timeout);
         for layer in 0.. {
             match next_layer(&mut source, (layer, 1), &patience).await.unwrap() {
-                Handed::Layer(_) => patience.heard(),
-                Handed::Slow => break,
-                Handed::End => panic!("it has more layers"),
+                NextLayer::Layer(_) => patience.record_progress(),
+                NextLayer::Slow => break,
+                NextLayer::End => panic!("the source ended early"),
             }
         }
         begun.elapsed()
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_slow_computation_is_left_before_the_node_ends_it() {
-        assert_eq!(streamed(Duration::from_secs(6)).await, Duration::from_secs(5), "by a layer that is late");
-        // Each is in time, and all of them take longer than a node lets a save take.
-        let took = streamed(Duration::from_secs(4)).await;
+    async fn a_slow_save_is_abandoned_before_the_node_times_out() {
+        assert_eq!(
+            streaming_time(Duration::from_secs(6)).await,
+            Duration::from_secs(5),
+            "a late layer was not detected"
+        );
+        // Each layer is in time, but together they exceed the node's limit.
+        let took = streaming_time(Duration::from_secs(4)).await;
         assert!(took * 100 > TIMES.save_max * 85 && took <= STREAM_TIME_MAX, "{took:?}");
-        assert!(took + 2 * Duration::from_secs(10) < TIMES.save_max, "what is under way has its time");
+        assert!(
+            took + 2 * Duration::from_secs(10) < TIMES.save_max,
+            "no time is left for the layer in transit"
+        );
     }
 }

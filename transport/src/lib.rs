@@ -1,10 +1,10 @@
-//! Moves block bytes between processes: one pair of traits, several paths behind it.
+//! Moves block bytes between processes: one pair of traits with several implementations.
 //!
-//! A client holds a [`Path`] to a node; a node gives a [`BlockService`] to a path's server side. What
-//! goes over a path is a closed list: fetch, save, release, ping. Routing, choosing and retrying are
-//! not here (`client/`), nor is what a node does with a request (`node/`), nor are control calls.
+//! A client holds a [`Path`] to a node; a node gives a [`BlockService`] to a path's server. A path
+//! carries a closed list of operations: fetch, save, release, ping. Not here: routing, choice of
+//! sources and retries (`client/`), a node's handling of requests (`node/`), and control calls.
 //!
-//! Normal outcomes (`Hit`, `Partial`, `Busy`, `Miss`) are values; [`PathError`] is for broken things.
+//! Normal outcomes (`Hit`, `Partial`, `Busy`, `Miss`) are values; [`PathError`] is for failures.
 
 use std::future::Future;
 use std::io;
@@ -15,11 +15,12 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::id::{
-    BlockHash, Category, Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier,
+    BlockHash, Category, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier, TrafficClass,
 };
-use kvfleet_proto::frame::{Frame, SliceLayout, Unsettled};
+use kvfleet_proto::frame::{Frame, SliceLayout, VolatileBytes};
 
-mod ask;
+mod capacity;
+mod client_ops;
 mod dial;
 mod frames;
 mod in_flight;
@@ -34,55 +35,54 @@ pub mod rdma;
 pub mod renew;
 #[cfg(test)]
 mod restart_tests;
-mod room;
 mod serve;
 pub mod shm;
 mod silence;
 mod slices;
+mod slot_queue;
 mod stream;
 pub mod suite;
 pub mod tcp;
-mod turns;
 mod wire;
 
+pub use capacity::{Capacity, TrafficCounters};
 pub use frames::Frames;
-pub use in_flight::ClassNumbers;
-pub use layered::{LayerRoom, LayerSource};
+pub use in_flight::ClassCounts;
+pub use layered::{LayerBuffers, LayerSource};
 pub use progress::Progress;
-pub use room::{Carried, Room};
-pub use slices::{AskedLayers, SliceSink};
+pub use slices::{LayerRequest, SliceSink};
 
-/// How often leases in use are renewed unless the node says otherwise: a third of the time for which one keeps them.
-const RENEW_EVERY: Duration = Duration::from_secs(3);
+/// Default interval of lease renewal: a third of a lease's lifetime.
+const RENEW_INTERVAL: Duration = Duration::from_secs(3);
 
 /// A boxed future, so that paths can be chosen at run time.
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
-/// Who is asking and for what request: the part that fetch and save share.
+/// The context of an operation, common to fetch and save.
 #[derive(Clone, Debug)]
-pub struct Asker {
-    /// Lease under which the blocks of this request are held on the node until released.
+pub struct RequestContext {
+    /// Lease that holds this request's blocks on the node until released.
     pub lease: LeaseId,
     /// The request, for traces and miss reasons.
     pub request: RequestId,
-    /// Whose blocks.
+    /// Tenant that owns the blocks.
     pub tenant: TenantId,
     /// Category of the request, for the eviction policy.
     pub category: Category,
-    /// Identity the bytes must have.
+    /// Identity that the bytes must have.
     pub identity: IdentityDigest,
     /// W3C `traceparent`, empty when the request is not traced.
     pub traceparent: String,
-    /// What it is asked for, where that is something else than the operation's name says.
-    pub class: Option<Class>,
+    /// Priority class of the operation; `None` means the usual class of the operation.
+    pub class: Option<TrafficClass>,
 }
 
-/// Ask for consecutive blocks of a prefix.
+/// A request for consecutive blocks of a prefix.
 #[derive(Clone, Debug)]
 pub struct FetchRequest {
-    /// Who asks.
-    pub asker: Asker,
-    /// Epoch of the node that the caller was told; another epoch is a miss.
+    /// Context of the operation.
+    pub context: RequestContext,
+    /// Epoch of the node that the caller knows; any other epoch is a miss.
     pub epoch: Epoch,
     /// Offset of the first block in its prefix, in blocks.
     pub first_offset_blocks: u32,
@@ -90,66 +90,67 @@ pub struct FetchRequest {
     pub hashes: Vec<BlockHash>,
     /// Time after which recomputing is cheaper than waiting.
     pub deadline: Duration,
-    /// How far it is, and over what. Stays at the asker's end.
+    /// Progress of the fetch and the path in use. Not sent to the node.
     pub progress: Progress,
 }
 
 impl FetchRequest {
-    /// What it is for.
+    /// Priority class.
     #[must_use]
-    pub fn class(&self) -> Class {
-        Class::of_fetch(self.asker.class)
+    pub fn class(&self) -> TrafficClass {
+        TrafficClass::for_fetch(self.context.class)
     }
 }
 
-/// What the node says before it sends bytes. `blocks` counts from the first block asked.
+/// The node's answer before it sends bytes. `blocks` counts from the first requested block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FetchAnswer {
     /// All blocks follow. One tier per block.
     Hit {
-        /// Tier each block is read from.
+        /// Tier that each block is read from.
         tiers: Vec<Tier>,
     },
     /// Only the leading blocks follow.
     Partial {
         /// Tier of each block that follows.
         tiers: Vec<Tier>,
-        /// Why the rest does not.
+        /// Why the remaining blocks do not follow.
         reason: MissReason,
     },
     /// A named limit is reached; ask again after the hint, or recompute.
     Busy {
-        /// When asking again makes sense.
+        /// Time after which to ask again.
         retry_after: Duration,
     },
-    /// Nothing follows.
+    /// No block follows.
     Miss {
         /// Why.
         reason: MissReason,
     },
 }
 
-/// Why a block was not delivered. Closed; numbers are the wire form.
+/// Why a block was not delivered. A closed set; the numbers are the wire form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum MissReason {
     /// The node does not hold the block (evicted since, or never stored).
     NotHeld = 1,
-    /// The caller's epoch is not the node's: the index was stale.
+    /// The caller's epoch is not the node's: its index was stale.
     StaleEpoch = 2,
-    /// The identity asked is not the one this node serves.
+    /// The requested identity is not the one that this node serves.
     IdentityDiffers = 3,
     /// The bytes did not match their checksum, hash or identity.
     Corrupt = 4,
     /// The deadline passed.
     TooLate = 5,
-    /// The node could not be reached or broke off.
+    /// The node could not be reached, or the connection failed.
     NodeLost = 6,
     /// A named limit was reached.
     Busy = 7,
-    /// The medium failed to give the bytes.
+    /// The medium failed to deliver the bytes.
     MediumFailed = 8,
-    /// The node serves the same identity under other weights ([`kv_core::id::Generation`]): either side is behind.
+    /// The node serves the same identity with other weights ([`kv_core::id::Generation`]): one side
+    /// is out of date.
     GenerationDiffers = 9,
 }
 
@@ -185,7 +186,8 @@ impl MissReason {
 }
 
 impl FetchAnswer {
-    /// This answer when only `delivered` blocks came, because of `reason`. Unchanged when all came.
+    /// This answer if only `delivered` blocks arrived, because of `reason`. Unchanged if all
+    /// arrived.
     #[must_use]
     pub fn cut_short(self, delivered: usize, reason: MissReason) -> FetchAnswer {
         match self {
@@ -203,7 +205,7 @@ impl FetchAnswer {
         }
     }
 
-    /// Blocks that follow, or should.
+    /// Tiers of the blocks that follow.
     #[must_use]
     pub fn tiers(&self) -> &[Tier] {
         match self {
@@ -213,11 +215,11 @@ impl FetchAnswer {
     }
 }
 
-/// Ask to save consecutive blocks of a prefix.
+/// A request to save consecutive blocks of a prefix.
 #[derive(Clone, Debug)]
 pub struct SaveRequest {
-    /// Who asks.
-    pub asker: Asker,
+    /// Context of the operation.
+    pub context: RequestContext,
     /// Hash before the first block; `None` at the start of a prefix.
     pub parent: Option<BlockHash>,
     /// Offset of the first block in its prefix, in blocks.
@@ -229,28 +231,28 @@ pub struct SaveRequest {
 }
 
 impl SaveRequest {
-    /// What it is for.
+    /// Priority class.
     #[must_use]
-    pub fn class(&self) -> Class {
-        Class::of_save(self.asker.class)
+    pub fn class(&self) -> TrafficClass {
+        TrafficClass::for_save(self.context.class)
     }
 }
 
-/// What the node wants of an offered save.
+/// The node's answer to an offered save.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SaveOffer {
     /// Send the frames of the blocks marked `true`, in order.
     Wanted(Vec<bool>),
     /// A named limit is reached.
     Busy {
-        /// When offering again makes sense.
+        /// Time after which to offer again.
         retry_after: Duration,
     },
-    /// Nothing of this save can be taken (quota, identity, size).
+    /// The node takes no block of this save (quota, identity, size).
     Refused(SaveRefusal),
 }
 
-/// Why a node takes nothing of a save. Closed; numbers are the wire form.
+/// Why a node takes no block of a save. A closed set; the numbers are the wire form.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum SaveRefusal {
@@ -260,11 +262,12 @@ pub enum SaveRefusal {
     IdentityDiffers = 2,
     /// Frames are larger than the node's largest size class, or empty.
     FrameSize = 3,
-    /// No tier admits new blocks (all held, or the medium is full).
+    /// No tier admits new blocks (all are held, or the medium is full).
     Full = 4,
-    /// What would have to leave is worth more to the node: nothing is wrong, and nothing is to be done.
-    Worth = 5,
-    /// The node serves the same identity under other weights: either side is behind.
+    /// The node would have to evict more valuable blocks. This is normal operation; no action is
+    /// needed.
+    LowValue = 5,
+    /// The node serves the same identity with other weights: one side is out of date.
     GenerationDiffers = 6,
 }
 
@@ -275,277 +278,284 @@ impl SaveRefusal {
         SaveRefusal::IdentityDiffers,
         SaveRefusal::FrameSize,
         SaveRefusal::Full,
-        SaveRefusal::Worth,
+        SaveRefusal::LowValue,
         SaveRefusal::GenerationDiffers,
     ];
 }
 
-/// What became of a save.
+/// Result of a save.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct SaveDone {
     /// Blocks written and committed.
     pub stored_blocks: u32,
-    /// Blocks that were there already.
+    /// Blocks that were already present.
     pub present_blocks: u32,
-    /// Blocks the node did not take (no room, wrong checksum).
+    /// Blocks that the node did not take (no memory, wrong checksum).
     pub refused_blocks: u32,
     /// Encoded bytes written.
     pub stored_bytes: u64,
-    /// Where this becomes visible: the announce batch that carries it.
-    pub visible_at: Option<VisibleAt>,
+    /// Announce batch that makes the blocks visible in the index; `None` if there is none.
+    pub visible_at: Option<AnnouncePosition>,
 }
 
-/// A point in a node's announce stream.
+/// A position in a node's announce stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct VisibleAt {
+pub struct AnnouncePosition {
     /// The node.
     pub node: NodeId,
     /// Its epoch.
     pub epoch: Epoch,
-    /// The shard that lists the blocks; each shard counts batches by itself.
+    /// Shard that lists the blocks; each shard numbers its batches separately.
     pub shard: u16,
-    /// The batch.
+    /// Number of the batch.
     pub seq: Seq,
 }
 
-/// Result of [`Path::save`]: the offer's refusal, or what was done.
+/// Result of [`Path::save`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SaveAnswer {
-    /// The save ran to its end.
+    /// The save completed.
     Done(SaveDone),
     /// See [`SaveOffer::Busy`].
     Busy {
-        /// When offering again makes sense.
+        /// Time after which to offer again.
         retry_after: Duration,
     },
     /// See [`SaveOffer::Refused`].
     Refused(SaveRefusal),
 }
 
-/// What became of a save by layer.
+/// Outcome of a layer-wise save.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Streamed {
-    /// The path cannot, or the node has no room for it now or wants nothing of it yet. It knows that no slices come.
-    Nothing,
-    /// It was sent to its end.
+pub enum LayeredSaveOutcome {
+    /// Not streamed: the path cannot, or the node has no memory for it now or wants no block yet.
+    /// The node knows that no slices come.
+    NotStreamed,
+    /// Sent completely.
     Answered(SaveAnswer),
-    /// It was left before its end, since the node would not have waited so long for the computation. The node may hear of that later than
-    /// of what it is asked next.
-    Left,
+    /// Abandoned, because the node would not have waited long enough for the computation. The node
+    /// may learn this only after the next request.
+    Abandoned,
 }
 
-impl Streamed {
-    /// What the node said of all of it.
+impl LayeredSaveOutcome {
+    /// The node's answer to the whole save; `None` if it was not sent completely.
     #[must_use]
     pub fn answer(self) -> Option<SaveAnswer> {
         match self {
-            Streamed::Answered(answer) => Some(answer),
-            Streamed::Nothing | Streamed::Left => None,
+            LayeredSaveOutcome::Answered(answer) => Some(answer),
+            LayeredSaveOutcome::NotStreamed | LayeredSaveOutcome::Abandoned => None,
         }
     }
 }
 
-/// Something is broken between here and the node.
+/// A failure between this process and the node.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum PathError {
     /// The peer could not be reached.
     #[error("cannot reach {peer}: {cause}; check that it runs and that its address is right")]
     Unreachable {
-        /// Who.
+        /// Address of the peer.
         peer: String,
-        /// What the system said.
+        /// Error of the system.
         cause: String,
     },
     /// The peer's or our certificate was refused.
     #[error(
-        "{peer} and this process do not trust each other: {cause}; both need certificates of the same cluster authority that did not run out"
+        "{peer} and this process do not trust each other: {cause}; both need unexpired certificates signed by the same cluster CA"
     )]
     Untrusted {
-        /// Who.
+        /// Address of the peer.
         peer: String,
-        /// What TLS said.
+        /// Error of the TLS library.
         cause: String,
     },
-    /// The connection broke during the operation.
+    /// The connection failed during the operation.
     #[error("connection to {peer} broke: {cause}")]
     Broken {
-        /// Who.
+        /// Address of the peer.
         peer: String,
-        /// What happened.
+        /// Cause.
         cause: String,
     },
-    /// The peer sent something that is not of this protocol.
+    /// The peer violated the protocol.
     #[error("{peer} sent {what}")]
     Protocol {
-        /// Who.
+        /// Address of the peer.
         peer: String,
-        /// What was wrong.
+        /// The violation.
         what: String,
     },
-    /// Our own request is larger than any peer takes.
+    /// The request is larger than any peer accepts.
     #[error("request has {bytes} bytes, the limit is {limit}: ask for fewer blocks at once")]
     TooLarge {
-        /// Its encoded size.
+        /// Encoded size in bytes.
         bytes: usize,
-        /// The limit.
+        /// The limit in bytes.
         limit: usize,
     },
     /// The deadline passed.
     #[error("{peer} did not answer within {after:?}; check that it runs and that its port is open")]
     TimedOut {
-        /// Who.
+        /// Address of the peer.
         peer: String,
-        /// How long we waited.
+        /// Time waited.
         after: Duration,
     },
 }
 
-/// A client's way to one node. Cheap to share; operations run side by side.
+/// A client's connection to one node. Cheap to share; operations run concurrently.
 pub trait Path: Send + Sync {
-    /// Fetches blocks in prefix order. Every frame whose *header* parses is handed to `sink` as it
-    /// arrives (checksums are the caller's to verify); the answer comes back at the end. When the
-    /// stream breaks or the deadline passes midway, the frames already delivered stand and the answer
-    /// is `Partial`.
+    /// Fetches blocks in prefix order. Every frame with a valid header goes to `sink` on arrival;
+    /// the caller verifies the checksums. The answer comes at the end. If the connection fails or
+    /// the deadline passes midway, the delivered frames stay valid and the answer is `Partial`.
     fn fetch<'a>(
         &'a self,
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
 
-    /// Fetches these layers of blocks into the caller's memory, in this order as far as blocks are readable and the path can:
-    /// one that moves frames whole hands on what it has. Slices are checked against
-    /// their sums. What the answer says of blocks counts those of which all came that was asked; when the stream breaks or
-    /// the deadline passes midway, the slices that were handed on stand.
+    /// Fetches these layers of blocks into the caller's memory. They arrive in the requested order
+    /// if the blocks are readable and the path supports it; a path that moves whole frames passes
+    /// on each frame's layers at once. Slices are checked against their checksums. The answer
+    /// counts the blocks with all requested layers. Slices delivered before a failure or the
+    /// deadline stay valid.
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        asked: AskedLayers,
+        asked: LayerRequest,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move {
-            let mut whole = slices::Whole::new(sink, asked);
-            let mut take = |frame: Frame| whole.take(&[frame]);
+            let mut whole = slices::FrameSplitter::new(sink, asked);
+            let mut take = |frame: Frame| whole.split(&[frame]);
             let answer = self.fetch(request, &mut take).await?;
-            Ok(whole.conclude(answer))
+            Ok(whole.finish(answer))
         })
     }
 
-    /// Whether [`Path::fetch_layers`] moves the slices that are asked for and no others.
-    fn moves_slices(&self) -> bool {
+    /// Whether [`Path::fetch_layers`] transfers only the requested slices.
+    fn fetches_slices(&self) -> bool {
         false
     }
 
-    /// Offers blocks and sends the wanted ones; `source(position)` gives the frame of `hashes[position]`. It may be asked for
-    /// blocks that turn out not to be wanted, and for one block twice.
+    /// Offers blocks and sends the wanted ones; `source(position)` returns the frame of
+    /// `hashes[position]`. It may be called for blocks that are not wanted, and twice for one
+    /// block.
     fn save<'a>(
         &'a self,
         request: SaveRequest,
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>>;
 
-    /// Offers blocks that are being computed and sends the slices of the wanted ones as they come, their heads behind the last
-    /// layer: the save ends soon after it. Where it does not go that way, whoever has whole frames then saves these.
+    /// Offers blocks while they are computed. Sends the slices of the wanted ones as they are
+    /// ready, and the frame headers after the last layer, so the save ends soon after the
+    /// computation. If this is not possible, the caller saves the whole frames later.
     fn save_layers<'a>(
         &'a self,
         _request: SaveRequest,
         _layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
-        Box::pin(std::future::ready(Ok(Streamed::Nothing)))
+    ) -> BoxFuture<'a, Result<LayeredSaveOutcome, PathError>> {
+        Box::pin(std::future::ready(Ok(LayeredSaveOutcome::NotStreamed)))
     }
 
-    /// Whether [`Path::save_layers`] sends slices before all are there, where the node has room.
+    /// Whether [`Path::save_layers`] sends slices before the last layer is computed, if the node
+    /// has memory for them.
     fn streams_saves(&self) -> bool {
         false
     }
 
-    /// Ends a lease; returns once the node has taken note.
+    /// Ends a lease; returns once the node has recorded it.
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>>;
 
-    /// Why this path is of no more use; nothing while it may work. Answers at once, from what is known.
+    /// Why this path has failed; `None` while it may work. Returns at once, from known state.
     fn failure(&self) -> Option<PathError>;
 
-    /// Round trip, for liveness and latency estimates.
+    /// Round trip time, for liveness and latency estimates.
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>>;
 }
 
 /// Opens paths to nodes by address.
 pub trait Dialer: Send + Sync {
-    /// A path to the node whose blocks are served at `address` (`host:port`).
+    /// Opens a path to the node that serves blocks at `address` (`host:port`).
     fn dial(&self, address: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>>;
 }
 
-/// Who a connection belongs to, as its transport proved it. Nothing that a request says of itself is in it.
+/// The owner of a connection, as proved by its transport. Contains no claim of a request.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Caller {
     /// This process.
-    Own,
-    /// Whoever has the key of this leaf certificate (DER), which the connection proved. All of its connections are one
-    /// caller, so that one that is dialled anew goes on with the leases of the one before.
+    ThisProcess,
+    /// The holder of the key of this leaf certificate (DER), as the handshake proved. All its
+    /// connections are one caller, so a redialed connection can use the leases of the previous one.
     Certified(Arc<[u8]>),
-    /// A process of this host, as the system says.
+    /// A process of this host, as reported by the kernel.
     Local {
         /// Its user.
         uid: u32,
-        /// The process that connected; its number may be another one's after it ended.
+        /// The process that connected. The number may be reused after it ends.
         pid: i32,
-        /// Told apart by the number of its connection, which no other one ever has at this node.
+        /// Number of the connection, never reused at this node.
         connection: u64,
     },
 }
 
-/// What a node says of a caller, before the caller asked anything.
-pub enum Admission {
-    /// It is served as everybody.
-    Same,
-    /// It is served within limits of its own.
+/// A node's decision about a caller, before any request.
+pub enum CallerAdmission {
+    /// Served by the common service.
+    Unscoped,
+    /// Served within limits of its own.
     Scoped {
-        /// Answers this caller, and nobody else.
+        /// The service for this caller alone.
         service: Arc<dyn BlockService>,
-        /// Whether it may map the memory of the node's blocks, and so read every tenant's.
-        maps: bool,
+        /// Whether the caller may map the memory of the node's blocks, and so read every tenant's
+        /// blocks.
+        may_map: bool,
     },
-    /// It is not served.
+    /// Not served.
     Refused,
 }
 
-/// What a node answers to a fetch: the answer first, then the frames as they become readable.
+/// A node's reply to a fetch: the answer, then the frames as they become readable.
 #[derive(Debug)]
 pub struct FetchReply {
-    /// The answer; its tiers say how many frames should follow.
+    /// The answer; its tiers give the number of frames.
     pub answer: FetchAnswer,
-    /// The frames in prefix order. Ends early when the medium fails; the path then reports `Partial`.
+    /// The frames in prefix order. Ends early if the medium fails; the path then reports `Partial`.
     pub frames: Frames,
-    /// The node's epoch, checked by the caller against the one it asked for.
+    /// The node's epoch; the client compares it with the requested one.
     pub epoch: Epoch,
-    /// By position: the block has its place in DRAM under this lease, so that its bytes may be lent to another process.
-    /// Empty: none may.
+    /// By position: whether the block lies in DRAM under this lease, so that its bytes may be
+    /// shared with another process. Empty: none may.
     pub lendable: Vec<bool>,
 }
 
-/// A save under way on the node's side. Dropping it without `finish` aborts what was not committed.
+/// A save in progress at the node. Dropping it without `finish` aborts the uncommitted blocks.
 pub trait SaveSession: Send {
-    /// Takes the frame of the next wanted block, whose turn it uses up whatever it is.
+    /// Takes the frame of the next wanted block. A bad frame also uses up that block's position.
     fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()>;
 
-    /// The same of a frame that another process may be writing still: what counts is what a copy of it says. Done when
-    /// nothing of `frame` is read any more.
-    fn put_unsettled(&mut self, frame: Arc<dyn Unsettled>) -> BoxFuture<'_, ()> {
+    /// Like [`Self::put`], for a frame that another process may still be writing: a copy of it
+    /// decides. Done when `frame` is no longer read.
+    fn put_volatile(&mut self, frame: Arc<dyn VolatileBytes>) -> BoxFuture<'_, ()> {
         let mut bytes = vec![0; frame.len_bytes()];
         frame.copy(0, &mut bytes);
         let bytes = Bytes::from(bytes);
-        // What is no frame is put as it is, and refused: the next one must not be taken for this block's.
+        // Invalid bytes are put as an empty frame and refused, so that the next frame is not taken
+        // for this block.
         let no_frame =
             Frame { bytes: bytes.clone(), identity: IdentityDigest::default(), hash: BlockHash::default() };
         self.put(Frame::parse(bytes).unwrap_or(no_frame))
     }
 
-    /// Memory for all wanted blocks, taken at once and without waiting, so that their slices can come before their heads. Asked
-    /// before anything is put, and then nothing else is. Nothing when there is none: frames come whole.
-    fn layers(&mut self, _layout: &SliceLayout) -> Option<&mut dyn LayerRoom> {
+    /// Memory for all wanted blocks, taken at once and without waiting, so that their slices can
+    /// arrive before their headers. Called before any `put`, and instead of it. `None` if there is
+    /// no memory: frames then arrive whole.
+    fn layer_buffers(&mut self, _layout: &SliceLayout) -> Option<&mut dyn LayerBuffers> {
         None
     }
 
-    /// Commits and answers.
+    /// Commits and returns the result.
     fn finish(self: Box<Self>) -> BoxFuture<'static, SaveDone>;
 }
 
@@ -554,38 +564,38 @@ pub trait BlockService: Send + Sync + 'static {
     /// Answers a fetch.
     fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply>;
 
-    /// Answers a save's offer; with a session when the offer is `Wanted`.
+    /// Answers an offer; with a session if the answer is `Wanted`.
     fn save(&self, request: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)>;
 
     /// Ends a lease.
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()>;
 
-    /// How this caller is served. Asked once for each connection, before anything that comes over it is answered.
-    fn admit(&self, _caller: &Caller) -> Admission {
-        Admission::Same
+    /// Decides how to serve this caller. Called once per connection, before any request.
+    fn admit(&self, _caller: &Caller) -> CallerAdmission {
+        CallerAdmission::Unscoped
     }
 
-    /// Starts a lease's time anew, for whoever still uses what it holds; nothing when it ended. Answers at once.
+    /// Restarts a lease's lifetime while it is in use; no effect after its end. Returns at once.
     fn renew(&self, _lease: LeaseId) {}
 
-    /// How often a lease is renewed while an operation under it is under way: well before its time is over.
-    fn renew_every(&self) -> Duration {
-        RENEW_EVERY
+    /// Interval of lease renewal during an operation, well below a lease's lifetime.
+    fn renew_interval(&self) -> Duration {
+        RENEW_INTERVAL
     }
 }
 
-/// Memory in which a node's blocks lie and which processes of its host can map, to read it.
+/// Memory of a node's blocks that processes of its host can map for reading.
 pub trait SharedArena: Send + Sync + 'static {
-    /// A handle by which the memory can be mapped and only be read, whoever has it and whatever is done with it.
+    /// A handle that maps the memory read-only for any holder.
     ///
     /// # Errors
-    /// What the system said; and when it cannot keep a reader from writing.
+    /// The error of the system; also when it cannot prevent a reader from writing.
     fn reader(&self) -> io::Result<OwnedFd>;
 
-    /// How long the memory is, in bytes.
+    /// Length of the memory in bytes.
     fn len_bytes(&self) -> u64;
 
-    /// Where in the memory these bytes begin, all of which lie there; nothing when they lie elsewhere.
+    /// Offset of these bytes within the memory; `None` if they do not all lie there.
     fn offset_of(&self, bytes: &Bytes) -> Option<u64>;
 }
 
@@ -596,7 +606,7 @@ mod tests {
     use crate::suite::{MemoryService, frame, hash, hashes, save_request};
 
     #[tokio::test]
-    async fn what_is_put_unsettled_is_taken_like_a_frame_and_what_is_none_uses_up_its_turn() {
+    async fn put_volatile_stores_valid_frames_and_refuses_others() {
         let service = MemoryService::default();
         let (_, session) = service.save(save_request(&hashes(4))).await;
         let mut session = session.unwrap();
@@ -604,7 +614,7 @@ mod tests {
         let mut flipped = bytes(3).to_vec();
         *flipped.last_mut().unwrap() ^= 1;
         for sent in [bytes(0), Bytes::from_static(b"no frame"), bytes(2), flipped.into()] {
-            session.put_unsettled(Arc::new(sent)).await;
+            session.put_volatile(Arc::new(sent)).await;
         }
         let done = session.finish().await;
         assert_eq!((done.stored_blocks, done.refused_blocks), (2, 2));

@@ -1,7 +1,7 @@
-//! How far a fetch is, for whoever gives it up, or judges the way that it took.
+//! Progress of a fetch, for the code that cancels it or rates its path.
 //!
-//! The path that carries it takes note: a future that was dropped tells nothing any more, and this does. Not here: what follows
-//! from it (`pick/peer.rs`).
+//! The path records it here, because a dropped future reports no result. Not here: the conclusions
+//! (`pick/peer.rs`).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -9,72 +9,72 @@ use tokio::time::Instant;
 
 use crate::pick::PathKind;
 
-/// How far one fetch is, and over what. Clones are of the same one.
+/// Progress of one fetch, and its path. Clones share the state.
 #[derive(Clone, Debug, Default)]
-pub struct Progress(Arc<Mutex<State>>);
+pub struct Progress(Arc<Mutex<ProgressState>>);
 
 #[derive(Clone, Copy, Debug, Default)]
-struct State {
+struct ProgressState {
     step: Step,
     kind: Option<PathKind>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
 enum Step {
-    /// It was not begun, or waits for something of its own end.
+    /// Not started, or waiting for something on the client's side.
     #[default]
-    Waits,
+    NotAsked,
     Asked(Instant),
     Answered,
 }
 
 impl Progress {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ProgressState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// For whoever picks a path: it begins, or begins anew, over this.
-    pub(crate) fn begins(&self, kind: PathKind) {
-        *self.state() = State { step: Step::Waits, kind: Some(kind) };
+    /// For the path picker: the fetch starts, or restarts, over this path.
+    pub(crate) fn start(&self, kind: PathKind) {
+        *self.state() = ProgressState { step: Step::NotAsked, kind: Some(kind) };
     }
 
-    /// For a path that has another one below it: all of it goes over that.
+    /// For a path on top of another one: the whole fetch uses the lower path.
     #[cfg(feature = "rdma")]
-    pub(crate) fn goes_over(&self, kind: PathKind) {
+    pub(crate) fn set_kind(&self, kind: PathKind) {
         self.state().kind = Some(kind);
     }
 
-    /// Over what it goes, or went last; nothing where nobody picked.
+    /// Path in use, or used last; `None` if no path was picked.
     #[must_use]
     pub fn kind(&self) -> Option<PathKind> {
         self.state().kind
     }
 
-    /// For a path: nothing but the way and the node is waited for from here.
-    pub fn asked(&self) {
+    /// For a path: the request is sent, and only the network and the node are waited for.
+    pub fn mark_asked(&self) {
         let step = &mut self.state().step;
-        if matches!(*step, Step::Waits) {
+        if matches!(*step, Step::NotAsked) {
             *step = Step::Asked(Instant::now());
         }
     }
 
-    /// For a path: the node said something, be it that nothing comes.
-    pub fn answered(&self) {
+    /// For a path: the node answered, even if with a miss.
+    pub fn mark_answered(&self) {
         self.state().step = Step::Answered;
     }
 
-    /// Whether the node said something.
+    /// Whether the node answered.
     #[must_use]
     pub fn is_answered(&self) -> bool {
         matches!(self.state().step, Step::Answered)
     }
 
-    /// When the node was asked, where it said nothing since.
+    /// When the node was asked, if it has not answered since.
     #[must_use]
-    pub fn unheard_since(&self) -> Option<Instant> {
+    pub fn unanswered_since(&self) -> Option<Instant> {
         match self.state().step {
             Step::Asked(since) => Some(since),
-            Step::Waits | Step::Answered => None,
+            Step::NotAsked | Step::Answered => None,
         }
     }
 }

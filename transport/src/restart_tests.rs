@@ -1,29 +1,30 @@
-//! A node that starts anew at its address while a fetch is under way, under another epoch and with other bytes of the same blocks, over
-//! both network paths and within one host.
+//! A node restarts at its address during a fetch, with another epoch and other bytes of the same
+//! blocks, over both network paths and within one host.
 //!
-//! What a client has of a node's answer comes over one connection, which ends with the process that answered: an epoch cannot
-//! change behind it. So what came before is a prefix of one answer, the rest is lost with a reason, and nothing of the node that
-//! started since is put behind it. RDMA, whose card reads memory without the node's doing, has boards for that
-//! (`rdma/tests/fences.rs`). An epoch that ends while its node lives is the suite's (`fetch_over_the_end_of_an_epoch`).
+//! A client receives a node's answer over one connection, which ends with the process that
+//! answered. So the epoch cannot change within an answer: the received blocks are a prefix of one
+//! answer, the rest is lost with a reason, and no block of the new process follows. An RDMA card
+//! reads memory without the node's involvement, so RDMA has epoch words (`rdma/tests/fences.rs`).
+//! The suite tests an epoch that ends while its node lives (`fetch_over_the_end_of_an_epoch`).
 #![allow(clippy::unwrap_used)]
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 
 use kv_core::id::Epoch;
-use kv_core::pipeline::Arrive;
+use kv_core::pipeline::ArrivalOrder;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-use crate::quic::tests::Authority;
+use crate::quic::tests::TestAuthority;
 use crate::quic::{QuicConfig, QuicDialer, QuicServer};
-use crate::shm::tests::Node;
+use crate::shm::tests::ShmTestNode;
 use crate::suite::{
-    BumpArena, EPOCH, IDENTITY, MemoryService, PATIENCE, Rooms, fetch, fetch_request, frame_of, hash, hashes,
-    in_dram,
+    BumpArena, CheckedSlices, EPOCH, IDENTITY, MemoryService, PATIENCE, fetch, fetch_request, frame_of, hash,
+    hashes, in_dram,
 };
 use crate::tcp::{TcpConfig, TcpDialer, TcpServer};
-use crate::{AskedLayers, Dialer, FetchAnswer, FetchRequest, MissReason, Path, PathError};
+use crate::{Dialer, FetchAnswer, FetchRequest, LayerRequest, MissReason, Path, PathError};
 
 const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
 
@@ -33,41 +34,41 @@ const NEW: [u32; 3] = [100, 20_000, 40_000];
 
 const ARENA_BYTES: u64 = 4 << 20;
 
-/// A node's server, whichever it is.
+/// A node's server on any path.
 enum Server {
-    Quic(QuicServer, Authority),
-    Tcp(TcpServer, Authority),
-    Shm(Node),
+    Quic(QuicServer, TestAuthority),
+    Tcp(TcpServer, TestAuthority),
+    Shm(ShmTestNode),
 }
 
-/// Which, and for shared memory whether its blocks are read in place.
+/// The path, and for shared memory whether its blocks are read in place.
 #[derive(Clone, Copy, Debug)]
-enum Kind {
+enum PathCase {
     Quic,
     Tcp,
-    Shm { maps: bool },
+    Shm { may_map: bool },
 }
 
-fn holding(kind: Kind, slices: &[u32]) -> Arc<MemoryService> {
-    let arena = matches!(kind, Kind::Shm { maps: true }).then(|| BumpArena::new(ARENA_BYTES));
+fn holding(kind: PathCase, slices: &[u32]) -> Arc<MemoryService> {
+    let arena = matches!(kind, PathCase::Shm { may_map: true }).then(|| BumpArena::new(ARENA_BYTES));
     let service = MemoryService::new(arena);
     (0..5).for_each(|number| service.hold(frame_of(hash(number), slices)));
     Arc::new(service)
 }
 
 impl Server {
-    fn start(kind: Kind, service: &Arc<MemoryService>) -> Server {
-        let (service, authority) = (Arc::clone(service), Authority::new());
+    fn start(kind: PathCase, service: &Arc<MemoryService>) -> Server {
+        let (service, authority) = (Arc::clone(service), TestAuthority::new());
         match kind {
-            Kind::Quic => {
+            PathCase::Quic => {
                 let server = QuicServer::bind(ANY, &authority.member(), service).unwrap();
                 Server::Quic(server, authority)
             }
-            Kind::Tcp => {
+            PathCase::Tcp => {
                 let server = TcpServer::bind(ANY, &authority.member(), service).unwrap();
                 Server::Tcp(server, authority)
             }
-            Kind::Shm { .. } => Server::Shm(Node::holding(service)),
+            PathCase::Shm { .. } => Server::Shm(ShmTestNode::serving(service)),
         }
     }
 
@@ -86,7 +87,7 @@ impl Server {
         .unwrap()
     }
 
-    /// Ends, and starts at the same address with this.
+    /// Stops, and starts again at the same address with this service.
     async fn restart(self, service: &Arc<MemoryService>) -> Server {
         let service = Arc::clone(service);
         match self {
@@ -94,7 +95,7 @@ impl Server {
                 let at = server.local_addr();
                 server.close().await;
                 Server::Quic(
-                    again(|| QuicServer::bind(at, &authority.member(), service.clone())).await,
+                    retry_bind(|| QuicServer::bind(at, &authority.member(), service.clone())).await,
                     authority,
                 )
             }
@@ -102,7 +103,7 @@ impl Server {
                 let at = server.local_addr();
                 server.close().await;
                 Server::Tcp(
-                    again(|| TcpServer::bind(at, &authority.member(), service.clone())).await,
+                    retry_bind(|| TcpServer::bind(at, &authority.member(), service.clone())).await,
                     authority,
                 )
             }
@@ -114,8 +115,8 @@ impl Server {
     }
 }
 
-/// The socket of before may live a moment longer.
-async fn again<T, E: std::fmt::Display>(bind: impl Fn() -> Result<T, E>) -> T {
+/// The old socket may live a moment longer.
+async fn retry_bind<T, E: std::fmt::Display>(bind: impl Fn() -> Result<T, E>) -> T {
     let bound = async {
         loop {
             match bind() {
@@ -124,11 +125,11 @@ async fn again<T, E: std::fmt::Display>(bind: impl Fn() -> Result<T, E>) -> T {
             }
         }
     };
-    timeout(PATIENCE, bound).await.expect("its address is free again")
+    timeout(PATIENCE, bound).await.expect("the address stays in use")
 }
 
-/// Two of five blocks came when the node starts anew.
-async fn restarts_in_mid_fetch(kind: Kind, by_layer: bool) {
+/// The node restarts after two of five blocks arrived.
+async fn restart_during_fetch(kind: PathCase, by_layer: bool) {
     let (old, new) = (holding(kind, &OLD), holding(kind, &NEW));
     new.set_epoch(Epoch(EPOCH.0 + 1));
     let server = Server::start(kind, &old);
@@ -136,12 +137,12 @@ async fn restarts_in_mid_fetch(kind: Kind, by_layer: bool) {
     old.set_gate(2);
     let wanted = hashes(5);
     let (seen, mut frames) = (watch::Sender::new(0), Vec::new());
-    let mut rooms = Rooms::new(&wanted, 0..3);
-    let (mut came, all) = if by_layer { (rooms.count(), 2 * 3) } else { (seen.subscribe(), 2) };
+    let mut rooms = CheckedSlices::new(&wanted, 0..3);
+    let (mut came, all) = if by_layer { (rooms.slice_count(), 2 * 3) } else { (seen.subscribe(), 2) };
     let fetching = async {
         let request = fetch_request(&wanted);
         if by_layer {
-            let asked = AskedLayers { layers: 0..3, arrive: Arrive::ByLayer };
+            let asked = LayerRequest { layers: 0..3, arrive: ArrivalOrder::ByLayer };
             return path.fetch_layers(request, asked, &mut rooms).await;
         }
         let mut sink = |frame| {
@@ -157,13 +158,13 @@ async fn restarts_in_mid_fetch(kind: Kind, by_layer: bool) {
         server
     };
     let both = async { tokio::join!(fetching, restarting) };
-    let (answer, server) = timeout(PATIENCE, both).await.expect("it comes to an end");
+    let (answer, server) = timeout(PATIENCE, both).await.expect("the fetch does not end");
     let lost = FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NodeLost };
     assert_eq!(answer.unwrap(), lost, "{kind:?}");
-    // What came is of one answer, to the last byte.
+    // All received bytes are of one answer.
     if by_layer {
         rooms.check();
-        assert_eq!(rooms.layers_there()[..2], [3, 3], "{kind:?}");
+        assert_eq!(rooms.layers_received()[..2], [3, 3], "{kind:?}");
         assert!(rooms.slice_bytes().iter().all(|slices| slices[..] == OLD) && rooms.wrong.is_empty());
     } else {
         assert_eq!(frames.len(), 2);
@@ -172,12 +173,12 @@ async fn restarts_in_mid_fetch(kind: Kind, by_layer: bool) {
             assert_eq!(frame.slice(0).map(|slice| slice.len()), Some(OLD[0] as usize), "{kind:?}");
         }
     }
-    is_over(path.as_ref()).await;
-    stale_at_first(server.dial().await.as_ref()).await;
+    assert_failed(path.as_ref()).await;
+    assert_stale_then_hit(server.dial().await.as_ref()).await;
 }
 
-/// The path says who was lost and why, and brings nothing of the node that is there now.
-async fn is_over(path: &dyn Path) {
+/// The path reports the lost peer and the cause, and returns no block of the new process.
+async fn assert_failed(path: &dyn Path) {
     let failed = async {
         loop {
             match path.failure() {
@@ -186,7 +187,7 @@ async fn is_over(path: &dyn Path) {
             }
         }
     };
-    let failure = timeout(PATIENCE, failed).await.expect("the path knows that it failed");
+    let failure = timeout(PATIENCE, failed).await.expect("the path does not report its failure");
     let (PathError::Broken { peer, cause } | PathError::Unreachable { peer, cause }) = &failure else {
         panic!("{failure}")
     };
@@ -195,8 +196,8 @@ async fn is_over(path: &dyn Path) {
     assert_eq!(next.to_string(), failure.to_string());
 }
 
-/// Over a path to the node that is there now, whoever still means the one before hears so.
-async fn stale_at_first(path: &dyn Path) {
+/// Over a path to the new process, the old epoch is a miss.
+async fn assert_stale_then_hit(path: &dyn Path) {
     let stale = fetch(path, fetch_request(&hashes(5))).await.unwrap();
     assert_eq!(stale, FetchAnswer::Miss { reason: MissReason::StaleEpoch });
     let request = FetchRequest { epoch: Epoch(EPOCH.0 + 1), ..fetch_request(&hashes(5)) };
@@ -204,21 +205,21 @@ async fn stale_at_first(path: &dyn Path) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn over_quic_nothing_of_a_node_that_started_anew_is_put_behind_what_came() {
-    restarts_in_mid_fetch(Kind::Quic, false).await;
-    restarts_in_mid_fetch(Kind::Quic, true).await;
+async fn a_restart_during_a_quic_fetch_mixes_no_answers() {
+    restart_during_fetch(PathCase::Quic, false).await;
+    restart_during_fetch(PathCase::Quic, true).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn over_tcp_nothing_of_a_node_that_started_anew_is_put_behind_what_came() {
-    restarts_in_mid_fetch(Kind::Tcp, false).await;
-    restarts_in_mid_fetch(Kind::Tcp, true).await;
+async fn a_restart_during_a_tcp_fetch_mixes_no_answers() {
+    restart_during_fetch(PathCase::Tcp, false).await;
+    restart_during_fetch(PathCase::Tcp, true).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn within_one_host_nothing_of_a_node_that_started_anew_is_put_behind_what_came() {
-    for maps in [true, false] {
-        restarts_in_mid_fetch(Kind::Shm { maps }, false).await;
-        restarts_in_mid_fetch(Kind::Shm { maps }, true).await;
+async fn a_restart_during_a_shm_fetch_mixes_no_answers() {
+    for may_map in [true, false] {
+        restart_during_fetch(PathCase::Shm { may_map }, false).await;
+        restart_during_fetch(PathCase::Shm { may_map }, true).await;
     }
 }

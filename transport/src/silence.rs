@@ -1,62 +1,64 @@
-//! How long nothing came from a peer, and what that means.
+//! Detects a silent peer.
 //!
-//! A live peer says something every [`KEEP_ALIVE`], whatever its disk does, so one that is silent died, hangs or is
-//! cut off. Not here: who listens, and what is done about it (`quic/watchdog.rs`, `tcp/watch.rs`).
+//! A live peer sends something every [`KEEP_ALIVE`], whatever its disk does, so a silent one died,
+//! hangs or is cut off. Not here: the observers and the consequences (`quic/watchdog.rs`,
+//! `tcp/watch.rs`).
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// How often an idle connection says something, so that silence means something.
+/// Interval at which an idle connection sends something, so that silence is a sign.
 pub(crate) const KEEP_ALIVE: Duration = Duration::from_millis(200);
 
-/// How often a connection is looked at.
+/// Interval between two checks of a connection.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
 
-/// A look that comes this late means that this process was held up: what arrived meanwhile is not read yet.
-const HELD_UP: Duration = Duration::from_millis(150);
+/// A check that is this late means that this process itself stalled, and data that arrived
+/// meanwhile is unread.
+const STALL_MIN: Duration = Duration::from_millis(150);
 
-/// Silence after which the peer's host is asked whether the port is closed: a keep-alive, its answer (a
-/// peer may delay it by 25 ms) and as much again.
-const ASK_AFTER: Duration = Duration::from_millis(300);
+/// Silence after which the peer's host is probed: a keep-alive, its answer (which may be delayed by
+/// 25 ms), and as much again.
+const SUSPECT_AFTER: Duration = Duration::from_millis(300);
 
 const _: () =
-    assert!(ASK_AFTER.as_millis() > KEEP_ALIVE.as_millis() + 50, "an idle peer must not look silent");
+    assert!(SUSPECT_AFTER.as_millis() > KEEP_ALIVE.as_millis() + 50, "an idle peer must not be suspect");
 
-/// What silence so far means.
+/// State of the peer, judged by its silence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum Liveness {
     Alive,
-    /// Long enough to ask the host.
-    Doubtful,
+    /// Silent long enough to probe its host.
+    Suspect,
     Lost,
 }
 
-/// How long nothing came from the peer, as far as this process could have noticed.
-pub(crate) struct Silence {
+/// Duration of the peer's silence, as far as this process could notice.
+pub(crate) struct SilenceDetector {
     lost_after: Duration,
-    heard: u64,
+    signs: u64,
     since: Instant,
-    looked: Instant,
+    last_check: Instant,
 }
 
-impl Silence {
-    pub(crate) fn new(now: Instant, lost_after: Duration) -> Silence {
-        Silence { lost_after, heard: 0, since: now, looked: now }
+impl SilenceDetector {
+    pub(crate) fn new(now: Instant, lost_after: Duration) -> SilenceDetector {
+        SilenceDetector { lost_after, signs: 0, since: now, last_check: now }
     }
 
-    /// Takes note of what was heard so far, as a count of anything.
-    pub(crate) fn look(&mut self, now: Instant, signs: u64) -> Verdict {
-        let held_up = now.duration_since(self.looked) > HELD_UP;
-        self.looked = now;
-        if signs != self.heard || held_up {
-            self.heard = signs;
+    /// Judges the peer by `signs`, a counter of any received data.
+    pub(crate) fn check(&mut self, now: Instant, signs: u64) -> Liveness {
+        let held_up = now.duration_since(self.last_check) > STALL_MIN;
+        self.last_check = now;
+        if signs != self.signs || held_up {
+            self.signs = signs;
             self.since = now;
         }
         match now.duration_since(self.since) {
-            quiet if quiet >= self.lost_after => Verdict::Lost,
-            quiet if quiet >= ASK_AFTER => Verdict::Doubtful,
-            _ => Verdict::Alive,
+            quiet if quiet >= self.lost_after => Liveness::Lost,
+            quiet if quiet >= SUSPECT_AFTER => Liveness::Suspect,
+            _ => Liveness::Alive,
         }
     }
 }
@@ -72,34 +74,34 @@ mod tests {
     }
 
     #[test]
-    fn silence_is_doubted_and_then_believed() {
+    fn silence_makes_a_peer_suspect_and_then_lost() {
         let begun = Instant::now();
-        let mut silence = Silence::new(begun, LOST_AFTER);
-        // The first look hears the signs that came with the handshake.
-        let verdicts: Vec<Verdict> = (0..=16).map(|tick| silence.look(begun + tick * TICK, 7)).collect();
+        let mut silence = SilenceDetector::new(begun, LOST_AFTER);
+        // The first check counts the signs of the handshake.
+        let verdicts: Vec<Liveness> = (0..=16).map(|tick| silence.check(begun + tick * TICK, 7)).collect();
         let first = |wanted| verdicts.iter().position(|verdict| *verdict == wanted);
-        assert_eq!((first(Verdict::Doubtful), first(Verdict::Lost)), (Some(6), Some(15)));
+        assert_eq!((first(Liveness::Suspect), first(Liveness::Lost)), (Some(6), Some(15)));
     }
 
     #[test]
-    fn any_word_is_a_sign_of_life() {
+    fn any_received_data_is_a_sign_of_life() {
         let begun = Instant::now();
-        let mut silence = Silence::new(begun, LOST_AFTER);
+        let mut silence = SilenceDetector::new(begun, LOST_AFTER);
         for tick in 0..100 {
-            let verdict = silence.look(begun + tick * TICK, u64::from(tick / 5));
-            assert_eq!(verdict, Verdict::Alive, "tick {tick}");
+            let verdict = silence.check(begun + tick * TICK, u64::from(tick / 5));
+            assert_eq!(verdict, Liveness::Alive, "tick {tick}");
         }
     }
 
     #[test]
-    fn a_process_that_was_held_up_blames_itself() {
+    fn a_stalled_process_does_not_blame_its_peer() {
         let begun = Instant::now();
-        let mut silence = Silence::new(begun, LOST_AFTER);
-        assert_eq!(silence.look(begun + millis(50), 1), Verdict::Alive);
-        assert_eq!(silence.look(begun + millis(5_000), 1), Verdict::Alive);
+        let mut silence = SilenceDetector::new(begun, LOST_AFTER);
+        assert_eq!(silence.check(begun + millis(50), 1), Liveness::Alive);
+        assert_eq!(silence.check(begun + millis(5_000), 1), Liveness::Alive);
         for tick in 1..6 {
-            assert_eq!(silence.look(begun + millis(5_000 + tick * 50), 1), Verdict::Alive);
+            assert_eq!(silence.check(begun + millis(5_000 + tick * 50), 1), Liveness::Alive);
         }
-        assert_eq!(silence.look(begun + millis(5_300), 1), Verdict::Doubtful);
+        assert_eq!(silence.check(begun + millis(5_300), 1), Liveness::Suspect);
     }
 }

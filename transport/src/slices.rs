@@ -1,298 +1,307 @@
-//! The slices of a fetch, layer by layer, on their way into memory of the caller.
+//! The slices of a layer-wise fetch on their way into the caller's memory.
 //!
-//! [`SliceSink`] is that memory. [`Filling`] is the account of one fetch, the same for every path: which heads came, which
-//! slice of each block is next, and from which block on nothing is good any more. [`Whole`] hands frames on that came
-//! whole. Not here: the order in which slices are sent, and their form on a wire (`pieces.rs`).
+//! [`SliceSink`] is that memory. [`FetchAssembly`] tracks one fetch on any path: the received headers, the next slice of each block, and the first bad block. [`FrameSplitter`] passes on whole frames slice by slice. Not here: the order of slices, and their wire format (`pieces.rs`).
 
 use std::ops::Range;
 
-use kv_core::pipeline::Arrive;
+use kv_core::pipeline::ArrivalOrder;
 use kvfleet_proto::frame::{Frame, FrameHead};
 
-use crate::pieces::Wave;
+use crate::pieces::PieceQueue;
 use crate::{FetchAnswer, MissReason};
 
-/// What is asked of each block of a fetch, and in which order.
+/// The requested layers of each block, and their order.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AskedLayers {
-    /// Those of them that a block has.
+pub struct LayerRequest {
+    /// Layers; those that a block lacks are ignored.
     pub layers: Range<usize>,
-    /// As far as the path can, and blocks are readable.
-    pub arrive: Arrive,
+    /// Order of arrival, as far as the path supports it and the blocks are readable.
+    pub arrive: ArrivalOrder,
 }
 
-/// Where the slices of a fetch go. Positions count from the first block asked.
+/// Destination of a fetch's slices. Positions count from the first requested block.
 pub trait SliceSink: Send {
-    /// The head of a block, before any slice of it; heads come in prefix order. `false` when it is not the head of the
-    /// block asked, or does not fit: then this block and all behind it are not handed on.
+    /// Takes a block's header, before its slices. Headers come in prefix order. Returns `false` if
+    /// it is not the requested block or does not fit: this block and all later ones are then
+    /// dropped.
     fn head(&mut self, position: usize, head: &FrameHead) -> bool;
 
-    /// Memory for a slice, as long as the head said. It is written before the next call, or not at all.
+    /// Memory for a slice, as long as the header states. It is written before the next call, or not
+    /// at all.
     fn slice(&mut self, position: usize, layer: usize) -> Option<&mut [u8]>;
 
-    /// Slices of these layers are in their memory and match their sums. The layers of a block come in order.
-    fn filled(&mut self, position: usize, layers: Range<usize>);
+    /// The slices of these layers are in their memory and match their checksums. The layers of a
+    /// block come in order.
+    fn slices_filled(&mut self, position: usize, layers: Range<usize>);
 
-    /// A slice did not match its sum, or had no memory: this block and all behind it are not handed on any more.
-    fn wrong(&mut self, position: usize);
+    /// A slice did not match its checksum, or had no memory: this block and all later ones are
+    /// dropped.
+    fn slice_rejected(&mut self, position: usize);
 
-    /// So many encoded bytes came, good or not.
-    fn received(&mut self, bytes: usize);
+    /// Counts received encoded bytes, valid or not.
+    fn count_received(&mut self, bytes: usize);
 }
 
-/// The account of one fetch.
-pub(crate) struct Filling<'a> {
+/// State of one layer-wise fetch.
+pub(crate) struct FetchAssembly<'a> {
     sink: &'a mut dyn SliceSink,
-    /// Asked of each block.
+    /// Requested layers of each block.
     layers: Range<usize>,
-    /// Whose heads came, from the first asked on.
-    blocks: Vec<Block>,
-    /// Blocks from this position on are not handed on.
-    usable: usize,
-    /// Bytes of slices that are still to come of the heads that came.
+    /// Blocks with a header, from the first requested one on.
+    blocks: Vec<BlockProgress>,
+    /// Blocks from this position on are dropped.
+    usable_blocks: usize,
+    /// Bytes of slices still to come, over all blocks with a header.
     left_bytes: usize,
-    /// Blocks whose heads came and that are not complete.
-    open: usize,
-    /// Something that came was not what was asked.
-    is_spoilt: bool,
-    /// Whether what comes is told piece by piece; else by whoever knows when it came.
-    counts: bool,
+    /// Blocks that have a header and miss slices.
+    open_blocks: usize,
+    /// Something received was not as requested.
+    has_bad_slice: bool,
+    /// Whether received bytes are counted here, piece by piece; else the caller counts them.
+    counts_received: bool,
 }
 
-struct Block {
+struct BlockProgress {
     head: FrameHead,
-    /// The layer that comes next.
-    next: usize,
-    /// One past the last that comes.
-    end: usize,
+    /// The next layer.
+    next_layer: usize,
+    /// One past the last layer.
+    end_layer: usize,
 }
 
-impl<'a> Filling<'a> {
-    /// For these layers of each block; of a block that has fewer, those that it has.
-    pub(crate) fn new(sink: &'a mut dyn SliceSink, layers: Range<usize>) -> Filling<'a> {
-        Filling {
+impl<'a> FetchAssembly<'a> {
+    /// For these layers of each block, as far as it has them.
+    pub(crate) fn new(sink: &'a mut dyn SliceSink, layers: Range<usize>) -> FetchAssembly<'a> {
+        FetchAssembly {
             sink,
             layers,
             blocks: Vec::new(),
-            usable: usize::MAX,
+            usable_blocks: usize::MAX,
             left_bytes: 0,
-            open: 0,
-            is_spoilt: false,
-            counts: true,
+            open_blocks: 0,
+            has_bad_slice: false,
+            counts_received: true,
         }
     }
 
-    /// The head of the next block.
-    pub(crate) fn head(&mut self, head: FrameHead) {
+    /// Adds the header of the next block.
+    pub(crate) fn add_header(&mut self, head: FrameHead) {
         let position = self.blocks.len();
         self.count(head.bytes().len());
-        if position < self.usable && !self.sink.head(position, &head) {
-            self.refuse(position);
+        if position < self.usable_blocks && !self.sink.head(position, &head) {
+            self.stop_at(position);
         }
-        let (next, end) = clip(&self.layers, &head);
+        let (next, end) = clip_layers(&self.layers, &head);
         self.left_bytes += head.bytes_of(next..end);
-        self.open += usize::from(next < end);
-        self.blocks.push(Block { head, next, end });
+        self.open_blocks += usize::from(next < end);
+        self.blocks.push(BlockProgress { head, next_layer: next, end_layer: end });
     }
 
-    /// Heads that came.
-    pub(crate) fn heads(&self) -> usize {
+    /// Number of received headers.
+    pub(crate) fn header_count(&self) -> usize {
         self.blocks.len()
     }
 
-    /// Whether all of so many blocks came, good or not.
-    pub(crate) fn is_over(&self, wanted: usize) -> bool {
-        self.blocks.len() >= wanted && self.open == 0
+    /// Whether all of `wanted` blocks arrived, valid or not.
+    pub(crate) fn is_complete(&self, wanted: usize) -> bool {
+        self.blocks.len() >= wanted && self.open_blocks == 0
     }
 
-    /// Bytes that are still to come of blocks whose heads came.
+    /// Bytes still to come, over all blocks with a header.
     pub(crate) fn left_bytes(&self) -> usize {
         self.left_bytes
     }
 
-    /// Whether these are the layers that come next of a block whose head came.
+    /// Whether these are the next layers of a block with a header.
     pub(crate) fn is_next(&self, position: usize, layers: &Range<usize>) -> bool {
-        self.blocks
-            .get(position)
-            .is_some_and(|block| block.next == layers.start && !layers.is_empty() && layers.end <= block.end)
+        self.blocks.get(position).is_some_and(|block| {
+            block.next_layer == layers.start && !layers.is_empty() && layers.end <= block.end_layer
+        })
     }
 
-    /// Length of a slice whose turn it is, and its memory; none when it is of no use any more.
+    /// Length of the next slice, and its memory; `None` if the block is dropped.
     pub(crate) fn slice(&mut self, position: usize, layer: usize) -> (usize, Option<&mut [u8]>) {
         let bytes = self.blocks[position].head.slice_bytes(layer).unwrap_or(0);
-        if position >= self.usable {
+        if position >= self.usable_blocks {
             return (bytes, None);
         }
-        // Asked twice, because what is wrong must be said to the one who lent the memory.
+        // Called twice, because the sink must learn of a rejected block before its memory is
+        // returned.
         let fits = self.sink.slice(position, layer).is_some_and(|room| room.len() == bytes);
         if !fits {
-            self.spoil(position);
+            self.reject(position);
             return (bytes, None);
         }
         (bytes, self.sink.slice(position, layer))
     }
 
-    /// What was written into a slice's memory.
+    /// Checks a slice after it was written to its memory.
     pub(crate) fn check(&mut self, position: usize, layer: usize) {
-        if position >= self.usable {
+        if position >= self.usable_blocks {
             return;
         }
         let head = &self.blocks[position].head;
         let is_good =
             self.sink.slice(position, layer).is_some_and(|room| head.verify_slice(layer, room).is_ok());
         if !is_good {
-            self.spoil(position);
+            self.reject(position);
         }
     }
 
-    /// These layers of a block came, which come next: fills their memory from where they lie, one behind the other.
-    pub(crate) fn take(&mut self, position: usize, layers: Range<usize>, mut from: &[u8]) {
+    /// Copies the next layers of a block from contiguous bytes.
+    pub(crate) fn take_slices(&mut self, position: usize, layers: Range<usize>, mut from: &[u8]) {
         for layer in layers.clone() {
             let bytes = self.blocks[position].head.slice_bytes(layer).unwrap_or(0);
             let (slice, rest) = from.split_at(bytes.min(from.len()));
-            self.copy(position, layer, slice);
+            self.copy_slice(position, layer, slice);
             from = rest;
         }
-        self.came(position, layers);
+        self.mark_received(position, layers);
     }
 
-    /// Fills a slice's memory from where it lies, and checks it on the way.
-    fn copy(&mut self, position: usize, layer: usize, from: &[u8]) {
-        if position >= self.usable {
+    /// Copies a slice into its memory and checks it on the way.
+    fn copy_slice(&mut self, position: usize, layer: usize, from: &[u8]) {
+        if position >= self.usable_blocks {
             return;
         }
         let head = &self.blocks[position].head;
         let is_good =
             self.sink.slice(position, layer).is_some_and(|room| head.copy_slice(layer, from, room).is_ok());
         if !is_good {
-            self.spoil(position);
+            self.reject(position);
         }
     }
 
-    /// These layers of a block came, good or not.
-    pub(crate) fn came(&mut self, position: usize, layers: Range<usize>) {
+    /// Records these layers of a block as received, valid or not.
+    pub(crate) fn mark_received(&mut self, position: usize, layers: Range<usize>) {
         let block = &mut self.blocks[position];
         let bytes = block.head.bytes_of(layers.clone());
-        block.next = layers.end;
-        self.open -= usize::from(block.next == block.end);
+        block.next_layer = layers.end;
+        self.open_blocks -= usize::from(block.next_layer == block.end_layer);
         self.left_bytes -= bytes;
         self.count(bytes);
-        if position < self.usable {
-            self.sink.filled(position, layers);
+        if position < self.usable_blocks {
+            self.sink.slices_filled(position, layers);
         }
     }
 
-    /// Leading blocks of which all came that was asked, and was good.
-    pub(crate) fn whole(&self) -> usize {
-        self.blocks.iter().take(self.usable).take_while(|block| block.next == block.end).count()
+    /// Number of leading blocks with all requested layers, all valid.
+    pub(crate) fn complete_blocks(&self) -> usize {
+        self.blocks
+            .iter()
+            .take(self.usable_blocks)
+            .take_while(|block| block.next_layer == block.end_layer)
+            .count()
     }
 
-    /// Whether something that came was not what was asked.
-    pub(crate) fn is_spoilt(&self) -> bool {
-        self.is_spoilt
+    /// Whether something received was not as requested.
+    pub(crate) fn has_bad_slice(&self) -> bool {
+        self.has_bad_slice
     }
 
     fn count(&mut self, bytes: usize) {
-        if self.counts {
-            self.sink.received(bytes);
+        if self.counts_received {
+            self.sink.count_received(bytes);
         }
     }
 
-    /// Nothing from this block on is handed on any more.
-    fn refuse(&mut self, position: usize) {
-        (self.usable, self.is_spoilt) = (position, true);
+    /// Drops this block and all later ones.
+    fn stop_at(&mut self, position: usize) {
+        (self.usable_blocks, self.has_bad_slice) = (position, true);
     }
 
-    /// What came of a block is not what was asked.
-    pub(crate) fn spoil(&mut self, position: usize) {
-        self.refuse(position);
-        self.sink.wrong(position);
+    /// Rejects a bad block.
+    pub(crate) fn reject(&mut self, position: usize) {
+        self.stop_at(position);
+        self.sink.slice_rejected(position);
     }
 }
 
-/// What a fetch asks that goes on where another one ended.
+/// For a fetch that continues where another one ended.
 #[cfg(feature = "rdma")]
-impl<'a> Filling<'a> {
-    /// Whether what comes from now on is told piece by piece.
-    pub(crate) fn counts(&mut self, counts: bool) {
-        self.counts = counts;
+impl<'a> FetchAssembly<'a> {
+    /// Sets whether received bytes are counted here from now on.
+    pub(crate) fn set_counting(&mut self, counts: bool) {
+        self.counts_received = counts;
     }
 
-    /// The first block that was wrong.
-    pub(crate) fn first_wrong(&self) -> Option<usize> {
-        self.is_spoilt.then_some(self.usable)
+    /// The first bad block.
+    pub(crate) fn first_bad(&self) -> Option<usize> {
+        self.has_bad_slice.then_some(self.usable_blocks)
     }
 
-    /// What comes of this block is handed on.
+    /// Whether slices of this block are passed on.
     pub(crate) fn is_usable(&self, position: usize) -> bool {
-        position < self.usable
+        position < self.usable_blocks
     }
 
-    /// The head of a block, if it came.
+    /// Header of a block; `None` if it has not arrived.
     pub(crate) fn head_of(&self, position: usize) -> Option<&FrameHead> {
         self.blocks.get(position).map(|block| &block.head)
     }
 
-    /// The layer of a block that comes next, if its head came.
-    pub(crate) fn next(&self, position: usize) -> Option<usize> {
-        self.blocks.get(position).map(|block| block.next)
+    /// The next layer of a block; `None` if its header has not arrived.
+    pub(crate) fn next_layer(&self, position: usize) -> Option<usize> {
+        self.blocks.get(position).map(|block| block.next_layer)
     }
 
-    /// Where slices go.
+    /// Destination of the slices.
     pub(crate) fn sink(&mut self) -> &mut (dyn SliceSink + 'a) {
         self.sink
     }
 }
 
-/// What there is of `layers` in a block.
-pub(crate) fn clip(layers: &Range<usize>, head: &FrameHead) -> (usize, usize) {
+/// First layer and end of `layers`, clipped to the layers of this block.
+pub(crate) fn clip_layers(layers: &Range<usize>, head: &FrameHead) -> (usize, usize) {
     let end = layers.end.min(head.slice_count());
     (layers.start.min(end), end)
 }
 
-/// Frames that came whole, handed on in the order of slices: those that are there together go layer by layer.
-pub(crate) struct Whole<'a> {
-    filling: Filling<'a>,
-    asked: AskedLayers,
+/// Whole frames, passed on in the order of slices: frames that are there together go layer by
+/// layer.
+pub(crate) struct FrameSplitter<'a> {
+    filling: FetchAssembly<'a>,
+    request: LayerRequest,
 }
 
-impl<'a> Whole<'a> {
-    pub(crate) fn new(sink: &'a mut dyn SliceSink, asked: AskedLayers) -> Whole<'a> {
-        // A frame came as one: that its slices follow each other at once says nothing of the path.
-        let filling = Filling { counts: false, ..Filling::new(sink, asked.layers.clone()) };
-        Whole { filling, asked }
+impl<'a> FrameSplitter<'a> {
+    pub(crate) fn new(sink: &'a mut dyn SliceSink, request: LayerRequest) -> FrameSplitter<'a> {
+        // A frame arrives as one, so its slices do not count as separate pieces.
+        let filling =
+            FetchAssembly { counts_received: false, ..FetchAssembly::new(sink, request.layers.clone()) };
+        FrameSplitter { filling, request }
     }
 
-    /// How many leading blocks were good, where not all were.
-    pub(crate) fn spoilt(&self) -> Option<usize> {
-        self.filling.is_spoilt().then(|| self.filling.whole())
+    /// Number of leading valid blocks; `None` if all are valid.
+    pub(crate) fn good_blocks(&self) -> Option<usize> {
+        self.filling.has_bad_slice().then(|| self.filling.complete_blocks())
     }
 
-    /// What a fetch ended with, less what was not good.
-    pub(crate) fn conclude(&self, answer: FetchAnswer) -> FetchAnswer {
-        match self.spoilt() {
+    /// The final answer, without the invalid blocks.
+    pub(crate) fn finish(&self, answer: FetchAnswer) -> FetchAnswer {
+        match self.good_blocks() {
             Some(good) => answer.cut_short(good, MissReason::Corrupt),
             None => answer,
         }
     }
 
-    /// The next blocks, in prefix order.
-    pub(crate) fn take(&mut self, frames: &[Frame]) {
-        let first = self.filling.heads();
-        let mut wave = Wave::new(self.asked.clone());
+    /// Passes on the next blocks, in prefix order.
+    pub(crate) fn split(&mut self, frames: &[Frame]) {
+        let first = self.filling.header_count();
+        let mut wave = PieceQueue::new(self.request.clone());
         for frame in frames {
-            self.filling.sink.received(frame.bytes.len());
-            // A frame whose head parsed once parses again, but where a peer changes it meanwhile.
+            self.filling.sink.count_received(frame.bytes.len());
+            // The header was valid before, but the peer may have changed it in shared memory.
             let Ok(head) = frame.head() else {
-                self.filling.spoil(self.filling.heads());
+                self.filling.reject(self.filling.header_count());
                 break;
             };
-            self.filling.head(head.clone());
+            self.filling.add_header(head.clone());
             wave.add(head, frame.bytes.clone());
         }
         while let Some(piece) = wave.next() {
             let bytes = piece.bytes();
-            self.filling.take(first + piece.position, piece.layers, &bytes);
+            self.filling.take_slices(first + piece.position, piece.layers, &bytes);
         }
     }
 }

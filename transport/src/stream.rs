@@ -1,61 +1,71 @@
-//! What goes over one stream, whatever carries it: length-delimited messages, then frames back to back.
+//! The content of one stream, on any transport: length-delimited messages, then frames back to
+//! back.
 //!
-//! Reads ask for exactly what is still missing, so nothing is ever read beyond an item and each byte is
-//! copied once, into the item it belongs to. Writes hand over the frame's own memory.
-//! Not here: what a message means (`wire.rs`), and what moves the bytes (`quic/stream.rs`, `tcp/stream.rs`).
+//! Reads request exactly the missing bytes, so no read goes beyond an item, and each byte is copied
+//! once, into its item. Writes pass on the frame's own memory. Not here: the meaning of messages
+//! (`wire.rs`), and the transport of bytes (`quic/stream.rs`, `tcp/stream.rs`).
 
 use bytes::{BufMut, Bytes, BytesMut};
-use kv_core::id::Class;
-use kvfleet_proto::frame::{Frame, FrameError, Need, parse_header};
+use kv_core::id::TrafficClass;
+use kvfleet_proto::frame::{BytesNeeded, Frame, FrameError, parse_header};
 use prost::Message;
 
 use crate::{MissReason, PathError};
 
-/// Largest message in bytes: a request over 65,536 blocks, 16 bytes each, and its other fields.
+/// Largest message in bytes: a request for 65,536 blocks, 16 bytes each, and its other fields.
 pub(crate) const MESSAGE_BYTES_MAX: usize = 65_536 * 16 + 4096;
 
-/// What stands in place of a frame where no more come, before the number of the reason (0: none): shorter than any
-/// frame's head.
+/// Marks the early end of the frames, followed by the number of the reason (0: none). Shorter than
+/// any frame header.
 const END_MAGIC: [u8; 7] = *b"KVFEND\0";
 
-/// Bytes of the end with its reason.
+/// Length of the end mark with its reason.
 pub(crate) const END_BYTES: usize = END_MAGIC.len() + 1;
 
-/// Bytes of the length before a message.
+/// Length of the prefix before a message.
 const LENGTH_BYTES: usize = 4;
 
-/// Where bytes come from.
+/// A source of bytes.
 pub(crate) trait Source: Send {
-    /// Extends `have` to `wanted` bytes. `Ok(false)` when the peer ended its side before.
-    fn fill(&mut self, have: &mut BytesMut, wanted: usize)
-    -> impl Future<Output = Result<bool, Loss>> + Send;
+    /// Extends `have` to `wanted` bytes. `Ok(false)` if the peer ended its side before.
+    fn fill(
+        &mut self,
+        have: &mut BytesMut,
+        wanted: usize,
+    ) -> impl Future<Output = Result<bool, StreamError>> + Send;
 
-    /// Fills all of `to`. `behind` is how much more is known to follow, in bytes. `Ok(false)` when the peer ended its side
-    /// before.
-    fn read_into(&mut self, to: &mut [u8], behind: usize) -> impl Future<Output = Result<bool, Loss>> + Send;
+    /// Fills all of `to`. `behind` is the number of bytes known to follow. `Ok(false)` if the peer
+    /// ended its side before.
+    fn read_into(
+        &mut self,
+        to: &mut [u8],
+        behind: usize,
+    ) -> impl Future<Output = Result<bool, StreamError>> + Send;
 }
 
-/// The bytes of one operation, both ways. Dropped before the operation is over, it tells the peer to stop.
+/// The bytes of one operation, both ways. If dropped before the operation is complete, it tells the
+/// peer to stop.
 pub(crate) trait Stream: Source {
-    /// Sends bytes without copying them on our side. They may wait for more until [`Stream::flush`].
-    fn write(&mut self, bytes: Bytes) -> impl Future<Output = Result<(), Loss>> + Send;
+    /// Sends bytes without copying them in this process. They may be buffered until
+    /// [`Stream::flush`].
+    fn write(&mut self, bytes: Bytes) -> impl Future<Output = Result<(), StreamError>> + Send;
 
-    /// Lets nothing wait that was written.
-    fn flush(&mut self) -> impl Future<Output = Result<(), Loss>> + Send;
+    /// Sends all buffered bytes.
+    fn flush(&mut self) -> impl Future<Output = Result<(), StreamError>> + Send;
 
-    /// Says that no more frames come, and why if that is known. Flushes.
-    fn end(&mut self, reason: Option<MissReason>) -> impl Future<Output = Result<(), Loss>> + Send;
+    /// Ends the frames, with the reason if known. Flushes.
+    fn end(&mut self, reason: Option<MissReason>) -> impl Future<Output = Result<(), StreamError>> + Send;
 
-    /// Says what the operation is for, to a stream that shares its way with others.
-    fn rank(&mut self, _class: Class) {}
+    /// Sets the operation's priority class, for a stream that shares its connection.
+    fn set_class(&mut self, _class: TrafficClass) {}
 
-    /// Returns once the peer wants nothing more of this operation.
+    /// Returns once the peer has cancelled this operation.
     fn stopped(&self) -> impl Future<Output = ()> + Send + 'static;
 }
 
-/// Why a stream moves no more bytes.
+/// Why a stream has failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Loss {
+pub(crate) enum StreamError {
     #[error("{0}")]
     Unreachable(String),
     #[error("{0}")]
@@ -66,14 +76,14 @@ pub(crate) enum Loss {
     Protocol(String),
 }
 
-impl Loss {
+impl StreamError {
     pub(crate) fn at(self, peer: &str) -> PathError {
         let peer = peer.to_owned();
         match self {
-            Loss::Unreachable(cause) => PathError::Unreachable { peer, cause },
-            Loss::Untrusted(cause) => PathError::Untrusted { peer, cause },
-            Loss::Broken(cause) => PathError::Broken { peer, cause },
-            Loss::Protocol(what) => PathError::Protocol { peer, what },
+            StreamError::Unreachable(cause) => PathError::Unreachable { peer, cause },
+            StreamError::Untrusted(cause) => PathError::Untrusted { peer, cause },
+            StreamError::Broken(cause) => PathError::Broken { peer, cause },
+            StreamError::Protocol(what) => PathError::Protocol { peer, what },
         }
     }
 }
@@ -82,23 +92,23 @@ impl Loss {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ItemError {
     #[error("connection or stream broke: {0}")]
-    Lost(#[from] Loss),
+    Lost(#[from] StreamError),
     #[error("an end of stream in the middle of an item")]
-    Cut,
+    Truncated,
     #[error("{what} of {bytes} bytes, the limit is {limit}")]
     Oversized { what: &'static str, bytes: usize, limit: usize },
     #[error("a message that cannot be decoded: {0}")]
     Decode(#[from] prost::DecodeError),
     #[error("a bad frame: {0}")]
     Frame(#[from] FrameError),
-    #[error("layer {layer} of block {position} of a fetch, whose turn it is not")]
+    #[error("layer {layer} of block {position} of a fetch out of order")]
     Piece { position: usize, layer: usize },
 }
 
 impl ItemError {
-    /// Whether the peer is gone, in contrast to talking nonsense.
+    /// Whether the peer is gone, in contrast to a protocol violation.
     pub(crate) fn is_loss(&self) -> bool {
-        matches!(self, ItemError::Lost(_) | ItemError::Cut)
+        matches!(self, ItemError::Lost(_) | ItemError::Truncated)
     }
 
     pub(crate) fn at(self, peer: &str) -> PathError {
@@ -113,55 +123,56 @@ impl ItemError {
 pub(crate) async fn read_message<M: Message + Default>(source: &mut impl Source) -> Result<M, ItemError> {
     let mut length = BytesMut::with_capacity(LENGTH_BYTES);
     if !source.fill(&mut length, LENGTH_BYTES).await? {
-        return Err(ItemError::Cut);
+        return Err(ItemError::Truncated);
     }
     let bytes = u32::from_le_bytes([length[0], length[1], length[2], length[3]]) as usize;
     if bytes > MESSAGE_BYTES_MAX {
         return Err(ItemError::Oversized { what: "a message", bytes, limit: MESSAGE_BYTES_MAX });
     }
-    let mut body = BytesMut::new(); // grows with what arrives, not with what was announced
+    let mut body = BytesMut::new(); // grows with the received bytes, not with the announced length
     if !source.fill(&mut body, bytes).await? {
-        return Err(ItemError::Cut);
+        return Err(ItemError::Truncated);
     }
     Ok(M::decode(body.freeze())?)
 }
 
-/// What comes next of a fetch or a save.
+/// The next item of a fetch or a save.
 #[derive(Debug)]
-pub(crate) enum Next {
+pub(crate) enum NextItem {
     Frame(Frame),
-    /// No more frames, perhaps with a word why.
+    /// No more frames, perhaps with a reason.
     End(Option<MissReason>),
 }
 
 /// Reads one frame of at most `limit` bytes.
-pub(crate) async fn read_frame(source: &mut impl Source, limit: usize) -> Result<Next, ItemError> {
+pub(crate) async fn read_frame(source: &mut impl Source, limit: usize) -> Result<NextItem, ItemError> {
     let mut have = BytesMut::new();
     if !source.fill(&mut have, END_BYTES).await? {
-        return if have.is_empty() { Ok(Next::End(None)) } else { Err(ItemError::Cut) };
+        return if have.is_empty() { Ok(NextItem::End(None)) } else { Err(ItemError::Truncated) };
     }
     if let Some(reason) = end_reason(&have) {
-        return Ok(Next::End(reason));
+        return Ok(NextItem::End(reason));
     }
     loop {
         let (wanted, whole) = match parse_header(&have)? {
-            Need::Header(wanted) => (wanted, false),
-            Need::Frame(total) => (total, true),
+            BytesNeeded::Header(wanted) => (wanted, false),
+            BytesNeeded::Frame(total) => (total, true),
         };
         if wanted > limit {
             return Err(ItemError::Oversized { what: "a frame", bytes: wanted, limit });
         }
         have.reserve(wanted - have.len());
         if !source.fill(&mut have, wanted).await? {
-            return Err(ItemError::Cut);
+            return Err(ItemError::Truncated);
         }
         if whole {
-            return Ok(Next::Frame(Frame::parse(have.freeze())?));
+            return Ok(NextItem::Frame(Frame::parse(have.freeze())?));
         }
     }
 }
 
-/// What stands behind the last frame, where it does. A reason that only a later release knows is none.
+/// The reason in an end mark; the outer `None` means that this is not an end mark. A reason unknown
+/// to this release counts as none.
 fn end_reason(have: &[u8]) -> Option<Option<MissReason>> {
     match have.strip_prefix(&END_MAGIC) {
         Some(&[number]) => Some(MissReason::ALL.into_iter().find(|reason| *reason as u8 == number)),
@@ -169,13 +180,16 @@ fn end_reason(have: &[u8]) -> Option<Option<MissReason>> {
     }
 }
 
-/// The end of the frames, with why if that is known.
+/// An end mark, with the reason if known.
 pub(crate) fn end_bytes(reason: Option<MissReason>) -> Bytes {
     let number = reason.map_or(0, |reason| reason as u8);
     Bytes::from([&END_MAGIC[..], &[number]].concat())
 }
 
-/// A message with its length in front; an error when no peer would take it.
+/// A message with its length prefix.
+///
+/// # Errors
+/// When no peer would accept its length.
 pub(crate) fn encode<M: Message>(message: &M) -> Result<Bytes, PathError> {
     let bytes = message.encoded_len();
     if bytes > MESSAGE_BYTES_MAX {

@@ -1,12 +1,12 @@
-//! The messages of `data.proto` as the types of this crate, both ways.
+//! Conversion between the messages of `data.proto` and the types of this crate.
 //!
-//! Not here: reading and writing them on a stream (`stream.rs`). Whatever a peer may send is
-//! checked here, so that the code behind sees only values that make sense.
+//! Not here: reading and writing messages on a stream (`stream.rs`). All values from a peer are
+//! checked here, so that the code behind sees only valid ones.
 
 use std::time::Duration;
 
-use kv_core::id::{Class, Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier};
-use kv_core::pipeline::Arrive;
+use kv_core::id::{Epoch, IdentityDigest, LeaseId, NodeId, RequestId, Seq, TenantId, Tier, TrafficClass};
+use kv_core::pipeline::ArrivalOrder;
 use kvfleet_proto::convert::{
     ConvertError, category_from_parts, category_to_parts, hashes_from_bytes, hashes_to_bytes, identity_field,
     parent_from_bytes, parent_to_bytes, tier_field,
@@ -15,11 +15,11 @@ use kvfleet_proto::data;
 use kvfleet_proto::frame::{SLICES_MAX, SliceLayout};
 
 use crate::{
-    AskedLayers, Asker, FetchAnswer, FetchRequest, MissReason, Progress, SaveAnswer, SaveDone, SaveOffer,
-    SaveRefusal, SaveRequest, VisibleAt,
+    AnnouncePosition, FetchAnswer, FetchRequest, LayerRequest, MissReason, Progress, RequestContext,
+    SaveAnswer, SaveDone, SaveOffer, SaveRefusal, SaveRequest,
 };
 
-/// Version this end speaks, told in every pong.
+/// Protocol version of this release, sent in every pong.
 pub(crate) const PROTOCOL_VERSION: u32 = 1;
 
 /// Numbers of `FetchHead.outcome` and `SaveOffer.outcome`.
@@ -32,12 +32,12 @@ mod outcome {
     pub(super) const REFUSED: u32 = 2;
 }
 
-/// What a client asks on a fresh stream.
+/// A client's request on a new stream.
 #[derive(Debug)]
 pub(crate) enum Operation {
-    /// Of these layers, if they are wanted one after the other.
-    Fetch(FetchRequest, Option<AskedLayers>),
-    /// With slices laid out like this, if they are to come one layer after the other.
+    /// With a layer request if the blocks are wanted layer by layer.
+    Fetch(FetchRequest, Option<LayerRequest>),
+    /// With a slice layout if the blocks come layer by layer.
     Save(SaveRequest, Option<SliceLayout>),
     Release(LeaseId),
     Ping,
@@ -48,7 +48,7 @@ pub(crate) fn operation_from_pb(request: data::DataRequest) -> Result<Operation,
     let traceparent = request.traceparent;
     match request.op.ok_or(ConvertError::Absent { field: "op" })? {
         Op::Fetch(fetch) => {
-            let layers = fetch.layers.as_ref().map(asked_from_pb);
+            let layers = fetch.layers.as_ref().map(layer_request_from_pb);
             Ok(Operation::Fetch(fetch_from_pb(&fetch, traceparent)?, layers))
         }
         Op::Save(save) => {
@@ -57,14 +57,14 @@ pub(crate) fn operation_from_pb(request: data::DataRequest) -> Result<Operation,
         }
         Op::Release(data::Release { lease }) => Ok(Operation::Release(LeaseId(lease))),
         Op::Ping(data::Ping {}) => Ok(Operation::Ping),
-        // Answered before it comes to this, where RDMA is offered.
+        // If RDMA is offered, the server answers it before.
         Op::Attach(_) => Err(ConvertError::Unknown { field: "op", number: 5 }),
     }
 }
 
 fn fetch_from_pb(fetch: &data::Fetch, traceparent: String) -> Result<FetchRequest, ConvertError> {
     Ok(FetchRequest {
-        asker: Asker {
+        context: RequestContext {
             lease: LeaseId(fetch.lease),
             request: RequestId(fetch.request),
             tenant: TenantId(fetch.tenant),
@@ -83,7 +83,7 @@ fn fetch_from_pb(fetch: &data::Fetch, traceparent: String) -> Result<FetchReques
 
 fn save_from_pb(save: &data::Save, traceparent: String) -> Result<SaveRequest, ConvertError> {
     Ok(SaveRequest {
-        asker: Asker {
+        context: RequestContext {
             lease: LeaseId(save.lease),
             request: RequestId(save.request),
             tenant: TenantId(save.tenant),
@@ -99,47 +99,48 @@ fn save_from_pb(save: &data::Save, traceparent: String) -> Result<SaveRequest, C
     })
 }
 
-/// The same as [`fetch_to_pb`], of these layers one after the other.
-pub(crate) fn layers_to_pb(request: &FetchRequest, asked: &AskedLayers) -> data::DataRequest {
+/// Like [`fetch_to_pb`], for these layers.
+pub(crate) fn layers_to_pb(request: &FetchRequest, asked: &LayerRequest) -> data::DataRequest {
     let number = |layer: usize| u32::try_from(layer).unwrap_or(u32::MAX);
-    let AskedLayers { layers, arrive } = asked;
+    let LayerRequest { layers, arrive } = asked;
     let mut wire = fetch_to_pb(request);
     if let Some(data::data_request::Op::Fetch(fetch)) = &mut wire.op {
-        let is_by_block = *arrive == Arrive::ByBlock;
+        let is_by_block = *arrive == ArrivalOrder::ByBlock;
         fetch.layers =
             Some(data::Layers { first: number(layers.start), end: number(layers.end), is_by_block });
     }
     wire
 }
 
-fn asked_from_pb(layers: &data::Layers) -> AskedLayers {
-    let arrive = if layers.is_by_block { Arrive::ByBlock } else { Arrive::ByLayer };
-    AskedLayers { layers: layers.first as usize..layers.end as usize, arrive }
+fn layer_request_from_pb(layers: &data::Layers) -> LayerRequest {
+    let arrive = if layers.is_by_block { ArrivalOrder::ByBlock } else { ArrivalOrder::ByLayer };
+    LayerRequest { layers: layers.first as usize..layers.end as usize, arrive }
 }
 
 pub(crate) fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
-    let (kind, turn) = category_to_parts(request.asker.category);
+    let (kind, turn) = category_to_parts(request.context.category);
     let fetch = data::Fetch {
-        lease: request.asker.lease.0,
-        request: request.asker.request.0,
-        tenant: request.asker.tenant.0,
+        lease: request.context.lease.0,
+        request: request.context.request.0,
+        tenant: request.context.tenant.0,
         kind,
         turn,
-        identity: identity_bytes(request.asker.identity),
+        identity: identity_bytes(request.context.identity),
         epoch: request.epoch.0,
         first_offset_blocks: request.first_offset_blocks,
         hashes: hashes_to_bytes(&request.hashes),
         deadline_us: u64::try_from(request.deadline.as_micros()).unwrap_or(u64::MAX),
         layers: None,
-        class: class_to_pb(request.asker.class),
+        class: class_to_pb(request.context.class),
     };
     data::DataRequest {
         op: Some(data::data_request::Op::Fetch(fetch)),
-        traceparent: request.asker.traceparent.clone(),
+        traceparent: request.context.traceparent.clone(),
     }
 }
 
-/// Frames of one layout are as long as was said. Nothing where they come whole.
+/// The layout of the announced slices, which must match the frame length; `None` if frames come
+/// whole.
 fn layout_from_pb(save: &data::Save) -> Result<Option<SliceLayout>, ConvertError> {
     if save.slice_bytes.is_empty() {
         return Ok(None);
@@ -154,7 +155,7 @@ fn layout_from_pb(save: &data::Save) -> Result<Option<SliceLayout>, ConvertError
     Ok(Some(layout))
 }
 
-/// The same as [`save_to_pb`], with slices of these lengths one layer after the other.
+/// Like [`save_to_pb`], with slices of these lengths.
 pub(crate) fn save_layers_to_pb(request: &SaveRequest, slice_bytes: &[u32]) -> data::DataRequest {
     let mut wire = save_to_pb(request);
     if let Some(data::data_request::Op::Save(save)) = &mut wire.op {
@@ -164,24 +165,24 @@ pub(crate) fn save_layers_to_pb(request: &SaveRequest, slice_bytes: &[u32]) -> d
 }
 
 pub(crate) fn save_to_pb(request: &SaveRequest) -> data::DataRequest {
-    let (kind, turn) = category_to_parts(request.asker.category);
+    let (kind, turn) = category_to_parts(request.context.category);
     let save = data::Save {
-        lease: request.asker.lease.0,
-        request: request.asker.request.0,
-        tenant: request.asker.tenant.0,
+        lease: request.context.lease.0,
+        request: request.context.request.0,
+        tenant: request.context.tenant.0,
         kind,
         turn,
-        identity: identity_bytes(request.asker.identity),
+        identity: identity_bytes(request.context.identity),
         parent: parent_to_bytes(request.parent),
         first_offset_blocks: request.first_offset_blocks,
         hashes: hashes_to_bytes(&request.hashes),
         frame_bytes: request.frame_bytes,
-        class: class_to_pb(request.asker.class),
+        class: class_to_pb(request.context.class),
         slice_bytes: Vec::new(),
     };
     data::DataRequest {
         op: Some(data::data_request::Op::Save(save)),
-        traceparent: request.asker.traceparent.clone(),
+        traceparent: request.context.traceparent.clone(),
     }
 }
 
@@ -194,21 +195,21 @@ pub(crate) fn ping_to_pb() -> data::DataRequest {
     data::DataRequest { op: Some(data::data_request::Op::Ping(data::Ping {})), traceparent: String::new() }
 }
 
-fn class_from_pb(number: u32) -> Option<Class> {
-    (number != 0).then(|| Class::from_number(number))
+fn class_from_pb(number: u32) -> Option<TrafficClass> {
+    (number != 0).then(|| TrafficClass::from_number(number))
 }
 
-fn class_to_pb(class: Option<Class>) -> u32 {
+fn class_to_pb(class: Option<TrafficClass>) -> u32 {
     class.map_or(0, |class| class as u32)
 }
 
-/// What a request is for. Nobody waits behind others to end a lease or to be heard.
-pub(crate) fn class_of(request: &data::DataRequest) -> Class {
+/// Priority class of a request. Releases and pings never wait behind others.
+pub(crate) fn class_of(request: &data::DataRequest) -> TrafficClass {
     use data::data_request::Op;
     match &request.op {
-        Some(Op::Fetch(fetch)) => Class::of_fetch(class_from_pb(fetch.class)),
-        Some(Op::Save(save)) => Class::of_save(class_from_pb(save.class)),
-        Some(Op::Release(_) | Op::Ping(_) | Op::Attach(_)) | None => Class::Fetch,
+        Some(Op::Fetch(fetch)) => TrafficClass::for_fetch(class_from_pb(fetch.class)),
+        Some(Op::Save(save)) => TrafficClass::for_save(class_from_pb(save.class)),
+        Some(Op::Release(_) | Op::Ping(_) | Op::Attach(_)) | None => TrafficClass::Fetch,
     }
 }
 
@@ -245,7 +246,7 @@ fn set_tiers(head: &mut data::FetchHead, tiers: &[Tier]) {
     head.tiers = tiers.iter().map(|tier| *tier as u8).collect();
 }
 
-/// Reads the head of a fetch of `asked` blocks: the answer and the node's epoch.
+/// Reads the answer to a fetch of `asked` blocks, and the node's epoch.
 pub(crate) fn head_from_pb(
     head: &data::FetchHead,
     asked: usize,
@@ -262,13 +263,17 @@ pub(crate) fn head_from_pb(
 }
 
 fn tiers_from_pb(head: &data::FetchHead, asked: usize) -> Result<Vec<Tier>, ConvertError> {
-    let told = head.tiers.len();
-    if told > asked {
-        return Err(ConvertError::Count { field: "length of head.tiers", number: told, expected: asked });
+    let tier_count = head.tiers.len();
+    if tier_count > asked {
+        return Err(ConvertError::Count {
+            field: "length of head.tiers",
+            number: tier_count,
+            expected: asked,
+        });
     }
-    if u32::try_from(told) != Ok(head.blocks) {
+    if u32::try_from(tier_count) != Ok(head.blocks) {
         let number = usize::try_from(head.blocks).unwrap_or(usize::MAX);
-        return Err(ConvertError::Count { field: "head.blocks", number, expected: told });
+        return Err(ConvertError::Count { field: "head.blocks", number, expected: tier_count });
     }
     head.tiers.iter().map(|tier| tier_field("head.tiers", u32::from(*tier))).collect()
 }
@@ -317,7 +322,8 @@ pub(crate) fn offer_from_pb(offer: &data::SaveOffer, offered: usize) -> Result<S
 
 pub(crate) fn done_to_pb(done: &SaveDone) -> data::SaveDone {
     let visible = done.visible_at;
-    let visible = visible.unwrap_or(VisibleAt { node: NodeId(0), epoch: Epoch(0), shard: 0, seq: Seq(0) });
+    let visible =
+        visible.unwrap_or(AnnouncePosition { node: NodeId(0), epoch: Epoch(0), shard: 0, seq: Seq(0) });
     data::SaveDone {
         stored_blocks: done.stored_blocks,
         present_blocks: done.present_blocks,
@@ -331,11 +337,12 @@ pub(crate) fn done_to_pb(done: &SaveDone) -> data::SaveDone {
     }
 }
 
-/// Reads what became of a save. Sequence numbers start at 1, so 0 says that nothing was announced.
+/// Reads the result of a save. Sequence numbers start at 1; 0 means that no block was announced.
 pub(crate) fn done_from_pb(done: &data::SaveDone) -> SaveAnswer {
-    // Shard 0 lists nothing: a number that is none makes nobody wait.
+    // Shard 0 lists no blocks, so an invalid number makes no client wait.
     let shard = u16::try_from(done.shard).unwrap_or(0);
-    let visible = VisibleAt { node: NodeId(done.node), epoch: Epoch(done.epoch), shard, seq: Seq(done.seq) };
+    let visible =
+        AnnouncePosition { node: NodeId(done.node), epoch: Epoch(done.epoch), shard, seq: Seq(done.seq) };
     SaveAnswer::Done(SaveDone {
         stored_blocks: done.stored_blocks,
         present_blocks: done.present_blocks,
@@ -345,7 +352,7 @@ pub(crate) fn done_from_pb(done: &data::SaveDone) -> SaveAnswer {
     })
 }
 
-/// Whole milliseconds, rounded up so that a short hint does not become none.
+/// Milliseconds, rounded up so that a short hint does not become zero.
 fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_micros().div_ceil(1000)).unwrap_or(u64::MAX)
 }
@@ -356,22 +363,22 @@ mod tests {
     use super::*;
     use kv_core::id::{BlockHash, Category, RequestKind};
 
-    fn asker() -> Asker {
-        Asker {
+    fn context() -> RequestContext {
+        RequestContext {
             lease: LeaseId(1),
             request: RequestId(2),
             tenant: TenantId(3),
-            category: Category { kind: RequestKind::Agent, turn: 4 },
+            category: Category { kind: RequestKind::Agent, conversation_turn: 4 },
             identity: IdentityDigest([5; 16]),
             traceparent: "tp".into(),
-            class: Some(Class::Replicate),
+            class: Some(TrafficClass::Replicate),
         }
     }
 
     #[test]
-    fn requests_survive_the_wire() {
+    fn requests_round_trip() {
         let fetch = FetchRequest {
-            asker: asker(),
+            context: context(),
             epoch: Epoch(6),
             first_offset_blocks: 7,
             hashes: vec![BlockHash([8; 16]); 3],
@@ -380,13 +387,13 @@ mod tests {
         };
         let back = operation_from_pb(fetch_to_pb(&fetch)).unwrap();
         assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch.clone(), None)));
-        for arrive in [Arrive::ByLayer, Arrive::ByBlock] {
-            let asked = AskedLayers { layers: 3..7, arrive };
+        for arrive in [ArrivalOrder::ByLayer, ArrivalOrder::ByBlock] {
+            let asked = LayerRequest { layers: 3..7, arrive };
             let back = operation_from_pb(layers_to_pb(&fetch, &asked)).unwrap();
             assert_eq!(format!("{back:?}"), format!("{:?}", Operation::Fetch(fetch.clone(), Some(asked))));
         }
         let save = SaveRequest {
-            asker: asker(),
+            context: context(),
             parent: Some(BlockHash([1; 16])),
             first_offset_blocks: 7,
             hashes: vec![BlockHash([8; 16]); 3],
@@ -407,7 +414,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_request_is_for_is_said_or_usual_or_last() {
+    fn request_class_is_explicit_or_usual_or_lowest() {
         use data::data_request::Op;
         let named = |number: u32| {
             let fetch = data::Fetch { class: number, identity: vec![0; 16], ..data::Fetch::default() };
@@ -420,21 +427,25 @@ mod tests {
                     Operation::Save(save, _) => save.class(),
                     other => panic!("{other:?}"),
                 };
-                assert_eq!(read, class, "read and looked at");
+                assert_eq!(read, class, "the request's class differs from the operation's");
                 class
             })
         };
-        assert_eq!(named(0), [Class::Fetch, Class::Save], "a peer that names none");
-        assert_eq!(named(Class::Replicate as u32), [Class::Replicate; 2]);
-        assert_eq!(named(Class::Prefetch as u32), [Class::Prefetch; 2]);
-        assert_eq!(named(Class::Fetch as u32), [Class::Fetch, Class::Prefetch], "no save is a fetch");
-        assert_eq!(named(Class::Save as u32), [Class::Prefetch, Class::Save]);
-        assert_eq!(named(5), [Class::Prefetch; 2], "a later peer's");
-        assert_eq!(class_of(&release_to_pb(LeaseId(1))), Class::Fetch);
+        assert_eq!(named(0), [TrafficClass::Fetch, TrafficClass::Save], "a peer that names no class");
+        assert_eq!(named(TrafficClass::Replicate as u32), [TrafficClass::Replicate; 2]);
+        assert_eq!(named(TrafficClass::Prefetch as u32), [TrafficClass::Prefetch; 2]);
+        assert_eq!(
+            named(TrafficClass::Fetch as u32),
+            [TrafficClass::Fetch, TrafficClass::Prefetch],
+            "a save is never a fetch"
+        );
+        assert_eq!(named(TrafficClass::Save as u32), [TrafficClass::Prefetch, TrafficClass::Save]);
+        assert_eq!(named(5), [TrafficClass::Prefetch; 2], "a class of a later release");
+        assert_eq!(class_of(&release_to_pb(LeaseId(1))), TrafficClass::Fetch);
     }
 
     #[test]
-    fn heads_survive_the_wire() {
+    fn fetch_heads_round_trip() {
         let tiers = vec![Tier::Dram, Tier::Ssd];
         let mut answers = vec![
             FetchAnswer::Hit { tiers: tiers.clone() },
@@ -450,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_that_make_no_sense_are_refused() {
+    fn malformed_fetch_heads_are_rejected() {
         let hit = head_to_pb(&FetchAnswer::Hit { tiers: vec![Tier::Dram; 2] }, Epoch(1));
         assert!(head_from_pb(&hit, 3).is_err(), "a hit with a block too few");
         assert!(head_from_pb(&hit, 1).is_err(), "a hit with a block too many");
@@ -466,7 +477,7 @@ mod tests {
     }
 
     #[test]
-    fn offers_and_results_survive_the_wire() {
+    fn offers_and_results_round_trip() {
         let mut offers = vec![
             SaveOffer::Wanted(vec![true, false]),
             SaveOffer::Busy { retry_after: Duration::from_millis(3) },
@@ -478,7 +489,7 @@ mod tests {
         let wanted = offer_to_pb(&SaveOffer::Wanted(vec![true]));
         assert!(offer_from_pb(&wanted, 2).is_err());
         assert!(offer_from_pb(&data::SaveOffer { outcome: 2, reason: 77, ..wanted }, 2).is_err());
-        let visible_at = Some(VisibleAt { node: NodeId(1), epoch: Epoch(2), shard: 4, seq: Seq(3) });
+        let visible_at = Some(AnnouncePosition { node: NodeId(1), epoch: Epoch(2), shard: 4, seq: Seq(3) });
         for visible_at in [None, visible_at] {
             let done = SaveDone {
                 stored_blocks: 1,

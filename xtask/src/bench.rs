@@ -1,8 +1,8 @@
-//! `cargo xtask bench`: builds the benches as the program is shipped, runs one and shows what it says, or runs all and
-//! writes `docs/BENCHMARKS.md` from their JSON lines. With `--peers`, it builds and runs the package with the
-//! peers of others instead.
+//! `cargo xtask bench`: builds the benches with the release profile and runs one, or runs all and
+//! writes `docs/BENCHMARKS.md` from their JSON lines. With `--peers` it builds and runs the package
+//! with competing systems instead.
 //!
-//! Not here: what is measured and how (`benches/`).
+//! Not here: the benches themselves (`benches/`).
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -13,69 +13,73 @@ use anyhow::{Context, bail};
 use clap::Args;
 use serde::Deserialize;
 
-use crate::plot::{self, Dot};
-use crate::shipped::{self, By};
+use crate::plot::{self, ChartDot};
+use crate::shipped::{self, ProfileMode};
 
-/// Profile of what is shipped.
+/// Cargo profile of a release.
 pub(crate) const PROFILE: &str = "dist";
 
-/// Benches that run the program itself.
-const OF_THE_PROGRAM: [&str; 2] = ["overload", "prediction"];
+/// Benches that run the `kvfleet` program itself.
+const PROGRAM_BENCHES: [&str; 2] = ["overload", "prediction"];
 
-/// Needs a GPU and what the benches have for one: no part of the document, which is of machines without.
-const OF_A_GPU: &str = "gpu";
+/// The bench that needs a GPU and the feature for it. Excluded from the document, which covers
+/// machines without GPUs.
+const GPU_BENCH: &str = "gpu";
 
-/// What to run.
+/// Options of `cargo xtask bench`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchArgs {
-    /// Name of a bench; without one, their names and what they compare are listed, but for `gpu`, which needs one. With --peers: index
-    /// (when nothing is named), growth, tier, consensus (needs etcd: add `-- --install`), or all of these and the
-    /// bench of snapshots.
+    /// Name of a bench. Without a name, lists all except `gpu`. With --peers: index (the default),
+    /// growth, tier, consensus (needs etcd: add `-- --install`), or all of these with the snapshot
+    /// bench.
     #[arg(conflicts_with = "all")]
     name: Option<String>,
-    /// Compare with indexes and caches of others and with etcd (`benches/peers/`, built on first use, some minutes).
+    /// Compare with other indexes and caches and with etcd (`benches/peers/`, built on first use,
+    /// some minutes).
     #[arg(long, conflicts_with_all = ["all", "quick"])]
     peers: bool,
-    /// One JSON object a line instead of a table.
+    /// Print one JSON object a line instead of a table.
     #[arg(long, conflicts_with = "all")]
     json: bool,
     /// Run every bench and write docs/BENCHMARKS.md.
     #[arg(long, conflicts_with = "quick")]
     all: bool,
-    /// Put what this bench says into docs/BENCHMARKS.md, in place of what it said there before.
+    /// Replace the section of this bench in docs/BENCHMARKS.md.
     #[arg(long, requires = "name", conflicts_with_all = ["peers", "json", "quick"])]
     write: bool,
     /// Runs of both sides per row, at least five.
     #[arg(long)]
     runs: Option<usize>,
-    /// A tenth of the work: to see that it works, not what it gives. Built without a profile.
+    /// Do a tenth of the work to check that the bench runs; the figures are meaningless. Built
+    /// without profile-guided optimisation.
     #[arg(long)]
     quick: bool,
-    /// Built without a profile of its own work: in half the time, and slower than what is shipped.
+    /// Build without profile-guided optimisation: in half the time, but slower than a release.
     #[arg(long, conflicts_with_all = ["all", "write", "peers"])]
     unprofiled: bool,
-    /// Make the profile anew, though there is one: code that changed since goes without. With --all it always is.
+    /// Record a new profile even if one exists, so that changed code is optimised too. Implied by
+    /// --all.
     #[arg(long, conflicts_with_all = ["unprofiled", "quick", "peers"])]
     anew: bool,
-    /// After `--`: options of the package with the peers, such as `--entries-k 1000 --holders 1`.
+    /// After `--`: options of the peers package, such as `--entries-k 1000 --holders 1`.
     #[arg(last = true, requires = "peers")]
     options: Vec<String>,
 }
 
-/// Runs what was asked for.
+/// Runs the requested benches.
 ///
 /// # Errors
-/// When a bench does not build, fails, or says something that is no row.
+/// If a bench does not build, fails, or prints an invalid row.
 pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     let mut options: Vec<String> = args.runs.iter().map(|runs| format!("--runs={runs}")).collect();
     if args.all {
         return write_all(&options);
     }
-    // Before half an hour of building: nearly all names that are none.
+    // Rejects nearly all unknown names before half an hour of building.
     if let Some(name) = args.name.as_deref().filter(|name| !args.peers && !is_bench(name)) {
-        bail!("no bench is called {name:?}: `cargo xtask bench` lists them");
+        bail!("unknown bench {name:?}: `cargo xtask bench` lists the benches");
     }
-    let profiled = if args.anew { By::Anew } else { By::Kept };
+    let profiled = if args.anew { ProfileMode::Rebuild } else { ProfileMode::Reuse };
     if let Some(name) = args.name.as_deref().filter(|_| args.write) {
         shipped::build(&["benches"], "", profiled)?;
         return write_one(name, &options);
@@ -83,63 +87,69 @@ pub(crate) fn run(args: BenchArgs) -> anyhow::Result<()> {
     options.extend(args.json.then(|| "--json".to_owned()));
     options.extend(args.quick.then(|| "--quick".to_owned()));
     if !args.peers {
-        let is_timed = args.name.as_ref().is_some_and(|name| name != OF_A_GPU) && !args.quick;
+        let is_timed = args.name.as_ref().is_some_and(|name| name != GPU_BENCH) && !args.quick;
         let options = [args.name.into_iter().collect(), options].concat();
-        return show(&mut benches(
+        return run_inherited(&mut benches_command(
             &options,
-            if is_timed && !args.unprofiled { profiled } else { By::Nothing },
+            if is_timed && !args.unprofiled { profiled } else { ProfileMode::Disabled },
         )?);
     }
     match args.name.as_deref() {
         Some("all") => {
-            // What needs a program that may be missing comes first: whoever has to install it hears so at once.
+            // The bench with an external program comes first, so that a missing one is reported at
+            // once.
             for name in ["consensus", "index", "growth", "tier"] {
-                with_peers(Some(name), &[&options[..], &args.options].concat())?;
+                run_peers(Some(name), &[&options[..], &args.options].concat())?;
             }
-            show(&mut benches(&[vec!["snapshot".to_owned()], options].concat(), By::Kept)?)
+            run_inherited(&mut benches_command(
+                &[vec!["snapshot".to_owned()], options].concat(),
+                ProfileMode::Reuse,
+            )?)
         }
-        name => with_peers(name, &[options, args.options].concat()),
+        name => run_peers(name, &[options, args.options].concat()),
     }
 }
 
-/// Whether a bench may be called so: each has a file of its name.
+/// Whether a bench has this name: each has a file with its name.
 fn is_bench(name: &str) -> bool {
-    root().join("benches/src").join(name).with_extension("rs").is_file()
+    let module = root().join("benches/src").join(name);
+    module.with_extension("rs").is_file() || module.join("mod.rs").is_file()
 }
 
-/// Runs one bench of the package with the peers.
-fn with_peers(name: Option<&str>, options: &[String]) -> anyhow::Result<()> {
+/// Runs one bench of the peers package.
+fn run_peers(name: Option<&str>, options: &[String]) -> anyhow::Result<()> {
     let mut options: Vec<String> =
         name.into_iter().map(str::to_owned).chain(options.iter().cloned()).collect();
     if name == Some("consensus") {
         options.extend(build_routers()?);
     }
-    show(&mut peers(&options))
+    run_inherited(&mut peers_command(&options))
 }
 
-/// Runs a command whose output is for whoever asked.
-fn show(command: &mut Command) -> anyhow::Result<()> {
+/// Runs a command with inherited output.
+fn run_inherited(command: &mut Command) -> anyhow::Result<()> {
     let status = command.status().context("cannot start the bench")?;
     if !status.success() {
-        bail!("the bench ended with {status}; what it said is above");
+        bail!("the bench ended with {status}; see its output above");
     }
     Ok(())
 }
 
-/// The benches with these arguments, built as the program is shipped if need be, and beside them the program where they run it.
-fn benches(options: &[String], by: By) -> anyhow::Result<Command> {
+/// Command for the benches with these arguments, built as for a release, together with the program
+/// if the bench runs it.
+fn benches_command(options: &[String], by: ProfileMode) -> anyhow::Result<Command> {
     let name = options.first().map_or("", |name| name);
-    let features = if name == OF_A_GPU { "benches/gpu" } else { "" };
-    let programs = if OF_THE_PROGRAM.contains(&name) { &["benches", "kvfleet"][..] } else { &["benches"] };
+    let features = if name == GPU_BENCH { "benches/gpu" } else { "" };
+    let programs = if PROGRAM_BENCHES.contains(&name) { &["benches", "kvfleet"][..] } else { &["benches"] };
     shipped::build(programs, features, by)?;
     let mut command = Command::new(shipped::program("benches"));
     command.current_dir(root()).args(options);
     Ok(command)
 }
 
-/// The package with the peers, without a profile. It is no member of the workspace and has a lock file of its own,
-/// but shares the folder for what is built.
-fn peers(options: &[String]) -> Command {
+/// Command for the peers package, without profile-guided optimisation. It is outside the workspace
+/// with its own lock file, but shares the target folder.
+fn peers_command(options: &[String]) -> Command {
     let mut command = cargo();
     command.args(["run", "--profile", PROFILE]);
     command.env("CARGO_TARGET_DIR", target());
@@ -148,19 +158,21 @@ fn peers(options: &[String]) -> Command {
     command
 }
 
-/// Builds our routers and the load on them without a profile, as what they are compared with has none; the options that name them.
+/// Builds our routers and the load generator without profile-guided optimisation, like the systems
+/// they are compared with. Returns the options that name them.
 fn build_routers() -> anyhow::Result<[String; 2]> {
     build_release(&["kvfleet", "chaos-ingest"])?;
     let option = |name, program: &str| format!("--{name}={}", shipped::program(program).display());
     Ok([option("router", "kvfleet"), option("ingest", "chaos-ingest")])
 }
 
-/// Builds programs of ours as the program is shipped, but without a profile: what they say is no matter of microseconds.
+/// Builds our programs with the release profile, without profile-guided optimisation: microseconds
+/// do not matter for them.
 fn build_release(programs: &[&str]) -> anyhow::Result<()> {
     let mut command = cargo();
     command.args(["build", "--profile", PROFILE, "--quiet"]);
     for program in programs {
-        // A package that is named and not wanted would only add features to what all are built with.
+        // Naming an unneeded package would add its features to the shared build.
         let package = if *program == "kvfleet" { "kvfleet" } else { "chaos-tests" };
         command.args(["--package", package, "--bin", program]);
     }
@@ -171,9 +183,9 @@ fn build_release(programs: &[&str]) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// The folder for what is built.
+/// Cargo's target folder.
 pub(crate) fn target() -> PathBuf {
-    // Where one is given in part, it is from there that cargo runs.
+    // Cargo runs in the root, so a relative path is relative to it.
     root().join(std::env::var_os("CARGO_TARGET_DIR").unwrap_or_else(|| "target".into()))
 }
 
@@ -190,53 +202,53 @@ pub(crate) fn root() -> PathBuf {
     own.parent().unwrap_or(own).to_path_buf()
 }
 
-/// What a run printed, while its complaints go where ours go.
-fn output(options: &[String]) -> anyhow::Result<String> {
-    let mut command = benches(options, By::Kept)?;
+/// Standard output of a run; standard error is inherited.
+fn capture(options: &[String]) -> anyhow::Result<String> {
+    let mut command = benches_command(options, ProfileMode::Reuse)?;
     let output = command.stderr(Stdio::inherit()).output().context("cannot start the bench")?;
     if !output.status.success() {
-        bail!("`benches {}` ended with {}; what it said is above", options.join(" "), output.status);
+        bail!("`benches {}` ended with {}; see its output above", options.join(" "), output.status);
     }
-    String::from_utf8(output.stdout).context("a bench printed bytes that are no text")
+    String::from_utf8(output.stdout).context("a bench printed bytes that are not UTF-8")
 }
 
-/// What benches need that is no part of them.
-fn prepare() -> anyhow::Result<()> {
-    // Without it the rows against fio are left out, which the bench says; the script says why.
+/// Installs external tools that the benches need.
+fn install_tools() -> anyhow::Result<()> {
+    // A failure only omits the rows against fio; the script and the bench report it.
     Command::new(root().join("scripts/setup")).arg("bench").status().context("cannot run scripts/setup")?;
     Ok(())
 }
 
 fn write_all(options: &[String]) -> anyhow::Result<()> {
-    prepare()?;
-    shipped::build(&["benches"], "", By::Anew)?;
+    install_tools()?;
+    shipped::build(&["benches"], "", ProfileMode::Rebuild)?;
     let sections: Vec<Section> =
-        listed()?.into_iter().map(|bench| section(bench, options)).collect::<anyhow::Result<_>>()?;
+        list_benches()?.into_iter().map(|bench| run_bench(bench, options)).collect::<anyhow::Result<_>>()?;
     let texts: Vec<String> = sections.iter().map(Section::text).collect();
-    write(INTRO, &texts, &sections)
+    write_document(INTRO, &texts, &sections)
 }
 
-/// Runs one bench; the others keep in the document what they said before.
+/// Runs one bench and replaces its section; other sections stay.
 fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
-    let listed = listed()?;
+    let listed = list_benches()?;
     let Some(bench) = listed.iter().find(|(listed, _)| listed == name) else {
-        bail!("no bench is called {name:?}: `cargo xtask bench` lists them");
+        bail!("unknown bench {name:?}: `cargo xtask bench` lists the benches");
     };
     if name == "ssd" {
-        prepare()?;
+        install_tools()?;
     }
-    let section = section(bench.clone(), options)?;
+    let section = run_bench(bench.clone(), options)?;
     let path = root().join("docs").join(DOCUMENT);
     let before = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let names: Vec<&str> = listed.iter().map(|(name, _)| &name[..]).collect();
-    write(INTRO, &replaced(&before, &section, &names), &[section])
+    write_document(INTRO, &replace_section(&before, &section, &names), &[section])
 }
 
-/// The sections of a document with one in its place among `names`, whether or not it was there before.
-fn replaced(before: &str, section: &Section, names: &[&str]) -> Vec<String> {
+/// The sections of a document with this one inserted or replaced, in the order of `names`.
+fn replace_section(before: &str, section: &Section, names: &[&str]) -> Vec<String> {
     let kept = before.split("\n## ").skip(1).filter_map(|text| {
         let name = text.lines().next()?;
-        // One that is no bench any more goes.
+        // Drops sections of benches that no longer exist.
         (name != section.name && names.contains(&name))
             .then(|| (name, format!("\n## {}\n", text.trim_end_matches('\n'))))
     });
@@ -245,33 +257,38 @@ fn replaced(before: &str, section: &Section, names: &[&str]) -> Vec<String> {
     all.into_iter().map(|(_, text)| text).collect()
 }
 
-/// All benches: name and what it compares.
-fn listed() -> anyhow::Result<Vec<(String, String)>> {
+/// All benches: name and description.
+fn list_benches() -> anyhow::Result<Vec<(String, String)>> {
     let pair = |line: &str| {
         let (name, about) = line.split_once('\t').context("the list of benches has a line without a tab")?;
         Ok((name.to_owned(), about.to_owned()))
     };
-    output(&[])?.lines().map(pair).collect()
+    capture(&[])?.lines().map(pair).collect()
 }
 
 /// Runs a bench.
-fn section((name, about): (String, String), options: &[String]) -> anyhow::Result<Section> {
+fn run_bench((name, about): (String, String), options: &[String]) -> anyhow::Result<Section> {
     eprintln!("running {name}");
     let own = [name.clone(), "--json".to_owned()];
-    let rows = rows(&output(&[&own[..], options].concat())?)?;
+    let rows = parse_rows(&capture(&[&own[..], options].concat())?)?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
-    Ok(Section { name, about, rows, measured: measured(&date(now.as_secs() / 86_400), &Machine::read()) })
+    Ok(Section {
+        name,
+        about,
+        rows,
+        measured: measurement_note(&date(now.as_secs() / 86_400), &Machine::read()),
+    })
 }
 
-/// Writes the document, and the picture if what it is drawn from was measured now.
-fn write(intro: &str, texts: &[String], measured: &[Section]) -> anyhow::Result<()> {
+/// Writes the document, and the chart if its bench was measured now.
+fn write_document(intro: &str, texts: &[String], measured: &[Section]) -> anyhow::Result<()> {
     let write = |file: &str, text: &str| {
         let path = root().join("docs").join(file);
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
     write(DOCUMENT, &(intro.to_owned() + &texts.concat()))?;
-    for section in measured.iter().filter(|section| section.name == DRAWN) {
-        write(&picture_of(&section.name), &picture(section))?;
+    for section in measured.iter().filter(|section| section.name == CHARTED) {
+        write(&chart_file(&section.name), &chart(section))?;
     }
     eprintln!("wrote docs/{DOCUMENT}");
     Ok(())
@@ -279,15 +296,15 @@ fn write(intro: &str, texts: &[String], measured: &[Section]) -> anyhow::Result<
 
 const DOCUMENT: &str = "BENCHMARKS.md";
 
-/// The bench whose ratios are drawn too.
-const DRAWN: &str = "overlap";
+/// The bench with a chart.
+const CHARTED: &str = "overlap";
 
-fn picture_of(name: &str) -> String {
+fn chart_file(name: &str) -> String {
     format!("benchmarks-{name}.svg")
 }
 
-fn picture(section: &Section) -> String {
-    let dot = |row: &Row| Dot {
+fn chart(section: &Section) -> String {
+    let dot = |row: &BenchRow| ChartDot {
         label: format!(
             "{}, over {}",
             row.row,
@@ -298,20 +315,24 @@ fn picture(section: &Section) -> String {
         max: row.max,
         limit: limit(&row.peer),
     };
-    let dots: Vec<Dot> = section.rows.iter().map(dot).collect();
-    let title = "Load, compute and save side by side, over what they are measured against";
-    plot::dots(title, "time over the peer's: median, least and greatest run; limits are marked", &dots)
+    let dots: Vec<ChartDot> = section.rows.iter().map(dot).collect();
+    let title = "Overlapped load, compute and save, relative to their peers";
+    plot::chart_svg(
+        title,
+        "time relative to the peer: median, minimum and maximum run; limits are marked",
+        &dots,
+    )
 }
 
-/// What a peer such as `limit 1.1: …` says a ratio must not pass.
+/// The limit that a peer such as `limit 1.1: …` sets for a ratio.
 fn limit(peer: &str) -> Option<f64> {
     peer.strip_prefix("limit ")?.split_once(':')?.0.parse().ok()
 }
 
-/// One JSON line of a bench: exactly these keys.
+/// One JSON line of a bench, with exactly these keys.
 #[derive(Debug, Deserialize, PartialEq)]
 #[serde(deny_unknown_fields)]
-struct Row {
+struct BenchRow {
     bench: String,
     row: String,
     unit: String,
@@ -328,8 +349,8 @@ struct Row {
 struct Section {
     name: String,
     about: String,
-    rows: Vec<Row>,
-    /// When, and on what.
+    rows: Vec<BenchRow>,
+    /// Date and machine of the measurement.
     measured: String,
 }
 
@@ -337,26 +358,26 @@ impl Section {
     fn text(&self) -> String {
         let mut text =
             format!("\n## {}\n\n{}.\n\n{}\n\n", self.name, capitalised(&self.about), self.measured);
-        if self.name == DRAWN {
-            let _ = write!(text, "![The rows below]({})\n\n", picture_of(DRAWN));
+        if self.name == CHARTED {
+            let _ = write!(text, "![The rows below]({})\n\n", chart_file(CHARTED));
         }
         text.push_str("| row | unit | ours | theirs | peer | ratio | better | runs |\n");
         text.push_str("| --- | --- | ---: | ---: | --- | ---: | --- | ---: |\n");
-        self.rows.iter().for_each(|row| text.push_str(&line(row)));
+        self.rows.iter().for_each(|row| text.push_str(&table_row(row)));
         text
     }
 }
 
-fn rows(text: &str) -> anyhow::Result<Vec<Row>> {
+fn parse_rows(text: &str) -> anyhow::Result<Vec<BenchRow>> {
     let row = |line: &str| serde_json::from_str(line).with_context(|| format!("not a bench row: {line}"));
-    let rows: Vec<Row> = text.lines().map(row).collect::<anyhow::Result<_>>()?;
+    let rows: Vec<BenchRow> = text.lines().map(row).collect::<anyhow::Result<_>>()?;
     if rows.is_empty() {
         bail!("a bench printed no row");
     }
     Ok(rows)
 }
 
-/// What the figures were measured on.
+/// The machine of a measurement.
 struct Machine {
     cpu: String,
     cores: usize,
@@ -367,14 +388,15 @@ struct Machine {
 impl Machine {
     fn read() -> Self {
         let file = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-        let memory_kib: f64 = field(&file("/proc/meminfo"), "MemTotal")
+        let memory_kib: f64 = proc_field(&file("/proc/meminfo"), "MemTotal")
             .and_then(|value| value.trim_end_matches("kB").trim().parse().ok())
             .unwrap_or(0.0);
         Self {
-            cpu: field(&file("/proc/cpuinfo"), "model name").unwrap_or_else(|| "unknown CPU".to_owned()),
+            cpu: proc_field(&file("/proc/cpuinfo"), "model name").unwrap_or_else(|| "unknown CPU".to_owned()),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             memory_gib: memory_kib / 1_048_576.0,
-            // Behind the hyphen stands whose build it is, which says nothing of speed.
+            // The part after the hyphen names the distribution's build, which does not affect
+            // speed.
             kernel: file("/proc/sys/kernel/osrelease")
                 .trim()
                 .split('-')
@@ -386,7 +408,7 @@ impl Machine {
 }
 
 /// The value of the first `name : value` line.
-fn field(text: &str, name: &str) -> Option<String> {
+fn proc_field(text: &str, name: &str) -> Option<String> {
     let mut pairs = text.lines().filter_map(|line| line.split_once(':'));
     pairs.find(|(key, _)| key.trim() == name).map(|(_, value)| value.trim().to_owned())
 }
@@ -408,28 +430,27 @@ const INTRO: &str = "\
 # Benchmarks
 
 Written by `cargo xtask bench --all`, or one section by `cargo xtask bench NAME --write`; do not edit. Both sides of a row run in the same process in alternating
-order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the least
-and the greatest run in brackets. On a shared machine only the ratios mean something. Where a section says so, all of it is built by a profile that some of these
-benches gave before (`docs/adr/0071-the-program-that-is-shipped.md`).
+order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the minimum
+and maximum run in brackets. On a shared machine only the ratios are meaningful. Sections that say so were built with a profile that some of these
+benches recorded (`docs/adr/0071-profile-guided-release.md`).
 
-Not here: the indexes and caches of others and etcd. `cargo xtask bench --peers` builds them, runs ours beside them and
-judges each row by what it has to reach.
-";
+Not here: other indexes and caches, and etcd. `cargo xtask bench --peers` builds them, runs ours beside them and
+compares each row with its target.\n";
 
-fn measured(date: &str, machine: &Machine) -> String {
+fn measurement_note(date: &str, machine: &Machine) -> String {
     let Machine { cpu, cores, memory_gib, kernel } = machine;
     format!(
         "{date}, {cpu}, {cores} cores, {memory_gib:.1} GiB of memory, Linux {kernel}; built by a profile."
     )
 }
 
-fn line(row: &Row) -> String {
-    let Row { row, unit, ours, peer, theirs, ratio, better, runs, min, max, .. } = row;
+fn table_row(row: &BenchRow) -> String {
+    let BenchRow { row, unit, ours, peer, theirs, ratio, better, runs, min, max, .. } = row;
     let [ours, theirs, ratio, min, max] = [ours, theirs, ratio, min, max].map(|value| figure(*value));
     format!("| {row} | {unit} | {ours} | {theirs} | {peer} | {ratio} ({min}–{max}) | {better} | {runs} |\n")
 }
 
-/// Three significant digits or so, without an exponent.
+/// About three significant digits, without an exponent.
 fn figure(value: f64) -> String {
     match value.abs() {
         v if v >= 100.0 => format!("{value:.0}"),
@@ -467,16 +488,16 @@ mod tests {
 
     #[test]
     fn every_row_must_have_exactly_the_agreed_keys() {
-        assert_eq!(rows(LINE).map(|rows| rows.len()).map_err(|e| e.to_string()), Ok(1));
+        assert_eq!(parse_rows(LINE).map(|rows| rows.len()).map_err(|e| e.to_string()), Ok(1));
         for wrong in ["", "no json", &LINE.replace("\"runs\":7,", ""), &LINE.replace("{", "{\"extra\":1,")] {
-            assert!(rows(wrong).is_err(), "{wrong}");
+            assert!(parse_rows(wrong).is_err(), "{wrong}");
         }
     }
 
     fn section(name: &str) -> anyhow::Result<Section> {
         let machine = Machine { cpu: "CPU X".into(), cores: 2, memory_gib: 23.5, kernel: "6.1".into() };
-        let measured = measured("2026-01-02", &machine);
-        Ok(Section { name: name.into(), about: "one replica".into(), rows: rows(LINE)?, measured })
+        let measured = measurement_note("2026-01-02", &machine);
+        Ok(Section { name: name.into(), about: "one replica".into(), rows: parse_rows(LINE)?, measured })
     }
 
     #[test]
@@ -501,7 +522,7 @@ One replica.
         let main = std::fs::read_to_string(root().join("benches/src/main.rs"))?;
         let names: Vec<_> =
             main.split("Bench { name: \"").skip(1).filter_map(|rest| rest.split('"').next()).collect();
-        assert!(names.contains(&"proxy") && names.contains(&OF_A_GPU), "{names:?}");
+        assert!(names.contains(&"proxy") && names.contains(&GPU_BENCH), "{names:?}");
         let without: Vec<_> = names.iter().filter(|name| !is_bench(name)).collect();
         assert!(without.is_empty(), "{without:?}");
         assert!(!is_bench("no-such-bench"));
@@ -509,11 +530,11 @@ One replica.
     }
 
     #[test]
-    fn one_section_is_put_in_its_place_and_the_others_stay_as_they_were() -> anyhow::Result<()> {
+    fn one_section_is_replaced_in_order() -> anyhow::Result<()> {
         let names = ["index", "hash", "get"];
         let of = |name: &str, say: &str| format!("\n## {name}\n\n{say}\n");
         let before = format!("{INTRO}{}{}", of("index", "An old one."), of("get", "Stays."));
-        let put = |name: &str| anyhow::Ok(replaced(&before, &section(name)?, &names));
+        let put = |name: &str| anyhow::Ok(replace_section(&before, &section(name)?, &names));
         let (index, hash) = (section("index")?.text(), section("hash")?.text());
         assert_eq!(put("index")?, [index, of("get", "Stays.")]);
         assert_eq!(put("hash")?, [of("index", "An old one."), hash, of("get", "Stays.")]);
@@ -521,7 +542,7 @@ One replica.
     }
 
     #[test]
-    fn a_peer_that_is_a_limit_says_which() {
+    fn limits_of_peers_are_parsed() {
         assert_eq!(limit("limit 1.02: recomputing all"), Some(1.02));
         assert_eq!(["no buffer", "limit: a bare copy"].map(limit), [None, None]);
     }
@@ -529,8 +550,8 @@ One replica.
     #[test]
     fn fields_of_proc_files_are_found() {
         let text = "processor\t: 0\nmodel name\t: Some CPU @ 2 GHz\nmodel name\t: Other\n";
-        assert_eq!(field(text, "model name").as_deref(), Some("Some CPU @ 2 GHz"));
-        assert_eq!(field("MemTotal:       100 kB\n", "MemTotal").as_deref(), Some("100 kB"));
-        assert_eq!(field(text, "name"), None);
+        assert_eq!(proc_field(text, "model name").as_deref(), Some("Some CPU @ 2 GHz"));
+        assert_eq!(proc_field("MemTotal:       100 kB\n", "MemTotal").as_deref(), Some("100 kB"));
+        assert_eq!(proc_field(text, "name"), None);
     }
 }

@@ -1,31 +1,36 @@
-//! `cargo xtask fuzz`: builds the fuzz targets of the index and runs them for a while, on any compiler.
+//! `cargo xtask fuzz`: builds the fuzz targets of the index and runs them for a given time, on any
+//! compiler.
 //!
-//! Not here: the targets (`core/src/index/tests/fuzzing`) and their driver's clock (`fuzz/src/main.rs`).
+//! Not here: the targets (`core/src/index/tests/fuzzing`) and the clock of their driver
+//! (`fuzz/src/main.rs`).
 
 use anyhow::Context;
 
 use crate::bench::{cargo, target};
 
-/// What to run, and for how long.
+/// Options of `cargo xtask fuzz`.
 #[derive(clap::Args)]
 pub(crate) struct FuzzArgs {
-    /// commands, codec or snapshot; all of them unless named.
+    /// Target to run: commands, codec or snapshot; by default all.
     target: Option<String>,
-    /// Time for all targets together.
+    /// Total time for all targets, in seconds.
     #[arg(long, default_value_t = 60)]
     seconds: u64,
-    /// The seed to begin with; from the clock unless given.
+    /// First seed; by default from the clock.
     #[arg(long)]
     seed: Option<u64>,
-    /// Runs this one case instead, as a failure printed it.
+    /// Run only this case, as a failure printed it.
     #[arg(long, value_name = "HEX")]
     case: Option<String>,
 }
 
-/// Runs the driver; fails when it found something.
+/// Runs the driver.
+///
+/// # Errors
+/// If the driver cannot start or finds a failure.
 pub(crate) fn run(args: &FuzzArgs) -> anyhow::Result<()> {
     let mut command = cargo();
-    // Apart from other builds: the index is another one with its targets.
+    // A separate target folder: the feature for fuzz targets changes the build of the index.
     command.env("CARGO_TARGET_DIR", target().join("fuzz"));
     command.args(["run", "--quiet", "--release", "--locked", "--manifest-path", "fuzz/Cargo.toml"]);
     command.args(["--bin", "drive", "--", "--seconds", &args.seconds.to_string()]);

@@ -1,8 +1,8 @@
-//! `cargo xtask`: the repository's own rules, its benchmark tables, the program as it is shipped, the tables of its eviction policies and routers, and its
-//! fuzz targets.
+//! `cargo xtask`: repository rules, benchmark tables, release builds, tables of eviction policies
+//! and routers, and fuzz targets.
 //!
-//! Not here: what a rule says (`tidy/`, one file per rule, each run as a test), what a benchmark
-//! measures (`benches/`) and what a target checks (`core/src/index/tests/fuzzing/`).
+//! Not here: the rules (`tidy/`, one file per rule, each run as a test), the benches (`benches/`)
+//! and the fuzz targets (`core/src/index/tests/fuzzing/`).
 
 mod bench;
 mod fuzz;
@@ -19,17 +19,17 @@ use clap::Parser;
 #[derive(Parser)]
 #[command(name = "cargo xtask")]
 enum Task {
-    /// Check every repository rule and print each place that breaks one.
+    /// Check every repository rule and print each violation.
     Tidy,
     /// Build and run one bench, or all of them into docs/BENCHMARKS.md.
     Bench(bench::BenchArgs),
-    /// Build the program as it is shipped.
+    /// Build the release program with profile-guided optimisation.
     Dist(shipped::DistArgs),
     /// Run the fuzz targets of the index for a while.
     Fuzz(fuzz::FuzzArgs),
     /// Replay every eviction policy on every trace, into docs/POLICIES.md with plots.
     Policies(replays::PoliciesArgs),
-    /// Serve every trace on fleets in virtual time by every router, into docs/ROUTERS.md.
+    /// Simulate fleets on every trace with every router, into docs/ROUTERS.md.
     Routers(replays::RoutersArgs),
 }
 

@@ -1,34 +1,35 @@
-//! Ratios of a bench as a picture: a dot for each row, a line from its least to its greatest run, and what it must not pass.
+//! Chart of a bench's ratios: a dot for each row, a line from its minimum to its maximum run, and
+//! its limit.
 //!
 //! Not here: the rows (`bench.rs`).
 
 use std::fmt::Write;
 
 /// A row of a bench.
-pub(crate) struct Dot {
+pub(crate) struct ChartDot {
     pub(crate) label: String,
-    /// Median, least and greatest.
+    /// Median of the runs.
     pub(crate) ratio: f64,
     pub(crate) min: f64,
     pub(crate) max: f64,
-    /// What it must not pass, if something is named.
+    /// The upper limit of the ratio, if there is one.
     pub(crate) limit: Option<f64>,
 }
 
 /// Lengths in pixels.
 const ROW: f64 = 22.0;
 const LABELS: f64 = 470.0;
-const FIELD: f64 = 480.0;
+const AXIS: f64 = 480.0;
 const TOP: f64 = 56.0;
 const MARGIN: f64 = 24.0;
 
-/// The picture as SVG. One of no rows is an axis.
-pub(crate) fn dots(title: &str, axis: &str, dots: &[Dot]) -> String {
+/// The chart as SVG. Without rows it is just an axis.
+pub(crate) fn chart_svg(title: &str, axis: &str, dots: &[ChartDot]) -> String {
     let highest = dots.iter().map(|dot| dot.max.max(dot.limit.unwrap_or(1.0))).fold(1.0, f64::max);
     let end = (highest * 10.0 + 0.5).ceil() / 10.0;
-    let x = |ratio: f64| LABELS + FIELD * (ratio / end).clamp(0.0, 1.0);
+    let x = |ratio: f64| LABELS + AXIS * (ratio / end).clamp(0.0, 1.0);
     let bottom = TOP + ROW * dots.len() as f64;
-    let (width, height) = (LABELS + FIELD + MARGIN, bottom + 48.0);
+    let (width, height) = (LABELS + AXIS + MARGIN, bottom + 48.0);
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width:.0} {height:.0}\" width=\"{width:.0}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n\
@@ -76,7 +77,7 @@ pub(crate) fn dots(title: &str, axis: &str, dots: &[Dot]) -> String {
     let _ = writeln!(
         svg,
         "<text x=\"{:.0}\" y=\"{:.0}\" text-anchor=\"middle\">{}</text>\n</svg>",
-        LABELS + FIELD / 2.0,
+        LABELS + AXIS / 2.0,
         bottom + 38.0,
         escaped(axis)
     );
@@ -91,15 +92,15 @@ fn escaped(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn dot(ratio: f64, limit: Option<f64>) -> Dot {
-        Dot { label: "a < b & c".into(), ratio, min: ratio - 0.1, max: ratio + 0.1, limit }
+    fn dot(ratio: f64, limit: Option<f64>) -> ChartDot {
+        ChartDot { label: "a < b & c".into(), ratio, min: ratio - 0.1, max: ratio + 0.1, limit }
     }
 
     #[test]
-    fn a_row_is_where_its_ratio_says_and_red_above_its_limit() {
-        let svg = dots("\"t\"", "axis", &[dot(0.5, None), dot(1.05, Some(1.1)), dot(1.15, Some(1.1))]);
-        // The axis ends at 1.3: half of a ratio of one is at 0.5 / 1.3 of the field.
-        let at = |ratio: f64| format!("cx=\"{:.1}\"", LABELS + FIELD * ratio / 1.3);
+    fn dots_follow_the_ratio_and_are_red_above_the_limit() {
+        let svg = chart_svg("\"t\"", "axis", &[dot(0.5, None), dot(1.05, Some(1.1)), dot(1.15, Some(1.1))]);
+        // The axis ends at 1.3, so a ratio of 0.5 is at 0.5 / 1.3 of its width.
+        let at = |ratio: f64| format!("cx=\"{:.1}\"", LABELS + AXIS * ratio / 1.3);
         assert!([0.5, 1.05, 1.15].iter().all(|ratio| svg.contains(&at(*ratio))), "{svg}");
         let red = format!("{} cy=\"111.0\" r=\"4\" fill=\"#c62828\"", at(1.15));
         assert_eq!(svg.matches("fill=\"#c62828\"").count(), 1);
@@ -109,7 +110,7 @@ mod tests {
     }
 
     #[test]
-    fn no_row_is_a_picture_too() {
-        assert!(dots("t", "axis", &[]).contains("</svg>"));
+    fn chart_without_rows_is_an_axis() {
+        assert!(chart_svg("t", "axis", &[]).contains("</svg>"));
     }
 }

@@ -1,9 +1,11 @@
-//! Builds what is shipped: by `[profile.dist]`, and by a profile of its own work, which tells the compiler what of it runs and belongs together
-//! (docs/adr/0071-the-program-that-is-shipped.md).
+//! Release builds: `[profile.dist]` with profile-guided optimisation, which tells the compiler the
+//! hot code (docs/adr/0071-profile-guided-release.md).
 //!
-//! A profile is made once for a compiler, its flags, a lock file, the manifests and features: a build with counters, benches that run on it, and what they
-//! counted merged. Code that changed since goes without, function by function, until one is made anew. Flags that a configuration of cargo has beside
-//! those of the environment are not taken over. Not here: what benches measure (`benches/`).
+//! A profile is valid for one compiler, its flags, the lock file, the manifests and features.
+//! Recording one takes a build with counters, bench runs on it, and a merge of the counts.
+//! Functions changed later have no counts until a new profile is recorded. Flags from a cargo
+//! configuration file are ignored; those from the environment are kept. Not here: the benches
+//! (`benches/`).
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -16,16 +18,17 @@ use clap::Args;
 
 use crate::bench::{PROFILE, cargo, root, target};
 
-/// Packages that are built together, always: those that are named have a say in the features of what all share, and with other features a profile is of
-/// another program. For the program that adds `probe` of the router, some public types that it never uses.
+/// Packages that are always built together: a named package affects the features of shared
+/// dependencies, and other features would invalidate the profile. This also adds the router's
+/// `probe` feature to the program, some public types that it never uses.
 const PACKAGES: [&str; 2] = ["kvfleet", "benches"];
 
-/// A bench whose work a profile is made of.
+/// A bench that trains a profile.
 struct Training {
     bench: &'static str,
     is_quick: bool,
-    /// How often what it counted counts. A request runs once through each of its functions, and a loop in another bench a million times through one: both are
-    /// to be found among what runs most.
+    /// Weight of its counts. A request runs once through each of its functions, a loop of another
+    /// bench a million times through one; both must count as hot.
     weight: u32,
 }
 
@@ -33,7 +36,7 @@ const fn quick(bench: &'static str) -> Training {
     Training { bench, is_quick: true, weight: 1 }
 }
 
-/// Those that need no disk and end soon.
+/// Benches that need no disk and are short.
 const TRAINING: [Training; 15] = [
     Training { bench: "proxy", is_quick: false, weight: 20 },
     Training { bench: "routing", is_quick: true, weight: 40 },
@@ -52,35 +55,36 @@ const TRAINING: [Training; 15] = [
     quick("tiers"),
 ];
 
-/// By which profile something is built.
+/// Use of a profile for a build.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum By {
-    /// By none.
-    Nothing,
-    /// By the one that is there, if it is of this program.
-    Kept,
-    /// By one that is made anew.
-    Anew,
+pub(crate) enum ProfileMode {
+    /// No profile.
+    Disabled,
+    /// The existing profile if it is valid, else a new one.
+    Reuse,
+    /// Always a new profile.
+    Rebuild,
 }
 
-/// What to build.
+/// Options of `cargo xtask dist`.
 #[derive(Args, Debug)]
 pub(crate) struct DistArgs {
     /// Features of the package kvfleet, such as `rdma`, separated by commas.
     #[arg(long, default_value = "", hide_default_value = true)]
     features: String,
-    /// Make the profile anew, though there is one: code that changed since goes without.
+    /// Record a new profile even if one exists, so that changed code is optimised too.
     #[arg(long, conflicts_with = "unprofiled")]
     anew: bool,
-    /// Without a profile: in half the time, and slower than what is shipped.
+    /// Build without profile-guided optimisation: in half the time, but slower than a release.
     #[arg(long)]
     unprofiled: bool,
 }
 
-/// Builds the program as it is shipped, and says where it is: at a place of its own, as builds without a profile leave theirs where this one does.
+/// Builds the release program and prints its path. The path is separate, because builds without a
+/// profile overwrite cargo's output.
 ///
 /// # Errors
-/// When something does not build or run, or nothing is there to merge a profile with.
+/// If a build or a training run fails, or the tool that merges profiles is missing.
 pub(crate) fn run(args: &DistArgs) -> anyhow::Result<()> {
     let features: Vec<String> = args
         .features
@@ -89,9 +93,9 @@ pub(crate) fn run(args: &DistArgs) -> anyhow::Result<()> {
         .map(|feature| format!("kvfleet/{feature}"))
         .collect();
     let by = match (args.unprofiled, args.anew) {
-        (true, _) => By::Nothing,
-        (false, true) => By::Anew,
-        (false, false) => By::Kept,
+        (true, _) => ProfileMode::Disabled,
+        (false, true) => ProfileMode::Rebuild,
+        (false, false) => ProfileMode::Reuse,
     };
     build(&["kvfleet"], &features.join(","), by)?;
     let folder = target().join("shipped");
@@ -103,16 +107,18 @@ pub(crate) fn run(args: &DistArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Builds programs of ours as they are shipped; with features, as cargo takes them.
-pub(crate) fn build(programs: &[&str], features: &str, by: By) -> anyhow::Result<()> {
+/// Builds our programs as for a release, with features in cargo's syntax.
+pub(crate) fn build(programs: &[&str], features: &str, by: ProfileMode) -> anyhow::Result<()> {
     let flags = match by {
-        By::Nothing => Vec::new(),
-        By::Kept | By::Anew => flags_of(&profile(features, by == By::Anew)?),
+        ProfileMode::Disabled => Vec::new(),
+        ProfileMode::Reuse | ProfileMode::Rebuild => {
+            flags_of(&profile(features, by == ProfileMode::Rebuild)?)
+        }
     };
     compile(programs, features, (&target(), &flags))
 }
 
-/// Where a program of ours lies that was built so.
+/// Path of a program built by [`build`].
 pub(crate) fn program(name: &str) -> PathBuf {
     target().join(PROFILE).join(name)
 }
@@ -120,7 +126,7 @@ pub(crate) fn program(name: &str) -> PathBuf {
 fn compile(programs: &[&str], features: &str, (folder, flags): (&Path, &[String])) -> anyhow::Result<()> {
     let mut command = cargo();
     command.args(["build", "--locked", "--profile", PROFILE]).env("CARGO_TARGET_DIR", folder);
-    // For the machine that counts, in the folder that is named.
+    // Builds for the host machine, into the given folder.
     command.env_remove("CARGO_BUILD_TARGET");
     command.args(PACKAGES.iter().flat_map(|package| ["--package", package]));
     command.args(programs.iter().flat_map(|program| ["--bin", program]));
@@ -128,8 +134,8 @@ fn compile(programs: &[&str], features: &str, (folder, flags): (&Path, &[String]
         command.args(["--features", features]);
     }
     if !flags.is_empty() {
-        command.env("CARGO_ENCODED_RUSTFLAGS", with(flags));
-        // Programs that only build something have counters too, and nothing to tell.
+        command.env("CARGO_ENCODED_RUSTFLAGS", merged_flags(flags));
+        // Build scripts and macros have counters too, but their counts are discarded.
         command.env("LLVM_PROFILE_FILE", "/dev/null");
     }
     let status = command.status().context("cannot start cargo")?;
@@ -139,8 +145,8 @@ fn compile(programs: &[&str], features: &str, (folder, flags): (&Path, &[String]
     Ok(())
 }
 
-/// Flags for the compiler beside those that whoever called us gave it.
-fn with(flags: &[String]) -> OsString {
+/// Flags for the compiler, in addition to those from the environment.
+fn merged_flags(flags: &[String]) -> OsString {
     let encoded = std::env::var_os("CARGO_ENCODED_RUSTFLAGS");
     let plain = || std::env::var("RUSTFLAGS").ok().map(|all| encode(all.split_whitespace()).into());
     let mut all: OsString = encoded.or_else(plain).unwrap_or_default();
@@ -157,32 +163,32 @@ fn encode<'a>(flags: impl Iterator<Item = &'a str>) -> String {
 
 fn flags_of(profile: &Path) -> Vec<String> {
     let mut flags = vec![format!("-Cprofile-use={}", profile.display())];
-    // What runs most lies together then: a processor that slept fetches it anew, page by page.
+    // Keeps hot code together, so that an idle processor reloads fewer pages.
     if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         flags.push("-Clink-arg=-Wl,-z,keep-text-section-prefix".to_owned());
     }
     flags
 }
 
-/// The profile for these features, made if there is none, or if it is to be made anew.
+/// The profile for these features; records one if none is valid or if `is_anew`.
 fn profile(features: &str, is_anew: bool) -> anyhow::Result<PathBuf> {
     let all = target().join("profiles");
     let folder = all.join(folder_of(features));
     std::fs::create_dir_all(&all).with_context(|| format!("cannot make {}", all.display()))?;
-    // Who comes meanwhile waits, and then has what was made.
+    // A concurrent call waits, and then uses the new profile.
     let lock = File::create(all.join("lock")).context("cannot make the lock of the profiles")?;
     lock.lock().context("cannot lock the profiles")?;
     let (stamp, named) = (folder.join("made-of.txt"), folder.join("profile.txt"));
-    let made_of = made_of(features)?;
+    let made_of = profile_inputs(features)?;
     if !is_anew && std::fs::read_to_string(&stamp).is_ok_and(|was| was == made_of) {
         let profile = folder.join(std::fs::read_to_string(&named).unwrap_or_default());
         if profile.is_file() {
             return Ok(profile);
         }
     }
-    let tool = merger()?;
+    let tool = find_profdata_tool()?;
     eprintln!(
-        "making a profile: this builds all of it twice, first with counters for some benches to run on, and then by what they counted. It is kept in {} for this compiler and Cargo.lock; --unprofiled does without",
+        "recording a profile: this builds everything twice, first with counters to run some benches, then with their counts. It is kept in {} for this compiler and Cargo.lock; --unprofiled skips it",
         folder.display()
     );
     if folder.exists() {
@@ -195,7 +201,7 @@ fn profile(features: &str, is_anew: bool) -> anyhow::Result<PathBuf> {
     }
     let merged = merge(&tool, &folder)?;
     std::fs::write(&named, &merged).with_context(|| format!("cannot write {}", named.display()))?;
-    // The last: what is there without it is made again.
+    // Written last: a folder without it is recorded again.
     std::fs::write(&stamp, made_of).with_context(|| format!("cannot write {}", stamp.display()))?;
     Ok(folder.join(merged))
 }
@@ -207,12 +213,12 @@ fn folder_of(features: &str) -> String {
     }
 }
 
-/// All that names functions: with another of these a profile is of another program.
-fn made_of(features: &str) -> anyhow::Result<String> {
+/// All inputs that determine the names of functions: if one changes, the profile is invalid.
+fn profile_inputs(features: &str) -> anyhow::Result<String> {
     let read = |path: PathBuf| {
         std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
     };
-    let flags = with(&[]).to_string_lossy().replace('\u{1f}', " ");
+    let flags = merged_flags(&[]).to_string_lossy().replace('\u{1f}', " ");
     let mut text = format!("{}flags {flags}\nfeatures {features}\n", compiler()?);
     for Training { bench, is_quick, weight } in &TRAINING {
         text.push_str(&format!("{bench} {is_quick} {weight}\n"));
@@ -224,7 +230,7 @@ fn made_of(features: &str) -> anyhow::Result<String> {
     manifests.retain(|path| path.is_file());
     manifests.sort();
     for path in manifests {
-        // A comment names nothing.
+        // Comments do not matter.
         read(path)?.lines().filter(|line| !line.starts_with('#')).for_each(|line| {
             text.push_str(line);
             text.push('\n');
@@ -233,7 +239,7 @@ fn made_of(features: &str) -> anyhow::Result<String> {
     Ok(text)
 }
 
-/// Runs a bench that counts.
+/// Runs a training bench.
 fn train(benches: &Path, training: &Training, folder: &Path) -> anyhow::Result<()> {
     let raw = folder.join("raw").join(training.bench).join("%m.profraw");
     let mut command = Command::new(benches);
@@ -245,14 +251,15 @@ fn train(benches: &Path, training: &Training, folder: &Path) -> anyhow::Result<(
     let status = command.status().with_context(|| format!("cannot start {}", benches.display()))?;
     if !status.success() {
         bail!(
-            "the bench {}, of which a profile is made, ended with {status}; what it said is above. `cargo xtask dist` and `cargo xtask bench NAME` do without with --unprofiled",
+            "the training bench {} ended with {status}; see its output above. With --unprofiled, `cargo xtask dist` and `cargo xtask bench NAME` skip the profile",
             training.bench
         );
     }
     Ok(())
 }
 
-/// Puts together what was counted; the name of the file, by what is in it, as cargo builds anew only what it is called otherwise for.
+/// Merges the counts. Returns the file name, which contains a hash of the contents: cargo rebuilds
+/// only if the name changes.
 fn merge(tool: &Path, folder: &Path) -> anyhow::Result<String> {
     let path = folder.join("merged");
     let mut command = Command::new(tool);
@@ -262,7 +269,7 @@ fn merge(tool: &Path, folder: &Path) -> anyhow::Result<String> {
     }
     let status = command.status().with_context(|| format!("cannot start {}", tool.display()))?;
     if !status.success() {
-        bail!("{} ended with {status}; what it said is above", tool.display());
+        bail!("{} ended with {status}; see its output above", tool.display());
     }
     let bytes = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut hasher = DefaultHasher::new();
@@ -273,9 +280,9 @@ fn merge(tool: &Path, folder: &Path) -> anyhow::Result<String> {
     Ok(name)
 }
 
-/// What says of itself which compiler it is.
+/// Version information of the compiler.
 fn compiler() -> anyhow::Result<String> {
-    said(rustc().arg("-vV"))
+    capture(rustc().arg("-vV"))
 }
 
 fn rustc() -> Command {
@@ -284,22 +291,22 @@ fn rustc() -> Command {
     command
 }
 
-fn said(command: &mut Command) -> anyhow::Result<String> {
+fn capture(command: &mut Command) -> anyhow::Result<String> {
     let output = command.output().context("cannot start rustc")?;
     if !output.status.success() {
         bail!("rustc ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim());
     }
-    String::from_utf8(output.stdout).context("rustc said something that is no text")
+    String::from_utf8(output.stdout).context("rustc printed bytes that are not UTF-8")
 }
 
-/// The program that merges profiles, of the LLVM that the compiler has; installed if need be.
-fn merger() -> anyhow::Result<PathBuf> {
+/// Path of the `llvm-profdata` for the compiler's LLVM; installs it if necessary.
+fn find_profdata_tool() -> anyhow::Result<PathBuf> {
     let compiler = compiler()?;
     let line = |name: &str| compiler.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
-    let host = line("host:").context("rustc does not say for what it builds")?;
-    let llvm = line("LLVM version:").context("rustc does not say which LLVM it has")?;
+    let host = line("host:").context("rustc does not state its host")?;
+    let llvm = line("LLVM version:").context("rustc does not state its LLVM version")?;
     let llvm = llvm.split('.').next().unwrap_or_default();
-    let sysroot = said(rustc().args(["--print", "sysroot"]))?;
+    let sysroot = capture(rustc().args(["--print", "sysroot"]))?;
     let places = [
         Path::new(sysroot.trim()).join("lib/rustlib").join(host).join("bin/llvm-profdata"),
         PathBuf::from(format!("/usr/lib/llvm-{llvm}/bin/llvm-profdata")),
@@ -308,12 +315,12 @@ fn merger() -> anyhow::Result<PathBuf> {
     if let Some(tool) = there() {
         return Ok(tool);
     }
-    // It says what is wrong. What we print is for who asked us.
+    // The script reports its own errors. Standard output is reserved for our result.
     let mut setup = Command::new(root().join("scripts/setup"));
     setup.arg("profile").stdout(std::io::stderr()).status().context("cannot run scripts/setup")?;
     there().with_context(|| {
         format!(
-            "no llvm-profdata of LLVM {llvm}: `rustup component add llvm-tools` or the package llvm-{llvm} has it. `cargo xtask dist` and `cargo xtask bench NAME` do without with --unprofiled"
+            "no llvm-profdata of LLVM {llvm}: install it with `rustup component add llvm-tools` or the package llvm-{llvm}. With --unprofiled, `cargo xtask dist` and `cargo xtask bench NAME` skip the profile"
         )
     })
 }
@@ -323,24 +330,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn features_have_folders_of_their_own() {
+    fn features_have_separate_folders() {
         assert_eq!(folder_of(""), "plain");
         assert_eq!(folder_of("kvfleet/rdma,kvfleet/gpu"), "kvfleet-rdma-kvfleet-gpu");
     }
 
     #[test]
-    fn a_profile_is_of_the_compiler_the_features_and_the_lock_file() {
-        let made_of = |features| made_of(features).expect("all of it is there");
+    fn profile_inputs_cover_compiler_features_and_lock_file() {
+        let made_of = |features| profile_inputs(features).expect("all of it is there");
         let plain = made_of("");
         assert!(plain.starts_with("rustc ") && plain.contains("\nLLVM version: "), "{plain:.400}");
         assert!(plain.contains("\nname = \"hyper\"\n") && plain.contains("[profile.dist]"));
-        assert!(plain.contains("name = \"kvfleet-doors\"\n"), "the members' manifests are part of it");
+        assert!(plain.contains("name = \"kvfleet-gateway\"\n"), "the members' manifests are part of it");
         assert_ne!(plain, made_of("kvfleet/rdma"));
         assert_eq!(plain, made_of(""));
     }
 
     #[test]
-    fn flags_are_told_apart_by_what_cargo_tells_them_apart_by() {
+    fn flags_use_the_separator_of_cargo() {
         assert_eq!(encode(["-Ca=b c", "-d"].into_iter()), "-Ca=b c\u{1f}-d");
         let flags = flags_of(Path::new("/a folder/x.profdata"));
         assert_eq!(flags[0], "-Cprofile-use=/a folder/x.profdata");

@@ -1,6 +1,6 @@
-//! Chains of blocks that all sides hold and look up, made from tokens; the same on every run.
+//! Chains of blocks that all sides store and look up, made from tokens; identical in every run.
 //!
-//! Not here: who announces them and in which order (`events.rs`).
+//! Not here: the order of their announcements (`events.rs`).
 
 use dynamo_kv_router::protocols::{BlockHashOptions, compute_block_hash_for_seq, compute_seq_hash_for_block};
 use kv_core::id::BlockHash;
@@ -10,18 +10,18 @@ use rand_chacha::ChaCha8Rng;
 
 /// Nodes (workers, to the peers) that hold chains.
 pub(crate) const NODES: u32 = 64;
-/// Tokens of one block.
+/// Tokens per block.
 pub(crate) const BLOCK_TOKENS: u32 = 16;
-/// Chains of which each shares its first blocks with the others.
-const SHARED_BY: u32 = 16;
-/// Blocks they share.
+/// Chains that share one prefix.
+const CHAINS_PER_PREFIX: u32 = 16;
+/// Blocks in the shared prefix.
 pub(crate) const SHARED_BLOCKS: u32 = 64;
-/// Tokens are below this number, as in the vocabulary of a current model.
+/// Upper bound of token IDs, as in a current model's vocabulary.
 const VOCABULARY: u32 = 128_000;
-/// Where every run starts; printed, so that another run can start elsewhere.
+/// Seed of every run; printed, so that another run can use another.
 pub(crate) const SEED: u64 = 20_261_121;
 
-/// How many chains, how long, and how many nodes hold each.
+/// Number and length of the chains, and nodes per chain.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Shape {
     pub(crate) chains: u32,
@@ -30,35 +30,35 @@ pub(crate) struct Shape {
 }
 
 impl Shape {
-    /// As many chains as come to about `entries` pairs of node and block.
+    /// A shape with about `entries` pairs of node and block.
     pub(crate) fn of(entries: u64, chain_blocks: u32, holders: u32) -> Self {
         let chains = entries.div_ceil(u64::from(chain_blocks) * u64::from(holders));
         Self { chains: chains as u32, chain_blocks, holders }
     }
 
-    /// Pairs of node and block: every pair is announced once and removed once.
+    /// Pairs of node and block: each pair is announced once and removed once.
     pub(crate) fn entries(&self) -> u64 {
         u64::from(self.chains) * u64::from(self.chain_blocks) * u64::from(self.holders)
     }
 
-    /// The nodes that hold a chain. Chains that share a beginning are on different nodes.
+    /// The nodes that hold a chain. Chains with a shared prefix are on different nodes.
     pub(crate) fn nodes(&self, chain: u32) -> impl Iterator<Item = u32> {
         let holders = self.holders;
         (0..holders).map(move |holder| (chain + holder * (NODES / holders)) % NODES)
     }
 }
 
-/// The hashes of all chains, once for each way of naming a block.
+/// The hashes of all chains in every naming scheme.
 pub(crate) struct Chains {
     pub(crate) shape: Shape,
     hasher: OurHasher,
     seed: u64,
     shared: bool,
-    /// Ours: keyed, of the block and everything before it.
+    /// kvfleet's hashes: keyed, covering the block and its prefix.
     ours: Vec<BlockHash>,
-    /// The peers': of the block's own tokens. Empty when only our side runs.
+    /// The peers' hashes of the block's own tokens. Empty if only kvfleet runs.
     local: Vec<u64>,
-    /// The peers': of the block and everything before it. Empty when only our side runs.
+    /// The peers' hashes of the block and its prefix. Empty if only kvfleet runs.
     rolling: Vec<u64>,
 }
 
@@ -68,13 +68,13 @@ impl Chains {
         Self::new(shape, SEED, true, true)
     }
 
-    /// Chains for our side alone, at a third of the memory.
+    /// Chains for kvfleet alone, which need a third of the memory.
     pub(crate) fn for_ours(shape: Shape) -> Self {
         Self::new(shape, SEED, true, false)
     }
 
-    /// Chains that nobody holds and that share nothing.
-    pub(crate) fn strange(chains: u32, chain_blocks: u32) -> Self {
+    /// Chains that no node holds and that share no prefix.
+    pub(crate) fn unknown(chains: u32, chain_blocks: u32) -> Self {
         Self::new(Shape { chains, chain_blocks, holders: 0 }, !SEED, false, true)
     }
 
@@ -102,11 +102,11 @@ impl Chains {
         chains
     }
 
-    /// The prompt that a chain is the cache of.
+    /// The prompt of a chain.
     pub(crate) fn tokens(&self, chain: u32) -> Vec<u32> {
         let shared_blocks = if self.shared { SHARED_BLOCKS.min(self.shape.chain_blocks) } else { 0 };
         let own_blocks = self.shape.chain_blocks - shared_blocks;
-        let group = u64::from(chain / SHARED_BY) | 1 << 32;
+        let group = u64::from(chain / CHAINS_PER_PREFIX) | 1 << 32;
         let mut tokens = random_tokens(self.seed ^ group, shared_blocks * BLOCK_TOKENS);
         tokens.extend(random_tokens(self.seed ^ u64::from(chain), own_blocks * BLOCK_TOKENS));
         tokens
@@ -135,7 +135,7 @@ fn random_tokens(seed: u64, count: u32) -> Vec<u32> {
     (0..count).map(|_| random.next_u32() % VOCABULARY).collect()
 }
 
-/// Our keyed hash, which gives the blocks of a chain, and those of an octet, what they have in common.
+/// kvfleet's keyed hash, which marks the blocks of a chain and of an octet.
 pub(crate) struct OurHasher(PrefixHasher);
 
 impl OurHasher {
@@ -156,7 +156,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn chains_share_their_beginning_and_nothing_else() {
+    fn chains_share_only_their_prefix() {
         let chains = Chains::for_all(Shape::of(32 * 100, 100, 1));
         let shared = SHARED_BLOCKS as usize;
         assert_eq!(chains.ours(0)[..shared], chains.ours(15)[..shared]);

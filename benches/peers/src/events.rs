@@ -1,7 +1,6 @@
-//! The order in which nodes announce their chains, and drop them again: many open chains in turn, as many
-//! requests run at a time, and not one chain after the other.
+//! The order of announcements and removals: many open chains interleave, as concurrent requests do.
 //!
-//! Not here: how a side takes an event (`side/`, one file each).
+//! Not here: how a side applies an event (`side/`, one file each).
 
 use std::collections::VecDeque;
 
@@ -11,21 +10,21 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::chains::{Chains, SEED, Shape};
 
-/// Blocks of one event.
+/// Blocks per event.
 const EVENT_BLOCKS: u32 = 16;
-/// Chains that grow or shrink at the same time: eight for each node.
+/// Chains that grow or shrink concurrently: eight per node.
 const OPEN_CHAINS: usize = 512;
 
-/// What an event says of its blocks.
+/// Effect of an event on its blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// The node holds them now.
+    /// The node now holds the blocks.
     Store,
-    /// The node holds them no longer. They are named from the last to the first, as caches free them.
+    /// The node drops the blocks. The last block comes first, as caches free them.
     Remove,
 }
 
-/// Some blocks in a row of one chain on one node.
+/// Consecutive blocks of one chain on one node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Event {
     pub(crate) node: u32,
@@ -35,19 +34,19 @@ pub(crate) struct Event {
 }
 
 impl Event {
-    /// Its blocks in hashes of one kind.
+    /// The event's blocks in one kind of hash.
     pub(crate) fn of<'hashes, T>(&self, hashes: &'hashes [T]) -> &'hashes [T] {
         &hashes[self.start_blocks as usize..(self.start_blocks + self.len_blocks) as usize]
     }
 
-    /// The block before its first.
+    /// The block before the event's first block.
     pub(crate) fn parent<T: Copy>(&self, hashes: &[T]) -> Option<T> {
         let before = self.start_blocks.checked_sub(1)?;
         Some(hashes[before as usize])
     }
 }
 
-/// Every block of every chain on each of its nodes, once.
+/// Events for every block of every chain on each of its nodes, once.
 pub(crate) fn events(shape: Shape, action: Action) -> Vec<Event> {
     let mut pairs: Vec<(u32, u32)> =
         (0..shape.chains).flat_map(|chain| shape.nodes(chain).map(move |node| (chain, node))).collect();
@@ -67,7 +66,7 @@ pub(crate) fn events(shape: Shape, action: Action) -> Vec<Event> {
     events
 }
 
-/// Chains in an order in which no cache knows the next one.
+/// Chains in random order, so that caches cannot predict the next one.
 pub(crate) fn shuffled(chains: &Chains, seed: u64) -> Vec<u32> {
     let mut order: Vec<u32> = (0..chains.shape.chains).collect();
     order.shuffle(&mut ChaCha8Rng::seed_from_u64(SEED ^ seed));
@@ -83,7 +82,7 @@ mod tests {
     const SHAPE: Shape = Shape { chains: 600, chain_blocks: 50, holders: 4 };
 
     #[test]
-    fn every_block_is_stored_once_after_its_parent_and_removed_once_before_it() {
+    fn parents_are_stored_first_and_removed_last() {
         for action in [Action::Store, Action::Remove] {
             let mut seen = HashSet::new();
             for event in events(SHAPE, action) {
@@ -100,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn chains_grow_in_turn() {
+    fn interleaves_open_chains() {
         let chains: HashSet<_> = events(SHAPE, Action::Store)[..OPEN_CHAINS]
             .iter()
             .map(|event| (event.chain, event.node))

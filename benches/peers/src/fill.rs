@@ -1,4 +1,4 @@
-//! Fills an index with events and empties it again, with the time each takes and the memory it holds.
+//! Fills an index with events and empties it again; measures time and memory.
 //!
 //! Not here: lookups (`lookups.rs`).
 
@@ -9,22 +9,22 @@ use benches::Spent;
 use crate::allocated::allocated;
 use crate::chains::Chains;
 use crate::events::{Action, Event, events};
-use crate::side::Side;
+use crate::side::IndexSide;
 
-/// Events that are turned into a side's own form at a time, before the clock starts: 64 Ki blocks, so
-/// that they are still in the cache, as events that have just been decoded are.
+/// Events that are converted to a side's own form before the clock starts: 64 Ki blocks. They then
+/// still lie in the cache, as freshly decoded events do.
 const READY_EVENTS: usize = 4_096;
 
-/// What filling one index once and emptying it came to.
+/// Figures of one cycle of filling and emptying.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cycle {
-    /// Blocks stored a CPU-second, in millions.
+    /// Blocks stored per CPU-second, in millions.
     pub(crate) stored_cpu: f64,
-    /// Blocks stored a second, in millions.
+    /// Blocks stored per second, in millions.
     pub(crate) stored_wall: f64,
-    /// Blocks removed a CPU-second, in millions.
+    /// Blocks removed per CPU-second, in millions.
     pub(crate) removed_cpu: f64,
-    /// Bytes held for each pair of node and block, when full.
+    /// Bytes per pair of node and block in a full index.
     pub(crate) entry_bytes: f64,
 }
 
@@ -43,8 +43,8 @@ impl<'chains> Replay<'chains> {
     }
 
     /// Fills an index and empties it.
-    pub(crate) fn cycle<S: Side>(&self) -> anyhow::Result<Cycle> {
-        let (mut side, stored, bytes) = self.filled::<S>()?;
+    pub(crate) fn cycle<S: IndexSide>(&self) -> anyhow::Result<Cycle> {
+        let (mut side, stored, bytes) = self.fill::<S>()?;
         let removed = self.apply(&mut side, Action::Remove)?;
         let blocks = self.chains.shape.entries();
         Ok(Cycle {
@@ -55,15 +55,15 @@ impl<'chains> Replay<'chains> {
         })
     }
 
-    /// A full index, what filling it took, and the bytes it holds.
-    pub(crate) fn filled<S: Side>(&self) -> anyhow::Result<(S, Spent, u64)> {
+    /// A full index, the time to fill it, and its bytes.
+    pub(crate) fn fill<S: IndexSide>(&self) -> anyhow::Result<(S, Spent, u64)> {
         let before = allocated()?;
         let mut side = S::empty(self.threads)?;
         let spent = self.apply(&mut side, Action::Store)?;
         Ok((side, spent, allocated()?.saturating_sub(before)))
     }
 
-    fn apply<S: Side>(&self, side: &mut S, action: Action) -> anyhow::Result<Spent> {
+    fn apply<S: IndexSide>(&self, side: &mut S, action: Action) -> anyhow::Result<Spent> {
         let events = if action == Action::Store { &self.store } else { &self.remove };
         let mut spent = Spent { wall: Duration::ZERO, cpu: Duration::ZERO };
         for events in events.chunks(READY_EVENTS) {

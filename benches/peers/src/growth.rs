@@ -1,6 +1,6 @@
-//! How our lookups and our memory grow with the number of entries.
+//! Growth of kvfleet's lookup time and memory with the number of entries.
 //!
-//! Not here: peers. Sizes that would not fit are left out, and said to be.
+//! Not here: peers. Sizes that exceed the memory are skipped with a message.
 
 use benches::{Better, outcome};
 
@@ -8,69 +8,69 @@ use crate::Effort;
 use crate::chains::{Chains, Shape};
 use crate::fill::Replay;
 use crate::index::CHAIN_BLOCKS;
-use crate::judge::{Label, Printer, Reach};
-use crate::lookups::{Asked, Prompts};
-use crate::side::Ours;
+use crate::judge::{RowLabel, Printer, Target};
+use crate::lookups::{PromptKind, Prompts};
+use crate::side::KvfleetIndex;
 
-/// Memory of one index, at most: leaves room for the chains themselves on a machine of 16 GiB.
+/// Maximum memory of one index: leaves room for the chains on a machine of 16 GiB.
 const INDEX_BYTES_MAX: u64 = 8 << 30;
 
 /// An index of one size.
-struct Grown {
+struct SizedIndex {
     entries: u64,
     chains: Chains,
-    index: Ours,
+    index: KvfleetIndex,
     bytes: u64,
 }
 
-/// The least size against each larger one.
+/// Compares the smallest size with each larger one.
 pub(crate) fn run(effort: &Effort, printer: Printer) -> anyhow::Result<()> {
-    let strange = Chains::strange(1, CHAIN_BLOCKS);
-    let mut sizes: Vec<Grown> = Vec::new();
-    for &entries in &effort.grown_entries {
+    let strange = Chains::unknown(1, CHAIN_BLOCKS);
+    let mut sizes: Vec<SizedIndex> = Vec::new();
+    for &entries in &effort.growth_entries {
         let expected = sizes.last().map_or(0, |last| last.bytes * entries / last.entries);
         if expected > INDEX_BYTES_MAX {
-            printer.say(&format!(
-                "{} M entries would take about {} GiB: left out",
+            printer.text(&format!(
+                "{} M entries would need about {} GiB: skipped",
                 entries / 1_000_000,
                 expected >> 30
             ));
             continue;
         }
         let chains = Chains::for_ours(Shape::of(entries, CHAIN_BLOCKS, 1));
-        let (index, _, bytes) = Replay::new(&chains, 1).filled()?;
-        sizes.push(Grown { entries: chains.shape.entries(), chains, index, bytes });
+        let (index, _, bytes) = Replay::new(&chains, 1).fill()?;
+        sizes.push(SizedIndex { entries: chains.shape.entries(), chains, index, bytes });
     }
-    let lookup = |grown: &Grown, round| {
-        Prompts { chains: &grown.chains, strange: &strange, threads: 1 }.cpu_us(
+    let lookup = |grown: &SizedIndex, round| {
+        Prompts { chains: &grown.chains, unknown: &strange, threads: 1 }.cpu_us(
             &grown.index,
-            Asked::Held,
+            PromptKind::Held,
             round,
         )
     };
     let mut rounds: Vec<Vec<f64>> = Vec::new();
     for round in 0..=effort.rounds as u64 {
         let figures = sizes.iter().map(|grown| lookup(grown, round)).collect();
-        // The first round does not count.
+        // The first round is a warm-up.
         if round > 0 {
             rounds.push(figures);
         }
     }
-    printer.head();
+    printer.header();
     let Some((first, larger)) = sizes.split_first() else { return Ok(()) };
     let millions = |entries: u64| format!("{} M entries", entries as f64 / 1e6);
     for (place, grown) in (1..).zip(larger) {
         let peer = format!("ours at {}", millions(first.entries));
         let row = |what: &str, unit: &str, pairs: &[(f64, f64)], reach| {
             let name = format!("{what}; {}", millions(grown.entries));
-            let label = Label { bench: "growth", row: &name, unit, peer: &peer, better: Better::Lower };
-            printer.row(&label.judged(outcome(pairs), reach))
+            let label = RowLabel { bench: "growth", row: &name, unit, peer: &peer, better: Better::Lower };
+            printer.row(&label.judge(outcome(pairs), reach))
         };
-        let entry_bytes = |grown: &Grown| grown.bytes as f64 / grown.entries as f64;
+        let entry_bytes = |grown: &SizedIndex| grown.bytes as f64 / grown.entries as f64;
         let memory = vec![(entry_bytes(grown), entry_bytes(first)); effort.rounds];
-        row("memory", "bytes/entry", &memory, Reach::RatioAtMost(1.1))?;
+        row("memory", "bytes/entry", &memory, Target::RatioAtMost(1.1))?;
         let pairs: Vec<_> = rounds.iter().map(|round| (round[place], round[0])).collect();
-        row("lookup, 500 held", "µs CPU", &pairs, Reach::RatioAtMost(1.5))?;
+        row("lookup, 500 held", "µs CPU", &pairs, Target::RatioAtMost(1.5))?;
     }
     Ok(())
 }

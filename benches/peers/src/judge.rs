@@ -1,51 +1,51 @@
-//! A row with what it has to reach, as a JSON line and as a line for people.
+//! A row with its target, as a JSON line and as a text line.
 //!
-//! Not here: how the figures came about (`index.rs`, `growth.rs`, `consensus.rs`).
+//! Not here: the measurements (`index.rs`, `growth.rs`, `consensus.rs`).
 
 use benches::{Better, Outcome, Row, figure};
 use serde::Serialize;
 
-/// What a row has to reach.
+/// Target of a row.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Reach {
-    /// The median ratio of ours over theirs is at most this.
+pub(crate) enum Target {
+    /// Maximum of the median ratio of ours over theirs.
     RatioAtMost(f64),
-    /// The median ratio of ours over theirs is at least this.
+    /// Minimum of the median ratio of ours over theirs.
     RatioAtLeast(f64),
-    /// Our own median is at most this, whatever the peer does.
+    /// Maximum of our median, independent of the peer.
     OursAtMost(f64),
-    /// Our own median is at least this, whatever the peer does.
+    /// Minimum of our median, independent of the peer.
     OursAtLeast(f64),
-    /// Nothing: the row is there to be read.
-    Shown,
+    /// No target: the row is informative.
+    Unjudged,
 }
 
-impl Reach {
-    /// In words, and whether the outcome is there.
+impl Target {
+    /// The target in words, and whether the row meets it.
     fn judge(self, row: &Row) -> Option<(String, bool)> {
         match self {
-            Reach::RatioAtMost(most) => Some((format!("ratio <= {most}"), row.ratio <= most)),
-            Reach::RatioAtLeast(least) => Some((format!("ratio >= {least}"), row.ratio >= least)),
-            Reach::OursAtMost(most) => Some((format!("ours <= {most} {}", row.unit), row.ours <= most)),
-            Reach::OursAtLeast(least) => Some((format!("ours >= {least} {}", row.unit), row.ours >= least)),
-            Reach::Shown => None,
+            Target::RatioAtMost(most) => Some((format!("ratio <= {most}"), row.ratio <= most)),
+            Target::RatioAtLeast(least) => Some((format!("ratio >= {least}"), row.ratio >= least)),
+            Target::OursAtMost(most) => Some((format!("ours <= {most} {}", row.unit), row.ours <= most)),
+            Target::OursAtLeast(least) => Some((format!("ours >= {least} {}", row.unit), row.ours >= least)),
+            Target::Unjudged => None,
         }
     }
 }
 
-/// A row, judged. The keys of [`Row`] and two more.
+/// A row with its verdict: the keys of [`BenchRow`] and two more.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Judged {
+pub(crate) struct JudgedRow {
     #[serde(flatten)]
     row: Row,
-    /// What it has to reach, or nothing.
+    /// Target in words; `None` without one.
     reach: Option<String>,
-    /// Whether it does.
+    /// Whether the target is met.
     reached: Option<bool>,
 }
 
-impl Judged {
-    pub(crate) fn new(row: Row, reach: Reach) -> Self {
+impl JudgedRow {
+    pub(crate) fn new(row: Row, reach: Target) -> Self {
         let (reach, reached) = reach.judge(&row).unzip();
         Self { row, reach, reached }
     }
@@ -64,16 +64,16 @@ impl Judged {
     }
 }
 
-/// Where rows go, each as soon as it is known.
+/// Prints each row as soon as it is known.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Printer {
-    /// JSON lines instead of lines for people.
+    /// JSON lines instead of text lines.
     pub(crate) json: bool,
 }
 
 impl Printer {
-    /// What a run is made of: for people, and beside JSON lines on the error stream.
-    pub(crate) fn say(self, text: &str) {
+    /// Prints text for people; to standard error if JSON lines are on.
+    pub(crate) fn text(self, text: &str) {
         if self.json {
             eprintln!("{text}");
         } else {
@@ -81,21 +81,21 @@ impl Printer {
         }
     }
 
-    /// The heads of the columns.
-    pub(crate) fn head(self) {
+    /// The column headers.
+    pub(crate) fn header(self) {
         let [row, unit, ours, theirs] = ["row", "unit", "ours", "theirs"];
         let (spread, peer) = ("ratio (min-max)", "peer");
-        self.say(&format!("{row:<60} {unit:<15} {ours:>8} {theirs:>8}  {spread:<22} {peer:<27} to reach"));
+        self.text(&format!("{row:<60} {unit:<15} {ours:>8} {theirs:>8}  {spread:<22} {peer:<27} to reach"));
     }
 
     /// One row.
-    pub(crate) fn row(self, row: &Judged) -> anyhow::Result<()> {
-        self.say(&row.line());
-        self.line(row)
+    pub(crate) fn row(self, row: &JudgedRow) -> anyhow::Result<()> {
+        self.text(&row.line());
+        self.json_line(row)
     }
 
-    /// One JSON line, when JSON lines are wanted.
-    pub(crate) fn line(self, line: &impl Serialize) -> anyhow::Result<()> {
+    /// One JSON line, if JSON lines are on.
+    pub(crate) fn json_line(self, line: &impl Serialize) -> anyhow::Result<()> {
         if self.json {
             println!("{}", serde_json::to_string(line)?);
         }
@@ -103,9 +103,9 @@ impl Printer {
     }
 }
 
-/// One row of figures: its names and which direction is good.
+/// Names of one row and its better direction.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Label<'names> {
+pub(crate) struct RowLabel<'names> {
     pub(crate) bench: &'names str,
     pub(crate) row: &'names str,
     pub(crate) unit: &'names str,
@@ -113,9 +113,9 @@ pub(crate) struct Label<'names> {
     pub(crate) better: Better,
 }
 
-impl Label<'_> {
-    pub(crate) fn judged(&self, outcome: Outcome, reach: Reach) -> Judged {
-        Judged::new(Row::new(self.bench, self.row, self.unit, self.peer, self.better, outcome), reach)
+impl RowLabel<'_> {
+    pub(crate) fn judge(&self, outcome: Outcome, reach: Target) -> JudgedRow {
+        JudgedRow::new(Row::new(self.bench, self.row, self.unit, self.peer, self.better, outcome), reach)
     }
 }
 
@@ -123,29 +123,29 @@ impl Label<'_> {
 mod tests {
     use super::*;
 
-    fn judged(reach: Reach) -> Judged {
+    fn judged(reach: Target) -> JudgedRow {
         let outcome = Outcome { ours: 0.5, theirs: 2.0, ratio: 0.25, min: 0.2, max: 0.3, runs: 5 };
-        let label = Label { bench: "index", row: "lookup", unit: "µs", peer: "p", better: Better::Lower };
-        label.judged(outcome, reach)
+        let label = RowLabel { bench: "index", row: "lookup", unit: "µs", peer: "p", better: Better::Lower };
+        label.judge(outcome, reach)
     }
 
     #[test]
-    fn a_row_is_judged_by_its_median() {
+    fn judges_the_median() {
         for (reach, reached) in [
-            (Reach::RatioAtMost(0.25), Some(true)),
-            (Reach::RatioAtMost(0.24), Some(false)),
-            (Reach::RatioAtLeast(0.26), Some(false)),
-            (Reach::OursAtMost(0.5), Some(true)),
-            (Reach::OursAtLeast(0.51), Some(false)),
-            (Reach::Shown, None),
+            (Target::RatioAtMost(0.25), Some(true)),
+            (Target::RatioAtMost(0.24), Some(false)),
+            (Target::RatioAtLeast(0.26), Some(false)),
+            (Target::OursAtMost(0.5), Some(true)),
+            (Target::OursAtLeast(0.51), Some(false)),
+            (Target::Unjudged, None),
         ] {
             assert_eq!(judged(reach).reached, reached, "{reach:?}");
         }
     }
 
     #[test]
-    fn the_json_has_the_keys_of_a_row_and_two_more() {
-        let json = serde_json::to_value(judged(Reach::RatioAtMost(0.25))).expect("a row is plain data");
+    fn json_extends_the_row_with_two_keys() {
+        let json = serde_json::to_value(judged(Target::RatioAtMost(0.25))).expect("a row is plain data");
         assert_eq!(json["reach"], "ratio <= 0.25");
         assert_eq!(json["reached"], true);
         assert_eq!(json["ratio"], 0.25);

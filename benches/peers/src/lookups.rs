@@ -1,5 +1,5 @@
-//! What lookups cost: prompts drawn from all chains, copied into the cache just before, as a router has just
-//! received or hashed them, and the clock runs only while the index works.
+//! Lookup times for random prompts. Each prompt is copied into the cache first, as a router has
+//! just received or hashed it. The clock runs only during the lookup.
 //!
 //! Not here: filling the index (`fill.rs`).
 
@@ -11,49 +11,49 @@ use benches::{sorted, thread_cpu_time};
 
 use crate::chains::{Chains, SHARED_BLOCKS};
 use crate::events::shuffled;
-use crate::side::Side;
+use crate::side::IndexSide;
 
-/// Hashes of prompts that lie ready at a time: 256 KiB of ours, well inside the second-level cache.
-const READY_BLOCKS: usize = 16 * 1_024;
-/// Lookups of one run, in blocks asked for: long enough for the clock, short enough for many runs.
-const ASKED_BLOCKS: usize = 20_000_000;
-/// Lookups of one run that find nothing; each looks at one block only.
+/// Prompt hashes prepared at a time: 256 KiB of ours, well inside the second-level cache.
+const PREPARED_BLOCKS: usize = 16 * 1_024;
+/// Blocks looked up per run: long enough for the clock, short enough for many runs.
+const LOOKUP_BLOCKS: usize = 20_000_000;
+/// Misses per run; each inspects only one block.
 const MISSES: usize = 40_000;
-/// Prompts of one run that come as tokens.
+/// Prompts per run that come as tokens.
 const TOKEN_PROMPTS: usize = 4_000;
-/// Prompts that lie ready as tokens: 256 KiB of 8,000-token prompts.
-const READY_TOKEN_PROMPTS: usize = 8;
-/// Lookups of one run that are timed one by one.
+/// Token prompts prepared at a time: 256 KiB of 8,000-token prompts.
+const PREPARED_TOKEN_PROMPTS: usize = 8;
+/// Lookups per run that are timed individually.
 const TIMED_PROMPTS: usize = 4_000;
 
-/// What is asked for.
+/// Kind of prompt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Asked {
-    /// Whole chains.
+pub(crate) enum PromptKind {
+    /// Whole chains that are held.
     Held,
-    /// Chains of which only the shared blocks are held, and the rest is new.
+    /// Chains with only the shared blocks held; the rest is new.
     Diverging,
-    /// Chains that nobody holds any block of.
+    /// Chains without any held block.
     Missing,
 }
 
-/// Everything lookups need besides the index.
+/// The prompts, independent of the index.
 pub(crate) struct Prompts<'chains> {
     pub(crate) chains: &'chains Chains,
-    pub(crate) strange: &'chains Chains,
+    pub(crate) unknown: &'chains Chains,
     pub(crate) threads: usize,
 }
 
 impl Prompts<'_> {
-    /// CPU microseconds of one lookup.
-    pub(crate) fn cpu_us<S: Side>(&self, side: &S, asked: Asked, round: u64) -> f64 {
+    /// CPU microseconds per lookup.
+    pub(crate) fn cpu_us<S: IndexSide>(&self, side: &S, asked: PromptKind, round: u64) -> f64 {
         let order = self.order(asked, round);
         let count = match asked {
-            Asked::Missing => MISSES,
-            _ => ASKED_BLOCKS / self.chains.shape.chain_blocks as usize,
+            PromptKind::Missing => MISSES,
+            _ => LOOKUP_BLOCKS / self.chains.shape.chain_blocks as usize,
         };
         let picks: Vec<u32> = order.iter().copied().cycle().take(count).collect();
-        let thread = |picks: &[u32]| self.timed::<S>(asked, picks, |one| batch_time(side, one));
+        let thread = |picks: &[u32]| self.time_batches::<S>(asked, picks, |one| batch_time(side, one));
         let spent: Duration = std::thread::scope(|scope| {
             let share = picks.len().div_ceil(self.threads);
             let threads: Vec<_> =
@@ -64,12 +64,13 @@ impl Prompts<'_> {
         spent.as_secs_f64() * 1e6 / picks.len() as f64
     }
 
-    /// Wall microseconds of one lookup at the 50th and the 99th percentile, the clock's own 30 ns included.
-    pub(crate) fn percentiles<S: Side>(&self, side: &S, round: u64) -> (f64, f64) {
+    /// Wall microseconds of one lookup at the 50th and 99th percentiles, including the clock's own
+    /// 30 ns.
+    pub(crate) fn percentiles<S: IndexSide>(&self, side: &S, round: u64) -> (f64, f64) {
         let picks: Vec<u32> =
-            self.order(Asked::Held, round).iter().copied().cycle().take(TIMED_PROMPTS).collect();
+            self.order(PromptKind::Held, round).iter().copied().cycle().take(TIMED_PROMPTS).collect();
         let mut times = Vec::new();
-        self.timed::<S>(Asked::Held, &picks, |prompts| {
+        self.time_batches::<S>(PromptKind::Held, &picks, |prompts| {
             times.extend(prompts.iter().map(|prompt| {
                 let start = Instant::now();
                 black_box(side.lookup(black_box(prompt)));
@@ -81,14 +82,14 @@ impl Prompts<'_> {
         (times[times.len() / 2], times[times.len() * 99 / 100])
     }
 
-    /// CPU microseconds of hashing one prompt and looking it up, on one thread.
-    pub(crate) fn hashed_us<S: Side>(&self, side: &S, round: u64) -> f64 {
-        let order = self.order(Asked::Held, round);
+    /// CPU microseconds to hash one prompt and look it up, on one thread.
+    pub(crate) fn hash_and_lookup_us<S: IndexSide>(&self, side: &S, round: u64) -> f64 {
+        let order = self.order(PromptKind::Held, round);
         let picks: Vec<u32> = order.iter().copied().cycle().take(TOKEN_PROMPTS).collect();
         let mut spent = Duration::ZERO;
-        for picks in picks.chunks(READY_TOKEN_PROMPTS) {
+        for picks in picks.chunks(PREPARED_TOKEN_PROMPTS) {
             let prompts: Vec<Vec<u32>> = picks.iter().map(|&chain| self.chains.tokens(chain)).collect();
-            spent += clocked(|| {
+            spent += cpu_time_of(|| {
                 for tokens in &prompts {
                     black_box(side.lookup(&side.hash(black_box(tokens))));
                 }
@@ -97,21 +98,21 @@ impl Prompts<'_> {
         spent.as_secs_f64() * 1e6 / picks.len() as f64
     }
 
-    fn order(&self, asked: Asked, round: u64) -> Vec<u32> {
-        shuffled(if asked == Asked::Missing { self.strange } else { self.chains }, round)
+    fn order(&self, asked: PromptKind, round: u64) -> Vec<u32> {
+        shuffled(if asked == PromptKind::Missing { self.unknown } else { self.chains }, round)
     }
 
-    /// Lays prompts ready, as many as fit, and gives them to `time`, again and again.
-    fn timed<S: Side>(
+    /// Prepares prompts in batches and passes each batch to `time`.
+    fn time_batches<S: IndexSide>(
         &self,
-        asked: Asked,
+        asked: PromptKind,
         picks: &[u32],
         mut time: impl FnMut(&[&[S::Hash]]) -> Duration,
     ) -> Duration {
         let blocks = self.chains.shape.chain_blocks as usize;
-        let mut ready = Vec::with_capacity(READY_BLOCKS.max(blocks));
+        let mut ready = Vec::with_capacity(PREPARED_BLOCKS.max(blocks));
         let mut spent = Duration::ZERO;
-        for picks in picks.chunks((READY_BLOCKS / blocks).max(1)) {
+        for picks in picks.chunks((PREPARED_BLOCKS / blocks).max(1)) {
             ready.clear();
             picks.iter().for_each(|&chain| self.append::<S>(asked, chain, &mut ready));
             let prompts: Vec<&[S::Hash]> = ready.chunks(blocks).collect();
@@ -120,42 +121,42 @@ impl Prompts<'_> {
         spent
     }
 
-    fn append<S: Side>(&self, asked: Asked, chain: u32, ready: &mut Vec<S::Hash>) {
+    fn append<S: IndexSide>(&self, asked: PromptKind, chain: u32, ready: &mut Vec<S::Hash>) {
         let (blocks, shared) = (self.chains.shape.chain_blocks as usize, SHARED_BLOCKS as usize);
         match asked {
-            Asked::Held => S::append_prompt(self.chains, chain, 0..blocks, ready),
-            Asked::Missing => S::append_prompt(self.strange, chain, 0..blocks, ready),
-            Asked::Diverging => {
+            PromptKind::Held => S::append_prompt(self.chains, chain, 0..blocks, ready),
+            PromptKind::Missing => S::append_prompt(self.unknown, chain, 0..blocks, ready),
+            PromptKind::Diverging => {
                 S::append_prompt(self.chains, chain, 0..shared, ready);
-                S::append_prompt(self.strange, chain % self.strange.shape.chains, shared..blocks, ready);
+                S::append_prompt(self.unknown, chain % self.unknown.shape.chains, shared..blocks, ready);
             }
         }
     }
 
-    /// A prompt of one kind, alone.
-    pub(crate) fn one<S: Side>(&self, asked: Asked, chain: u32) -> Vec<S::Hash> {
+    /// A single prompt of one kind.
+    pub(crate) fn prompt<S: IndexSide>(&self, asked: PromptKind, chain: u32) -> Vec<S::Hash> {
         let mut prompt = Vec::new();
         self.append::<S>(asked, chain, &mut prompt);
         prompt
     }
 }
 
-fn batch_time<S: Side>(side: &S, prompts: &[&[S::Hash]]) -> Duration {
-    clocked(|| {
+fn batch_time<S: IndexSide>(side: &S, prompts: &[&[S::Hash]]) -> Duration {
+    cpu_time_of(|| {
         for prompt in prompts {
             black_box(side.lookup(black_box(prompt)));
         }
     })
 }
 
-/// CPU time of this thread in `action`, without what reading the clock takes.
-fn clocked(action: impl FnOnce()) -> Duration {
+/// CPU time of this thread in `action`, without the cost of reading the clock.
+fn cpu_time_of(action: impl FnOnce()) -> Duration {
     let before = thread_cpu_time();
     action();
     (thread_cpu_time() - before).saturating_sub(clock_cost())
 }
 
-/// What two readings of the clock are apart when nothing lies between them.
+/// Time between two adjacent readings of the clock.
 fn clock_cost() -> Duration {
     static COST: std::sync::OnceLock<Duration> = std::sync::OnceLock::new();
     *COST.get_or_init(|| {

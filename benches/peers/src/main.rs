@@ -1,8 +1,8 @@
-//! `peers WHAT`: our index beside the indexes of others, the replicated one beside etcd, or our SSD tier beside
-//! foyer's. Run it through `cargo xtask bench --peers`, which builds it for release.
+//! `peers WHAT`: kvfleet's index beside other indexes, its replicated index beside etcd, or its SSD
+//! tier beside foyer's. Run it through `cargo xtask bench --peers`, which builds it for release.
 //!
-//! Not here: the harness, which is that of `benches` (its `lib.rs` is this package's library), and what is
-//! compared without packages of others (`benches/src/`).
+//! Not here: the harness, which is that of `benches` (its `lib.rs` is this package's library), and
+//! comparisons without foreign packages (`benches/src/`).
 
 mod allocated;
 mod chains;
@@ -25,28 +25,29 @@ use clap::{Parser, ValueEnum};
 use consensus::{Programs, Setup};
 use judge::Printer;
 
-/// What is compared.
+/// The comparison to run.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum What {
+enum Comparison {
     /// Memory, store, remove and lookups of one replica, against kv-index and dynamo-kv-router.
     Index,
-    /// The same lookups and memory of ours at growing sizes.
+    /// Lookups and memory of kvfleet's index at growing sizes.
     Growth,
-    /// Blocks read from and written to our SSD tier and foyer's.
+    /// Blocks read from and written to kvfleet's and foyer's SSD tiers.
     Tier,
-    /// One side of `tier`, for `tier` itself.
+    /// One side of `tier`, for internal use.
     #[value(hide = true)]
     TierSide,
-    /// Puts into three etcd members on loopback, and announcements and pins into three of our routers.
+    /// Puts into three etcd members on loopback, and announcements and pins into three kvfleet
+    /// routers.
     Consensus,
 }
 
-/// How much is run.
+/// Amount of work.
 #[derive(Clone, Debug)]
 pub(crate) struct Effort {
     pub(crate) rounds: usize,
     pub(crate) entries: Vec<u64>,
-    pub(crate) grown_entries: Vec<u64>,
+    pub(crate) growth_entries: Vec<u64>,
     pub(crate) holders: Vec<u32>,
     pub(crate) threads: Vec<usize>,
 }
@@ -55,10 +56,10 @@ pub(crate) struct Effort {
 #[derive(Parser)]
 #[command(name = "peers")]
 struct Args {
-    /// What to compare.
+    /// The comparison to run.
     #[arg(value_enum, default_value = "index")]
-    what: What,
-    /// JSON lines on standard output; lines for people go to standard error.
+    what: Comparison,
+    /// JSON lines on standard output; text goes to standard error.
     #[arg(long)]
     json: bool,
     /// Rounds of all sides, at least five.
@@ -67,38 +68,38 @@ struct Args {
     /// Pairs of node and block, in thousands.
     #[arg(long, value_delimiter = ',')]
     entries_k: Vec<u64>,
-    /// Nodes that hold each chain: up to four, so that no node holds a block twice.
+    /// Nodes per chain: up to four, so that no node holds a block twice.
     #[arg(long, value_delimiter = ',', default_value = "1,4", value_parser = clap::value_parser!(u32).range(1..=4))]
     holders: Vec<u32>,
     /// Threads that apply events and look up.
     #[arg(long, value_delimiter = ',', default_value = "1,2")]
     threads: Vec<usize>,
-    /// Seconds of one figure of `consensus`.
+    /// Seconds per figure of `consensus`.
     #[arg(long, default_value_t = 5)]
     seconds: u64,
-    /// Where the members of `consensus` and the tiers keep their data; on a disk.
+    /// Data directory for `consensus` members and tiers; on disk.
     #[arg(long, default_value_os_t = std::env::temp_dir())]
     data: PathBuf,
-    /// For `tier-side`: whose it is.
+    /// The side for `tier-side`.
     #[arg(long, hide = true, value_enum, default_value = "ours")]
-    side: tier::Side,
-    /// For `tier-side`: number of the shape.
+    side: tier::TierKind,
+    /// The shape's number for `tier-side`.
     #[arg(long, hide = true, default_value_t = 0)]
     shape: usize,
-    /// Install etcd from the distribution when it is missing.
+    /// Install a missing etcd from the distribution.
     #[arg(long)]
     install: bool,
-    /// The load on our routers, `chaos-ingest`, for `consensus`.
+    /// The load generator `chaos-ingest`, for `consensus`.
     #[arg(long, requires = "router")]
     ingest: Option<PathBuf>,
-    /// The program that runs our routers, `kvfleet`.
+    /// The router program `kvfleet`.
     #[arg(long, requires = "ingest")]
     router: Option<PathBuf>,
 }
 
 fn main() -> anyhow::Result<()> {
     let args = Args::parse();
-    if matches!(args.what, What::TierSide) {
+    if matches!(args.what, Comparison::TierSide) {
         return tier::serve(args.side, args.shape, &args.data);
     }
     let printer = Printer { json: args.json };
@@ -109,16 +110,16 @@ fn main() -> anyhow::Result<()> {
     let effort = Effort {
         rounds: args.rounds.max(RUNS_MIN),
         entries: entries(&[1, 10]),
-        grown_entries: entries(&[1, 10, 50]),
+        growth_entries: entries(&[1, 10, 50]),
         holders: args.holders.clone(),
         threads: args.threads.iter().map(|&threads| threads.max(1)).collect(),
     };
-    printer.say(&format!("seed {}, {} rounds", chains::SEED, effort.rounds));
+    printer.text(&format!("seed {}, {} rounds", chains::SEED, effort.rounds));
     match args.what {
-        What::Index => index::run(&effort, printer),
-        What::Growth => growth::run(&effort, printer),
-        What::Tier | What::TierSide => tier::run(&effort, &args.data, printer),
-        What::Consensus => {
+        Comparison::Index => index::run(&effort, printer),
+        Comparison::Growth => growth::run(&effort, printer),
+        Comparison::Tier | Comparison::TierSide => tier::run(&effort, &args.data, printer),
+        Comparison::Consensus => {
             let span = Duration::from_secs(args.seconds.max(1));
             let programs = args.ingest.zip(args.router);
             let programs = programs.map(|(ingest, router)| Programs { ingest, router });

@@ -1,7 +1,7 @@
-//! The workload policy as one writes it down first: the same queues, and for every category with a block the two
-//! exponentials of `F(t + life) - F(t)`.
+//! A naive workload policy: the same queues, and two exponentials of `F(t + life) - F(t)` for every
+//! category with a block.
 //!
-//! Not here: anything that the bench does not call (accesses, fits, held blocks).
+//! Not here: operations that the bench does not call (accesses, fits, held blocks).
 
 use kv_core::evict::workload::Workload;
 use kv_core::evict::{BlockKey, BlockTraits};
@@ -11,7 +11,7 @@ use super::load::{categories, number};
 
 const NONE: u32 = u32::MAX;
 
-/// One block: its neighbours in its queue and what is known of it, side by side as in the product.
+/// One block: its queue neighbours and its traits, contiguous as in the product.
 #[derive(Clone, Copy, Default)]
 struct Block {
     colder: u32,
@@ -37,7 +37,7 @@ pub(super) struct Naive {
 }
 
 impl Naive {
-    /// Without a block, with the curves of `taught`.
+    /// An empty policy with the curves of `taught`.
     pub(super) fn new(taught: &Workload) -> Self {
         let queue = |category| {
             let curve = taught.curve(category);
@@ -47,7 +47,8 @@ impl Naive {
         Self { blocks: Vec::new(), queues: categories().map(queue).collect() }
     }
 
-    /// The block at the head of the category where a reuse within the life is least likely; the deeper at a tie.
+    /// The head of the category with the least likely reuse within its life; the deeper block on a
+    /// tie.
     pub(super) fn victim(&self, now: Timestamp) -> Option<BlockKey> {
         let mut least = (f64::INFINITY, 0, NONE);
         for queue in self.queues.iter().filter(|queue| queue.cold != NONE) {
@@ -77,7 +78,7 @@ impl Naive {
         }
     }
 
-    /// Puts a block last in its queue: blocks come in the order in which they leave.
+    /// Appends a block to its queue; queues are FIFO.
     pub(super) fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
         let category = number(traits.category);
         let at = key.0 as usize;

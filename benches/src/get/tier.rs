@@ -1,7 +1,7 @@
-//! A node full of blocks in DRAM, asked in its own process: a fetch leases blocks and hands out references to
-//! their bytes, its release ends the lease.
+//! A node with a full DRAM tier in the same process: a fetch leases blocks and returns references
+//! to their bytes, and its release ends the lease.
 //!
-//! Not here: what is timed (the parent module), and any wire.
+//! Not here: the measurements (the parent module), and networks.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -9,25 +9,27 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use kv_core::id::{BlockHash, Category, IdentityDigest, LeaseId, RequestId, TenantId};
+use kvfleet_net::tls::SERVER_NAME;
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
-use kvfleet_proto::tls::SERVER_NAME;
-use kvfleet_transport::{Asker, BlockService, FetchAnswer, FetchRequest, Progress, SaveOffer, SaveRequest};
+use kvfleet_transport::{
+    BlockService, FetchAnswer, FetchRequest, Progress, RequestContext, SaveOffer, SaveRequest,
+};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tokio::runtime::{Builder, Runtime};
 
-/// Payload of a block, so that a frame is a page. How long it is makes no difference to a reference.
+/// Payload of a block, so that a frame is a page. The size does not affect a reference.
 const BLOCK_BYTES: u64 = 3 << 10;
 
 /// Blocks of one prefix: the longest fetch.
 pub(super) const PREFIX_BLOCKS: usize = 512;
 
-/// Prefixes that are held.
+/// Number of stored prefixes.
 const PREFIXES: usize = 256;
 
-/// Blocks that are held.
+/// Number of stored blocks.
 pub(super) const BLOCKS: usize = PREFIXES * PREFIX_BLOCKS;
 
 /// A node full of blocks.
@@ -37,14 +39,15 @@ pub(super) struct DramTier {
     blocks: Arc<dyn BlockService>,
     identity: IdentityDigest,
     leases: u64,
-    chance: ChaCha8Rng,
+    rng: ChaCha8Rng,
 }
 
 impl DramTier {
-    /// A node with [`BLOCKS`] blocks in DRAM and no other tier, in a thread of the caller's; `dir` is for its files.
+    /// Starts a node with [`BLOCKS`] blocks in DRAM and no other tier, on the caller's thread;
+    /// `dir` holds its files.
     ///
     /// # Errors
-    /// When it does not start, or does not take every block.
+    /// If the node does not start, or does not store every block.
     pub(super) fn open(dir: &Path) -> anyhow::Result<DramTier> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let mut config = NodeConfig {
@@ -61,16 +64,16 @@ impl DramTier {
         let node = runtime.block_on(Node::start(config, &prometheus::Registry::new()))?;
         let blocks = node.blocks();
         let chance = ChaCha8Rng::seed_from_u64(1);
-        let mut tier = DramTier { runtime, node, blocks, identity, leases: 0, chance };
+        let mut tier = DramTier { runtime, node, blocks, identity, leases: 0, rng: chance };
         for prefix in 0..PREFIXES {
             tier.save(prefix)?;
         }
         Ok(tier)
     }
 
-    fn asker(&mut self) -> Asker {
+    fn asker(&mut self) -> RequestContext {
         self.leases += 1;
-        Asker {
+        RequestContext {
             request: RequestId(self.leases),
             lease: LeaseId(self.leases),
             tenant: TenantId(0),
@@ -90,41 +93,42 @@ impl DramTier {
         let frames = hashes.iter().map(sealed);
         let frames: Vec<Frame> = frames.collect::<Result<_, _>>()?;
         let frame_bytes = frames.first().map_or(0, |frame| frame.bytes.len() as u64);
-        let request = SaveRequest { asker, parent: None, first_offset_blocks: 0, hashes, frame_bytes };
-        let lease = request.asker.lease;
+        let request =
+            SaveRequest { context: asker, parent: None, first_offset_blocks: 0, hashes, frame_bytes };
+        let lease = request.context.lease;
         self.runtime.block_on(async {
             let (offer, session) = self.blocks.save(request).await;
             ensure!(matches!(offer, SaveOffer::Wanted(_)), "the node answers {offer:?}");
-            let mut session = session.context("the node takes nothing")?;
+            let mut session = session.context("the node accepts no block")?;
             for frame in frames {
                 session.put(frame).await;
             }
             let done = session.finish().await;
-            ensure!(done.stored_blocks as usize == PREFIX_BLOCKS, "the node kept less: {done:?}");
+            ensure!(done.stored_blocks as usize == PREFIX_BLOCKS, "the node stored too few blocks: {done:?}");
             self.blocks.release(lease).await;
             Ok(())
         })
     }
 
-    /// `count` fetches of the first `blocks` of any prefix, each with its release. Answers the sum of where the bytes lie,
-    /// so that nothing of it is left out.
+    /// Runs `count` fetches of the first `blocks` blocks of a random prefix, each with its release.
+    /// Returns the sum of the blocks' addresses, so that no work is optimized away.
     ///
     /// # Errors
-    /// When a block that is held is not handed out.
+    /// If a stored block is not returned.
     pub(super) fn get(&mut self, blocks: usize, count: u64) -> anyhow::Result<u64> {
         let mut sum = 0u64;
         for _ in 0..count {
-            let (asker, prefix) = (self.asker(), self.chance.random_range(0..PREFIXES));
+            let (asker, prefix) = (self.asker(), self.rng.random_range(0..PREFIXES));
             let (deadline, epoch) = (Duration::from_secs(1), Default::default());
             let request = FetchRequest {
-                asker,
+                context: asker,
                 epoch,
                 first_offset_blocks: 0,
                 hashes: hashes(prefix, blocks),
                 deadline,
                 progress: Progress::default(),
             };
-            let lease = request.asker.lease;
+            let lease = request.context.lease;
             self.runtime.block_on(async {
                 let mut reply = self.blocks.fetch(request).await;
                 ensure!(
@@ -153,7 +157,7 @@ impl DramTier {
 fn hashes(prefix: usize, blocks: usize) -> Vec<BlockHash> {
     let number = |block: usize| (prefix * PREFIX_BLOCKS + block) as u64;
     let hash = |block: usize| {
-        // Uniform in both halves, as real ones are.
+        // Uniform in both halves, as real hashes are.
         let low = number(block).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
         let mut hash = [0; 16];
         hash[..8].copy_from_slice(&low.rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93).to_le_bytes());
@@ -163,7 +167,7 @@ fn hashes(prefix: usize, blocks: usize) -> Vec<BlockHash> {
     (0..blocks).map(hash).collect()
 }
 
-/// Certificates of a cluster of one, in files of this directory.
+/// Certificates of a single-node cluster, in files of this directory.
 pub(crate) fn certificates(dir: &Path) -> anyhow::Result<TlsSection> {
     let mut params = CertificateParams::new(vec![])?;
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

@@ -1,7 +1,7 @@
-//! The index anyone would write first: block hash to the list of its nodes, in the standard hash map.
+//! A naive index: block hash to the list of its nodes, in the standard hash map.
 //!
-//! Not here: epochs, fencing, tiers, snapshots. It does less than ours and gives the same answers to
-//! lookups of this bench.
+//! Not here: epochs, fencing, tiers, snapshots. It does less than kvfleet's index and gives the
+//! same answers to this bench's lookups.
 
 use std::collections::HashMap;
 

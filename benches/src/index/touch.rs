@@ -1,13 +1,13 @@
-//! What memory alone costs: one random slot per block, read or written, and nothing decided.
+//! The cost of memory alone: one random slot per block, read or written, without any decision.
 //!
-//! Not here: an index. It finds nothing; it is the floor under anything that looks each block up.
+//! Not here: an index. This table finds no holders; it is the lower bound of any per-block lookup.
 
 use kv_core::id::BlockHash;
 
 use super::workload::Workload;
 
 pub(super) struct TouchTable {
-    /// A power of two of them, at least as many as distinct blocks.
+    /// A power of two of slots, at least as many as distinct blocks.
     slots: Vec<u128>,
 }
 

@@ -1,6 +1,6 @@
-//! The blocks that all sides of the index bench store and look up; the same on every run.
+//! Blocks that all sides of the index bench store and look up; identical in every run.
 //!
-//! Not here: what is timed (`index.rs`).
+//! Not here: the measurements (`index.rs`).
 
 use benches::next_hash;
 use kv_core::id::{BlockHash, IdentityDigest, NodeId, Seq, Tier};
@@ -14,14 +14,14 @@ const CHAIN_BLOCKS: usize = 500;
 const SHARED_BLOCKS: usize = 64;
 const SHARED_BY: usize = 16;
 const RUN_BLOCKS: usize = 16;
-/// Announcements gathered into one command, as a router gathers them.
+/// Announcements per command, as in a router.
 const BATCH: usize = 64;
 const SEED: u64 = 20_240_711;
 
-/// Chains of block hashes, each held by one node, together with the order in which they are announced.
+/// Chains of block hashes, each held by one node, in the order of their announcement.
 pub(super) struct Workload {
     chains: Vec<Vec<BlockHash>>,
-    strange: Vec<BlockHash>,
+    unknown: Vec<BlockHash>,
 }
 
 impl Workload {
@@ -38,32 +38,32 @@ impl Workload {
             extend(&mut random, &mut chain);
             chains.push(chain);
         }
-        let mut strange = Vec::new();
-        extend(&mut random, &mut strange);
-        Self { chains, strange }
+        let mut unknown = Vec::new();
+        extend(&mut random, &mut unknown);
+        Self { chains, unknown }
     }
 
     pub(super) fn chains(&self) -> impl Iterator<Item = &[BlockHash]> {
         self.chains.iter().map(Vec::as_slice)
     }
 
-    /// A chain that nobody holds.
-    pub(super) fn strange(&self) -> &[BlockHash] {
-        &self.strange
+    /// A chain that no node holds.
+    pub(super) fn unknown_chain(&self) -> &[BlockHash] {
+        &self.unknown
     }
 
-    /// `count` chains drawn at random, so that no cache knows the next one.
-    pub(super) fn shuffled(&self, count: usize) -> Vec<&[BlockHash]> {
+    /// `count` random chains, so that caches cannot predict the next one.
+    pub(super) fn random_chains(&self, count: usize) -> Vec<&[BlockHash]> {
         let mut random = ChaCha8Rng::seed_from_u64(SEED + 1);
         (0..count).filter_map(|_| self.chains.choose(&mut random)).map(Vec::as_slice).collect()
     }
 
-    /// Blocks that are announced, each time one is.
+    /// Announced blocks, including repetitions.
     pub(super) fn stored_blocks(&self) -> u64 {
         (self.chains.len() * CHAIN_BLOCKS) as u64
     }
 
-    /// Runs with the node that announces them, in the order in which every side stores them.
+    /// Runs with their announcing nodes, in the order of storing.
     pub(super) fn runs(&self) -> impl Iterator<Item = (NodeId, &[BlockHash])> {
         let nodes = (0..NODES).map(NodeId).cycle();
         self.chains
@@ -72,7 +72,7 @@ impl Workload {
             .flat_map(|(chain, node)| chain.chunks(RUN_BLOCKS).map(move |run| (node, run)))
     }
 
-    /// The same as commands of the log: every node joins, then announcements in batches.
+    /// The same as log commands: every node joins, then announcements in batches.
     pub(super) fn commands(&self) -> impl Iterator<Item = Command> {
         let joins = (0..NODES).map(|node| Command::Join(record(node)));
         let mut seq = [0u64; NODES as usize];
@@ -91,7 +91,7 @@ impl Workload {
     }
 }
 
-/// Makes a chain as long as all are.
+/// Extends a chain to the common length.
 fn extend(random: &mut ChaCha8Rng, chain: &mut Vec<BlockHash>) {
     while chain.len() < CHAIN_BLOCKS {
         chain.push(next_hash(random, chain));

@@ -1,16 +1,18 @@
-//! Memory under load: what a node keeps for fetches under way, by its own account, beside its bound, while far more is asked for at once.
+//! A node's memory under load: the bytes in flight by its own metric, beside its limit, with many
+//! more requested at once.
 //!
-//! Not here: what a client keeps (`overlap.rs`, `prefill.rs`), and all memory of a process (`overload.rs`).
+//! Not here: a client's memory (`overlap.rs`, `prefill.rs`), and a process's total memory
+//! (`overload.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use anyhow::{Context, ensure};
-use benches::{Better, Row, outcome};
+use benches::{BenchRow, Better, outcome};
 use kv_core::id::Epoch;
+use kvfleet_net::tls::TlsFiles;
 use kvfleet_node::{Node, NodeConfig};
-use kvfleet_proto::tls::TlsFiles;
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, Progress};
 use prometheus::Registry;
@@ -20,22 +22,23 @@ use tokio::task::JoinSet;
 use super::PATIENCE;
 use crate::Effort;
 use crate::get::certificates;
-use crate::serving::{SIZES, Size, asker, identity, save};
+use crate::node_process::{SIZES, SizeClass, asker, identity, save};
 
-const NAME: &str = "bytes under way at a node, 64 fetches of 4 x 4 MiB at once, at most";
+const NAME: &str = "peak bytes in flight at a node, 64 fetches of 4 x 4 MiB at once";
 
-/// Of which a fetch of the bench takes a quarter: a node grants half of its bound to each class at least.
+/// The node's limit. A fetch of this bench takes a quarter of each class's share: every class gets
+/// at least half of the limit.
 const BOUND_BYTES: u64 = 128 << 20;
 
 const AT_ONCE: u64 = 64;
 const BLOCKS: u32 = 4;
 
-/// How often the account is looked at.
-const LOOK_EVERY: Duration = Duration::from_micros(200);
+/// Sampling interval of the metric.
+const SAMPLE_INTERVAL: Duration = Duration::from_micros(200);
 
-/// The row, if it is wanted.
-pub(super) fn rows(effort: &Effort, runtime: &Runtime) -> anyhow::Result<Option<Row>> {
-    if !effort.wants(NAME) {
+/// The row, if selected.
+pub(super) fn rows(effort: &Effort, runtime: &Runtime) -> anyhow::Result<Option<BenchRow>> {
+    if !effort.is_selected(NAME) {
         return Ok(None);
     }
     let dir = tempfile::tempdir()?;
@@ -48,63 +51,63 @@ pub(super) fn rows(effort: &Effort, runtime: &Runtime) -> anyhow::Result<Option<
         tls: certificates(dir.path())?,
         ..NodeConfig::default()
     };
-    config.identity.layers = crate::serving::LAYERS;
+    config.identity.layers = crate::node_process::LAYERS;
     let files = config.tls.clone();
     let tls = TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?;
     let dialer = TcpDialer::new(&tls, TcpConfig::default());
     let mut pairs = Vec::new();
     for _ in 0..effort.runs {
-        // A node that has sent nothing yet: its first fetches are those that find no measure of a frame.
+        // A new node each time: its first fetches have no measured frame size yet.
         let (config, registry) = (config.clone(), Registry::new());
         let node = runtime.block_on(Node::start(config, &registry))?;
         for number in 0..BLOCKS {
             runtime.block_on(save(&*node.blocks(), size, number))?;
         }
         let path = runtime.block_on(dialer.dial(node.data_addr().to_string()))?;
-        let most = watched(&registry, || runtime.block_on(all(&path, size)))?;
+        let most = peak_in_flight(&registry, || runtime.block_on(fetch_all(&path, size)))?;
         runtime.block_on(node.shutdown());
         let mib = |bytes: f64| bytes / f64::from(1 << 20);
         pairs.push((mib(most), mib(BOUND_BYTES as f64)));
     }
-    Ok(Some(Row::new("network", NAME, "MiB", "limit 1: its bound", Better::Lower, outcome(&pairs))))
+    Ok(Some(BenchRow::new("network", NAME, "MiB", "limit 1: its bound", Better::Lower, outcome(&pairs))))
 }
 
-/// The most that the account said meanwhile.
-fn watched(registry: &Registry, load: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<f64> {
+/// The maximum of the metric during `load`.
+fn peak_in_flight(registry: &Registry, load: impl FnOnce() -> anyhow::Result<()>) -> anyhow::Result<f64> {
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let watching = scope.spawn(|| {
             let mut most = 0.0_f64;
             while !is_over.load(Ordering::Relaxed) {
-                most = most.max(under_way(registry));
-                std::thread::sleep(LOOK_EVERY);
+                most = most.max(in_flight_bytes(registry));
+                std::thread::sleep(SAMPLE_INTERVAL);
             }
             most
         });
         let done = load();
         is_over.store(true, Ordering::Relaxed);
-        let most = watching.join().ok().context("the account cannot be read")?;
+        let most = watching.join().ok().context("the sampling thread panicked")?;
         done?;
-        ensure!(most > 0.0, "nothing was seen under way");
+        ensure!(most > 0.0, "no bytes were in flight");
         Ok(most)
     })
 }
 
-fn under_way(registry: &Registry) -> f64 {
+fn in_flight_bytes(registry: &Registry) -> f64 {
     let families = registry.gather();
-    let of = families.iter().filter(|family| family.name() == "kvfleet_node_class_under_way_bytes");
+    let of = families.iter().filter(|family| family.name() == "kvfleet_node_class_in_flight_bytes");
     of.flat_map(|family| family.get_metric()).map(|metric| metric.get_gauge().get_value()).sum()
 }
 
-/// Many fetches at a time; those that are told to come again do.
-async fn all(path: &Arc<dyn Path>, size: Size) -> anyhow::Result<()> {
+/// Runs all fetches concurrently; busy answers are retried.
+async fn fetch_all(path: &Arc<dyn Path>, size: SizeClass) -> anyhow::Result<()> {
     let mut tasks = JoinSet::new();
     for number in 0..AT_ONCE {
         let path = Arc::clone(path);
         tasks.spawn(async move {
             loop {
                 let request = FetchRequest {
-                    asker: asker(1 + number),
+                    context: asker(1 + number),
                     epoch: Epoch::default(),
                     first_offset_blocks: 0,
                     hashes: (0..BLOCKS).map(|number| size.hash(number)).collect(),

@@ -1,39 +1,41 @@
-//! A node in a process of its own over its network path, as its peers are in theirs: what is fetched is leased, comes from its DRAM
-//! tier and is verified; beside the same path in front of blocks that lie ready in one process.
+//! A node in a separate process over its network path: blocks are leased, come from its DRAM tier
+//! and are verified. The peer is the same path in front of blocks in memory, in one process.
 //!
-//! Not here: peers (`benches/peers/host`), and paths without a node (the parent module).
+//! Not here: other systems (`benches/peers/host`), and paths without a node (the parent module).
 
 use std::sync::Arc;
 
 use anyhow::ensure;
-use benches::{Better, Row, Spent, outcome, spend};
+use benches::{BenchRow, Better, TimeSpent, measure_time, outcome};
 use kv_core::id::Epoch;
-use kvfleet_proto::tls::{Identity, TlsFiles};
+use kvfleet_net::tls::{Identity, TlsFiles};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, Progress};
 use tokio::runtime::Runtime;
 
-use super::{BoxFuture, Ours, PATIENCE, RATES, RUN_BYTES, SHAPES, Shape, Side, TLS, share};
+use super::{
+    BoxFuture, FetchShape, FetchSide, OwnPath, PATIENCE, RATES, RUN_BYTES, SHAPES, TLS, fetch_concurrently,
+};
 use crate::Effort;
-use crate::serving::{SIZES, Serving, Size, asker, identity};
+use crate::node_process::{NodeProcess, SIZES, SizeClass, asker, identity};
 
-/// Which shapes: those that peers have.
+/// Shapes that other systems' benches have too.
 const PEER_SHAPES: [&str; 3] =
     ["GET 64 KiB, 1 in flight", "GET 1 MiB, 1 in flight", "GET 64 KiB, 64 in flight"];
 
-/// Fetches by many tasks, each under a lease of its own.
-struct OfNode {
+/// Fetches by many tasks, each under a separate lease.
+struct NodeFetch {
     path: Arc<dyn Path>,
-    size: Size,
+    size: SizeClass,
     in_flight: u64,
 }
 
-impl Side for OfNode {
+impl FetchSide for NodeFetch {
     fn fetch(&self, at: u64) -> BoxFuture<'_, anyhow::Result<()>> {
         Box::pin(async move {
             let hash = self.size.hash((at % u64::from(self.size.blocks)) as u32);
             let request = FetchRequest {
-                asker: asker(1 + at % self.in_flight),
+                context: asker(1 + at % self.in_flight),
                 epoch: Epoch::default(),
                 first_offset_blocks: 0,
                 hashes: vec![hash],
@@ -57,16 +59,16 @@ pub(super) fn rows(
     effort: &Effort,
     runtime: &Runtime,
     identities: &(Identity, Identity),
-) -> anyhow::Result<Vec<Row>> {
-    let name = |shape: &Shape| format!("{}, {TLS}, of a node", shape.name);
+) -> anyhow::Result<Vec<BenchRow>> {
+    let name = |shape: &FetchShape| format!("{}, {TLS}, of a node", shape.name);
     let wanted =
-        SHAPES.iter().filter(|shape| PEER_SHAPES.contains(&shape.name) && effort.wants(&name(shape)));
-    let wanted: Vec<&Shape> = wanted.collect();
+        SHAPES.iter().filter(|shape| PEER_SHAPES.contains(&shape.name) && effort.is_selected(&name(shape)));
+    let wanted: Vec<&FetchShape> = wanted.collect();
     if wanted.is_empty() {
         return Ok(Vec::new());
     }
     let dir = tempfile::tempdir()?;
-    let serving = Serving::start(dir.path())?;
+    let serving = NodeProcess::start(dir.path())?;
     let [ca, cert, key] = ["ca.pem", "cert.pem", "key.pem"].map(|file| dir.path().join(file));
     let own = TlsFiles { ca, cert, key }.load()?;
     let dialer = TcpDialer::new(&own, TcpConfig::default());
@@ -77,9 +79,9 @@ pub(super) fn rows(
             continue;
         };
         let in_flight = shape.in_flight as u64;
-        let of_node: Arc<dyn Side> = Arc::new(OfNode { path, size, in_flight });
-        let ready: Arc<dyn Side> =
-            Arc::new(runtime.block_on(Ours::start_tls(&identities.0, &identities.1, shape))?);
+        let of_node: Arc<dyn FetchSide> = Arc::new(NodeFetch { path, size, in_flight });
+        let ready: Arc<dyn FetchSide> =
+            Arc::new(runtime.block_on(OwnPath::start_tls(&identities.0, &identities.1, shape))?);
         rows.extend(compare(effort, runtime, &serving, (shape, &name(shape)), [&of_node, &ready])?);
     }
     serving.stop()?;
@@ -89,17 +91,18 @@ pub(super) fn rows(
 fn compare(
     effort: &Effort,
     runtime: &Runtime,
-    serving: &Serving,
-    (shape, name): (&Shape, &str),
-    [of_node, ready]: [&Arc<dyn Side>; 2],
-) -> anyhow::Result<Vec<Row>> {
+    serving: &NodeProcess,
+    (shape, name): (&FetchShape, &str),
+    [of_node, ready]: [&Arc<dyn FetchSide>; 2],
+) -> anyhow::Result<Vec<BenchRow>> {
     let (bytes, at_once) = (shape.fetch_bytes(), shape.in_flight as u64);
     let fetches = effort.scaled(RUN_BYTES).div_ceil(bytes * at_once) * at_once;
-    let timed = |side: &Arc<dyn Side>| -> anyhow::Result<Spent> {
+    let timed = |side: &Arc<dyn FetchSide>| -> anyhow::Result<TimeSpent> {
         let before = serving.cpu_time()?;
-        let (done, mut spent) = spend(|| runtime.block_on(share(side, fetches, shape.in_flight)));
+        let (done, mut spent) =
+            measure_time(|| runtime.block_on(fetch_concurrently(side, fetches, shape.in_flight)));
         done?;
-        // Both ends count; the node's process does nothing in the other side's turn.
+        // Both ends count; the node's process idles during the other side's turn.
         spent.cpu += serving.cpu_time()?.saturating_sub(before);
         Ok(spent)
     };
@@ -112,16 +115,16 @@ fn compare(
             let first = timed(ready)?;
             (timed(of_node)?, first)
         };
-        // The first finds no cache warm and no window open.
+        // The first run warms caches and opens windows.
         if run > 0 {
             runs.push(pair);
         }
     }
     let rows = RATES.map(|(unit, rate)| {
-        let of = |spent: &Spent| rate(spent, fetches * bytes);
+        let of = |spent: &TimeSpent| rate(spent, fetches * bytes);
         let pairs: Vec<_> = runs.iter().map(|(ours, theirs)| (of(ours), of(theirs))).collect();
         let peer = "the same path without a node, in one process";
-        Row::new("network", name, unit, peer, Better::Higher, outcome(&pairs))
+        BenchRow::new("network", name, unit, peer, Better::Higher, outcome(&pairs))
     });
     Ok(rows.into())
 }

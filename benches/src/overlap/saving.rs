@@ -1,84 +1,84 @@
-//! Saving beside computing: a line of jobs whose new KV is saved to a node as its layers are computed
-//! (`Client::save_layers`), against waiting for a save of whole frames at each job's end; and how long behind a job's last
-//! layer its blocks are there. Layers are shared where they lie, as those are that a card copied to the host's memory, or copied by the
-//! job's own thread.
+//! Saves beside compute: a sequence of jobs saves its new KV to a node layer by layer
+//! (`Client::save_layers`), against waiting for a save of whole frames after each job. Further rows
+//! measure the time from a job's last layer until its blocks are stored. Layers are shared in
+//! place, like KV that a GPU copied to host memory, or copied by the job's thread.
 //!
-//! The node, the client and the path between them are those of production, in one process. Compute sleeps, as an accelerator's work
-//! is not this processor's, or keeps one processor busy, so that a save has only what is left. Not here: slower networks, and nodes
-//! that are full.
+//! The node, the client and their path are the production ones, in one process. Compute sleeps, as
+//! accelerator work does not use this processor, or it keeps one processor busy. Not here: slower
+//! networks, and full nodes.
 
 use std::cell::Cell;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::ensure;
-use benches::{Better, Row, side_by_side};
+use benches::{BenchRow, Better, side_by_side};
 use bytes::Bytes;
 use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, TenantId};
 use kvfleet_client::{
-    Asker, BackgroundSave, Client, ClientConfig, LayerSaveCall, SAVE_DEADLINE, SaveAnswer, SaveCall,
+    BackgroundSave, Client, ClientConfig, LayerSaveCall, RequestContext, SAVE_DEADLINE, SaveAnswer, SaveCall,
 };
+use kvfleet_net::tls::TlsFiles;
 use kvfleet_node::{Node, NodeConfig, ShmSection};
 use kvfleet_proto::frame::{Frame, KeyForm, encoded_len, seal};
-use kvfleet_proto::tls::TlsFiles;
 use kvfleet_transport::Dialer;
 use kvfleet_transport::shm::{ShmConfig, ShmDialer};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use tokio::runtime::{Builder, Runtime};
 
-use super::{Engine, LAYERS, milliseconds, row};
+use super::{EmulatedEngine, LAYERS, milliseconds, row};
 use crate::Effort;
 use crate::get::certificates;
 
-/// Jobs in a line.
+/// Jobs in a sequence.
 const JOBS: u64 = 4;
-/// Blocks of a job, and bytes of a slice.
+/// Blocks per job, and bytes per slice.
 const BLOCKS: usize = 32;
 const SLICE_BYTES: u32 = 16 << 10;
 /// DRAM of the node: more than all jobs of a run.
 const DRAM_BYTES: u64 = 1 << 30;
-/// Saves by which it is known how long one takes.
+/// Saves that are timed to estimate one save.
 const PROBES: usize = 7;
 
-/// What a job does with a layer of its slices.
+/// How a job hands over a layer of its slices.
 #[derive(Clone, Copy)]
-enum Puts {
+enum LayerPut {
     Shared,
     Copied,
 }
 
-/// Where a layer is computed.
+/// Device that computes a layer.
 #[derive(Clone, Copy)]
-enum Work {
+enum ComputeDevice {
     Accelerator,
-    Processor(Engine),
+    Processor(EmulatedEngine),
 }
 
-impl Work {
+impl ComputeDevice {
     fn compute(self, layer: Duration) {
         match self {
-            Work::Accelerator => std::thread::sleep(layer),
-            Work::Processor(engine) => engine.compute(layer.as_nanos() as u64),
+            ComputeDevice::Accelerator => std::thread::sleep(layer),
+            ComputeDevice::Processor(engine) => engine.compute(layer.as_nanos() as u64),
         }
     }
 }
 
 /// How a job computes and saves.
 #[derive(Clone, Copy)]
-struct Job {
+struct SaveJob {
     layer: Duration,
-    puts: Puts,
-    work: Work,
+    layer_put: LayerPut,
+    device: ComputeDevice,
 }
 
-/// A node, and a client that reaches it one way.
+/// A node, and a client with one transport to it.
 struct Saver {
     runtime: Runtime,
     client: Client,
     address: String,
     identity: IdentityDigest,
     payload: Bytes,
-    /// Jobs so far: each has other blocks, and a lease of its own.
+    /// Jobs so far: each has different blocks and its own lease.
     jobs: Cell<u64>,
     node: Option<Node>,
     _dir: tempfile::TempDir,
@@ -117,14 +117,14 @@ impl Saver {
         Ok(Saver { runtime, client, address, identity, payload, jobs, node: Some(node), _dir: dir })
     }
 
-    /// The blocks of the next job, and who saves them.
-    fn next(&self) -> (Asker, Vec<BlockHash>) {
+    /// The blocks of the next job, and its request parameters.
+    fn next_blocks(&self) -> (RequestContext, Vec<BlockHash>) {
         let job = self.jobs.replace(self.jobs.get() + 1) + 1;
         let hash = |block: usize| {
             let low = ((job << 16) | block as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
             BlockHash((u128::from(low) << 64 | u128::from(job)).to_be_bytes())
         };
-        let asker = Asker {
+        let asker = RequestContext {
             lease: LeaseId(job),
             request: RequestId(job),
             tenant: TenantId(0),
@@ -136,8 +136,8 @@ impl Saver {
         (asker, (0..BLOCKS).map(hash).collect())
     }
 
-    /// A save of whole frames, which are made when they are wanted.
-    fn whole(&self, (asker, hashes): (Asker, Vec<BlockHash>)) -> SaveCall {
+    /// A save of whole frames, which are built on demand.
+    fn frame_save_call(&self, (asker, hashes): (RequestContext, Vec<BlockHash>)) -> SaveCall {
         let (payload, identity, of) = (self.payload.clone(), self.identity, hashes.clone());
         SaveCall {
             asker,
@@ -153,8 +153,8 @@ impl Saver {
     }
 
     /// Waits for a save of whole frames.
-    fn save(&self) -> anyhow::Result<()> {
-        let call = self.whole(self.next());
+    fn save_frames(&self) -> anyhow::Result<()> {
+        let call = self.frame_save_call(self.next_blocks());
         let answer = self.runtime.block_on(async {
             let answer = self.client.save(&call).await;
             self.client.release(&[call.lease()]).await;
@@ -167,10 +167,10 @@ impl Saver {
         Ok(())
     }
 
-    /// One job, whose layers are saved while others are computed.
-    fn job(&self, job: Job) -> anyhow::Result<Vec<BlockHash>> {
+    /// Runs one job and saves its layers while others are computed.
+    fn run_job(&self, job: SaveJob) -> anyhow::Result<Vec<BlockHash>> {
         let _inside = self.runtime.enter();
-        let (asker, hashes) = self.next();
+        let (asker, hashes) = self.next_blocks();
         let mut save = self.client.save_layers(LayerSaveCall {
             asker,
             address: self.address.clone(),
@@ -185,25 +185,25 @@ impl Saver {
         })?;
         for first in (0..self.payload.len()).step_by(SLICE_BYTES as usize) {
             let slice = self.payload.slice(first..first + SLICE_BYTES as usize);
-            job.work.compute(job.layer);
-            match job.puts {
-                Puts::Shared => save.put_shared(vec![slice; BLOCKS])?,
-                Puts::Copied => save.put(&[&slice[..]; BLOCKS])?,
+            job.device.compute(job.layer);
+            match job.layer_put {
+                LayerPut::Shared => save.put_shared(vec![slice; BLOCKS])?,
+                LayerPut::Copied => save.put(&[&slice[..]; BLOCKS])?,
             }
         }
         save.finish()?;
         Ok(hashes)
     }
 
-    /// Until nothing of a save is under way.
-    fn saved(&self) {
-        self.runtime.block_on(self.client.saves_ended());
+    /// Waits until no save is in progress.
+    fn wait_until_saved(&self) {
+        self.runtime.block_on(self.client.wait_for_saves());
     }
 
-    /// These blocks are there: what was measured is that they were saved.
-    fn check(&self, hashes: Vec<BlockHash>) -> anyhow::Result<()> {
-        let (asker, _) = self.next();
-        let call = self.whole((asker, hashes));
+    /// Asserts that the node has these blocks, so that the measurement covered a real save.
+    fn assert_saved(&self, hashes: Vec<BlockHash>) -> anyhow::Result<()> {
+        let (asker, _) = self.next_blocks();
+        let call = self.frame_save_call((asker, hashes));
         let answer = self.runtime.block_on(self.client.save(&call))?;
         self.runtime.block_on(self.client.release(&[call.lease()]));
         ensure!(
@@ -213,12 +213,12 @@ impl Saver {
         Ok(())
     }
 
-    /// How long it takes to wait for a save.
-    fn probe(&self) -> anyhow::Result<Duration> {
+    /// Median time to wait for a save.
+    fn median_save_time(&self) -> anyhow::Result<Duration> {
         let mut took = Vec::new();
         for _ in 0..PROBES {
             let begun = Instant::now();
-            self.save()?;
+            self.save_frames()?;
             took.push(begun.elapsed());
         }
         took.sort_unstable();
@@ -236,38 +236,49 @@ impl Drop for Saver {
 
 fn frame(identity: IdentityDigest, hash: BlockHash, payload: &[u8]) -> Frame {
     seal(identity, hash, KeyForm::Rotated, &[SLICE_BYTES; LAYERS as usize], payload)
-        .expect("the bench's sizes are within the limits")
+        .expect("the bench's sizes are valid")
 }
 
-/// Rows over real paths: jobs of whose time, when they wait for it, saving takes `share` percent.
-pub(super) fn rows(effort: &Effort, engine: Engine, share: u32) -> anyhow::Result<Vec<Row>> {
+/// Rows over real paths: saving takes `share` percent of the time if jobs wait for it.
+pub(super) fn rows(effort: &Effort, engine: EmulatedEngine, share: u32) -> anyhow::Result<Vec<BenchRow>> {
     let mut rows = Vec::new();
     for way in ["TLS over TCP", "shared memory"] {
         let name = format!("save of {share} % of the time over {way}, by layers beside compute");
         let busy = format!("save of {share} % of the time over {way}, by layers beside a busy processor");
         let copied = format!("save of {share} % of the time over {way}, by copied layers beside compute");
-        let behind = format!("save of {share} % of the time over {way}, from the last layer to its blocks");
-        if ![&name, &busy, &copied, &behind].into_iter().any(|name| effort.wants(name)) {
+        let behind =
+            format!("save of {share} % of the time over {way}, from the last layer to the stored blocks");
+        if ![&name, &busy, &copied, &behind].into_iter().any(|name| effort.is_selected(name)) {
             continue;
         }
         let saver = Saver::start(way)?;
-        let layer = saver.probe()? * (100 - share) / share / LAYERS;
-        let job = Job { layer, puts: Puts::Shared, work: Work::Accelerator };
-        let all_copied = Job { puts: Puts::Copied, ..job };
+        let layer = saver.median_save_time()? * (100 - share) / share / LAYERS;
+        let job = SaveJob { layer, layer_put: LayerPut::Shared, device: ComputeDevice::Accelerator };
+        let all_copied = SaveJob { layer_put: LayerPut::Copied, ..job };
         for job in [job, all_copied] {
-            saver.check(saver.job(job).inspect(|_| saver.saved())?)?;
+            saver.assert_saved(saver.run_job(job).inspect(|_| saver.wait_until_saved())?)?;
         }
-        rows.extend(beside(effort, &saver, &name, job)?);
-        rows.extend(beside(effort, &saver, &busy, Job { work: Work::Processor(engine), ..job })?);
-        rows.extend(beside(effort, &saver, &copied, all_copied)?);
-        rows.extend(after(effort, &saver, &behind, job)?);
+        rows.extend(pipeline_row(effort, &saver, &name, job)?);
+        rows.extend(pipeline_row(
+            effort,
+            &saver,
+            &busy,
+            SaveJob { device: ComputeDevice::Processor(engine), ..job },
+        )?);
+        rows.extend(pipeline_row(effort, &saver, &copied, all_copied)?);
+        rows.extend(completion_row(effort, &saver, &behind, job)?);
     }
     Ok(rows)
 }
 
-/// A line of jobs, to the last byte: nothing is gained by not saving.
-fn beside(effort: &Effort, saver: &Saver, name: &str, job: Job) -> anyhow::Result<Option<Row>> {
-    if !effort.wants(name) {
+/// A sequence of jobs, to the last stored byte, so that an unfinished save gains no time.
+fn pipeline_row(
+    effort: &Effort,
+    saver: &Saver,
+    name: &str,
+    job: SaveJob,
+) -> anyhow::Result<Option<BenchRow>> {
+    if !effort.is_selected(name) {
         return Ok(None);
     }
     let (jobs, failed) = (effort.scaled(JOBS), Cell::new(None));
@@ -276,43 +287,49 @@ fn beside(effort: &Effort, saver: &Saver, name: &str, job: Job) -> anyhow::Resul
         for _ in 0..jobs {
             run().unwrap_or_else(|error| failed.set(Some(error)));
         }
-        saver.saved();
+        saver.wait_until_saved();
         milliseconds(begun.elapsed())
     };
-    let ours = || timed(&|| saver.job(job).map(drop));
+    let ours = || timed(&|| saver.run_job(job).map(drop));
     let theirs = || {
         timed(&|| {
-            (0..LAYERS).for_each(|_| job.work.compute(job.layer));
-            saver.save()
+            (0..LAYERS).for_each(|_| job.device.compute(job.layer));
+            saver.save_frames()
         })
     };
     let outcome = side_by_side(effort.runs, ours, theirs);
     failed.take().map_or(Ok(()), Err)?;
-    Ok(Some(row(name, "ms", "limit 0.9: waiting for it at each end", outcome)))
+    Ok(Some(row(name, "ms", "limit 0.9: waiting for each save", outcome)))
 }
 
-/// From the last layer of a job until its blocks are there, against frames that leave behind it.
-fn after(effort: &Effort, saver: &Saver, name: &str, job: Job) -> anyhow::Result<Option<Row>> {
-    if !effort.wants(name) {
+/// From a job's last layer until its blocks are stored, against whole frames sent afterwards.
+fn completion_row(
+    effort: &Effort,
+    saver: &Saver,
+    name: &str,
+    job: SaveJob,
+) -> anyhow::Result<Option<BenchRow>> {
+    if !effort.is_selected(name) {
         return Ok(None);
     }
     let failed = Cell::new(None);
     let timed = |run: &dyn Fn() -> anyhow::Result<()>| {
         run().unwrap_or_else(|error| failed.set(Some(error)));
         let begun = Instant::now();
-        saver.saved();
+        saver.wait_until_saved();
         milliseconds(begun.elapsed())
     };
-    let ours = || timed(&|| saver.job(job).map(drop));
+    let ours = || timed(&|| saver.run_job(job).map(drop));
     let theirs = || {
         timed(&|| {
-            (0..LAYERS).for_each(|_| job.work.compute(job.layer));
+            (0..LAYERS).for_each(|_| job.device.compute(job.layer));
             let _inside = saver.runtime.enter();
-            let save = BackgroundSave { call: saver.whole(saver.next()), then_release: Vec::new() };
+            let save =
+                BackgroundSave { call: saver.frame_save_call(saver.next_blocks()), then_release: Vec::new() };
             Ok(saver.client.save_in_background(save)?)
         })
     };
     let outcome = side_by_side(effort.runs, ours, theirs);
     failed.take().map_or(Ok(()), Err)?;
-    Ok(Some(Row::new("overlap", name, "ms", "whole frames at the end", Better::Lower, outcome)))
+    Ok(Some(BenchRow::new("overlap", name, "ms", "whole frames at the end", Better::Lower, outcome)))
 }

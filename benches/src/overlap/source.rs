@@ -1,7 +1,7 @@
-//! A path inside the process: a thread that copies one slice after the other into the caller's memory, at a set
-//! rate, and can be slow, fall silent or end.
+//! A path inside the process: a thread copies slices into the caller's memory at a set rate. It can
+//! slow down, fall silent or disconnect.
 //!
-//! Not here: what is done with the slices (`engine.rs`).
+//! Not here: the use of the slices (`engine.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,102 +9,102 @@ use std::sync::mpsc::{self, Receiver, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kv_core::pipeline::{Arrive, Preload};
+use kv_core::pipeline::{ArrivalOrder, Preload};
 
-/// What is due sooner goes at once: a thread that wakes for each slice takes a tenth of a core from the engine, where
-/// somebody else has the other.
+/// Shorter waits do not sleep: a thread that wakes for each slice takes a tenth of a core from the
+/// engine if the other core is busy.
 const SLEEP_MIN: Duration = Duration::from_micros(400);
 
-/// What happens to the path, after how many slices.
+/// A fault of the path, and the number of slices before it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum Fault {
+pub(crate) enum SourceFault {
     None,
-    /// So many times as slow from the first byte on.
+    /// Slower by this factor from the first byte on.
     Slow(f64),
-    /// Nothing more comes, and nobody says so.
+    /// No more slices come, without a signal.
     Silent {
         after: usize,
     },
-    /// Nothing more comes, and the other end is known to be gone.
-    Cut {
+    /// No more slices come, and the connection closes.
+    Disconnect {
         after: usize,
     },
 }
 
-/// What a source sends.
+/// The slices that a source sends, and how.
 #[derive(Clone, Debug)]
-pub(crate) struct Sending {
+pub(crate) struct SourcePlan {
     pub(crate) plan: Preload,
     pub(crate) blocks: u32,
     pub(crate) slice_bytes: u32,
-    pub(crate) arrive: Arrive,
-    /// Of all of it.
+    pub(crate) arrive: ArrivalOrder,
+    /// Time to load everything.
     pub(crate) load: Duration,
-    pub(crate) fault: Fault,
+    pub(crate) fault: SourceFault,
 }
 
-/// A slice lies in the caller's memory.
+/// A slice in the caller's memory.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct There {
+pub(crate) struct LoadedSlice {
     pub(crate) block: u32,
     pub(crate) layer: u32,
 }
 
 /// A running source.
 pub(crate) struct Source {
-    /// The moment its times are counted from.
+    /// Reference time of its schedule.
     pub(crate) origin: Instant,
-    pub(crate) there: Receiver<There>,
-    shared: Arc<Shared>,
+    pub(crate) slices: Receiver<LoadedSlice>,
+    shared: Arc<SourceState>,
     thread: Option<JoinHandle<()>>,
 }
 
-struct Shared {
+struct SourceState {
     is_begun: AtomicBool,
     is_over: AtomicBool,
-    /// Blocks that are computed and not to be sent.
-    left_out: Vec<AtomicBool>,
-    /// Bytes that lay in the caller's memory before the job's turn.
+    /// Blocks that are computed and need not be sent.
+    skipped: Vec<AtomicBool>,
+    /// Bytes in the caller's memory before the job's turn.
     ahead_bytes: AtomicU64,
 }
 
 impl Source {
-    /// Begins to load: before the job's turn, what its read buffer takes.
-    pub(crate) fn start(sending: &Sending) -> Source {
-        let (sender, there) = channel();
-        let shared = Arc::new(Shared {
+    /// Starts to load; before the job's turn, only what fits into its read buffer.
+    pub(crate) fn start(sending: &SourcePlan) -> Source {
+        let (sender, slices) = channel();
+        let shared = Arc::new(SourceState {
             is_begun: AtomicBool::new(false),
             is_over: AtomicBool::new(false),
-            left_out: (0..sending.blocks).map(|_| AtomicBool::new(false)).collect(),
+            skipped: (0..sending.blocks).map(|_| AtomicBool::new(false)).collect(),
             ahead_bytes: AtomicU64::new(0),
         });
         let origin = Instant::now();
         let thread = std::thread::spawn({
             let (sending, shared) = (sending.clone(), shared.clone());
-            move || send(&sending, &shared, &sender, origin)
+            move || send_slices(&sending, &shared, &sender, origin)
         });
-        Source { origin, there, shared, thread: Some(thread) }
+        Source { origin, slices, shared, thread: Some(thread) }
     }
 
-    /// The job's turn has come.
+    /// Starts the job's turn.
     pub(crate) fn begin(&self) {
         self.shared.is_begun.store(true, Ordering::Release);
     }
 
-    /// These blocks are computed: their slices need not come.
-    pub(crate) fn leave_out(&self, blocks: impl Iterator<Item = u32>) {
-        blocks.for_each(|block| self.shared.left_out[block as usize].store(true, Ordering::Relaxed));
+    /// Marks these blocks as computed, so that their slices need not come.
+    pub(crate) fn skip_blocks(&self, blocks: impl Iterator<Item = u32>) {
+        blocks.for_each(|block| self.shared.skipped[block as usize].store(true, Ordering::Relaxed));
     }
 
-    /// Bytes that were there before the job's turn.
+    /// Bytes in memory before the job's turn.
     pub(crate) fn ahead_bytes(&self) -> u64 {
         self.shared.ahead_bytes.load(Ordering::Relaxed)
     }
 
-    /// Waits until all was sent.
+    /// Waits until everything is sent.
     pub(crate) fn wait(mut self) {
         if let Some(thread) = self.thread.take() {
-            // A panic of the thread shows in what did not come.
+            // A panic of the thread shows as missing slices.
             let _ = thread.join();
         }
     }
@@ -119,7 +119,7 @@ impl Drop for Source {
     }
 }
 
-impl Shared {
+impl SourceState {
     fn is_over(&self) -> bool {
         self.is_over.load(Ordering::Acquire)
     }
@@ -129,26 +129,27 @@ impl Shared {
     }
 }
 
-/// What sends.
-struct Sender<'a> {
-    sending: &'a Sending,
-    shared: &'a Shared,
-    to: &'a mpsc::Sender<There>,
+/// The sender of slices.
+struct SliceSender<'a> {
+    sending: &'a SourcePlan,
+    shared: &'a SourceState,
+    to: &'a mpsc::Sender<LoadedSlice>,
     memory: Vec<u8>,
-    /// When the next slice is due, and the time of one.
+    /// Due time of the next slice, and the interval between slices.
     due: Instant,
     gap: Duration,
     sent: usize,
 }
 
-/// Sends all slices: last those of blocks that were computed before their turn came, which may still end that.
-fn send(sending: &Sending, shared: &Shared, to: &mpsc::Sender<There>, origin: Instant) {
+/// Sends all slices. Blocks that were computed before their turn come last and may still be
+/// recorded.
+fn send_slices(sending: &SourcePlan, shared: &SourceState, to: &mpsc::Sender<LoadedSlice>, origin: Instant) {
     let order = order(sending);
-    let slow = if let Fault::Slow(times) = sending.fault { times } else { 1.0 };
+    let slow = if let SourceFault::Slow(times) = sending.fault { times } else { 1.0 };
     let gap = sending.load.mul_f64(slow / order.len() as f64);
     let memory = vec![0u8; order.len() * sending.slice_bytes as usize];
-    let mut sender = Sender { sending, shared, to, memory, due: origin, gap, sent: 0 };
-    let is_left_out = |there: &There| shared.left_out[there.block as usize].load(Ordering::Relaxed);
+    let mut sender = SliceSender { sending, shared, to, memory, due: origin, gap, sent: 0 };
+    let is_left_out = |there: &LoadedSlice| shared.skipped[there.block as usize].load(Ordering::Relaxed);
     let mut later = Vec::new();
     for (at, &there) in order.iter().enumerate() {
         if is_left_out(&there) {
@@ -161,23 +162,23 @@ fn send(sending: &Sending, shared: &Shared, to: &mpsc::Sender<There>, origin: In
     std::hint::black_box(sender.memory);
 }
 
-impl Sender<'_> {
-    /// `false` when nothing more is to be sent.
-    fn send(&mut self, at: usize, there: There) -> bool {
+impl SliceSender<'_> {
+    /// Returns `false` if no more slices are to be sent.
+    fn send(&mut self, at: usize, there: LoadedSlice) -> bool {
         while !self.sending.plan.may_load(there.layer, self.shared.is_begun()) && !self.shared.is_over() {
             std::thread::sleep(SLEEP_MIN);
             self.due = Instant::now();
         }
         match self.sending.fault {
-            Fault::Cut { after } if self.sent == after => return false,
-            Fault::Silent { after } if self.sent == after => {
-                hang(self.shared);
+            SourceFault::Disconnect { after } if self.sent == after => return false,
+            SourceFault::Silent { after } if self.sent == after => {
+                stay_silent(self.shared);
                 return false;
             }
             _ => {}
         }
         self.due += self.gap;
-        if !pause(self.due, self.shared) {
+        if !sleep_until(self.due, self.shared) {
             return false;
         }
         let bytes = self.sending.slice_bytes as usize;
@@ -186,23 +187,23 @@ impl Sender<'_> {
             self.shared.ahead_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
         }
         self.sent += 1;
-        // Nobody listens once the job is done.
+        // The receiver closes when the job is done.
         self.to.send(there).is_ok()
     }
 }
 
-/// Slices in the order in which they are sent.
-fn order(sending: &Sending) -> Vec<There> {
-    let slots = sending.plan.slots().map(|slot| There { block: slot.block, layer: slot.layer });
-    let mut order: Vec<There> = slots.collect();
-    if sending.arrive == Arrive::ByBlock {
+/// Slices in sending order.
+fn order(sending: &SourcePlan) -> Vec<LoadedSlice> {
+    let slots = sending.plan.slots().map(|slot| LoadedSlice { block: slot.block, layer: slot.layer });
+    let mut order: Vec<LoadedSlice> = slots.collect();
+    if sending.arrive == ArrivalOrder::ByBlock {
         order.sort_by_key(|there| (there.block, there.layer));
     }
     order
 }
 
-/// Sleeps until it is due, in short steps; `false` when nobody wants it any more.
-fn pause(due: Instant, shared: &Shared) -> bool {
+/// Sleeps until `due` in short steps; returns `false` if the source is stopped.
+fn sleep_until(due: Instant, shared: &SourceState) -> bool {
     loop {
         let left = due.saturating_duration_since(Instant::now());
         if shared.is_over() {
@@ -215,8 +216,8 @@ fn pause(due: Instant, shared: &Shared) -> bool {
     }
 }
 
-/// Silent, and seldom awake: it must not take time from the engine.
-fn hang(shared: &Shared) {
+/// Stays silent and rarely wakes: it must not take time from the engine.
+fn stay_silent(shared: &SourceState) {
     while !shared.is_over() {
         std::thread::sleep(Duration::from_millis(20));
     }

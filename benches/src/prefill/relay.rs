@@ -1,6 +1,8 @@
-//! A way to a node of a set rate, that can be slow, fall silent or end: bytes pass through two sockets as they are.
+//! A relay to a node with a set rate, which can slow down, fall silent or disconnect. Bytes pass
+//! unchanged through two sockets.
 //!
-//! Not here: what they are (they are encrypted), and packets: what a network does to these only TCP sees.
+//! Not here: their content (they are encrypted), and packets: only TCP sees a network's effect on
+//! those.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -10,59 +12,59 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// What passes at once: less than a layer takes to come.
+/// Bytes per step: fewer than a layer has.
 const CHUNK_BYTES: usize = 32 << 10;
 
-/// What is due sooner passes at once.
+/// Shorter waits do not sleep.
 const SLEEP_MIN: Duration = Duration::from_micros(300);
 
-/// What becomes of the way once it is armed.
+/// The fault of an armed relay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Fault {
+pub(super) enum RelayFault {
     None,
-    /// So many times as slow.
+    /// Slower by this factor.
     Slow(u32),
-    /// Behind so many bytes nothing passes any more.
+    /// No more bytes pass after `after` bytes.
     Silent {
         after: u64,
     },
-    /// Behind so many bytes both connections end.
-    Cut {
+    /// Both connections end after `after` bytes.
+    Disconnect {
         after: u64,
     },
 }
 
-/// A running relay. Ends with its connections when it is dropped.
+/// A running relay; dropping it closes its connections.
 pub(super) struct Relay {
     address: SocketAddr,
-    shared: Arc<Shared>,
+    shared: Arc<RelayState>,
 }
 
 #[derive(Default)]
-struct Shared {
-    armed: Mutex<Option<Armed>>,
+struct RelayState {
+    settings: Mutex<Option<RelaySettings>>,
     is_over: AtomicBool,
-    /// Bytes towards the client, but those before it was armed.
-    passed: AtomicU64,
+    /// Bytes towards the client since it was armed.
+    passed_bytes: AtomicU64,
     sockets: Mutex<Vec<TcpStream>>,
 }
 
 #[derive(Clone, Copy)]
-struct Armed {
+struct RelaySettings {
     bytes_per_s: u64,
-    fault: Fault,
+    fault: RelayFault,
     due: Instant,
 }
 
 impl Relay {
-    /// Passes everything on to this node as fast as it comes.
+    /// Forwards everything to this node without a limit.
     pub(super) fn start(node: SocketAddr) -> anyhow::Result<Relay> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
-        let (address, shared) = (listener.local_addr()?, Arc::<Shared>::default());
+        let (address, shared) = (listener.local_addr()?, Arc::<RelayState>::default());
         let of = shared.clone();
         std::thread::spawn(move || {
             for client in listener.incoming().flatten() {
-                if of.is_over() || join(client, node, &of).is_err() {
+                if of.is_over() || connect_both(client, node, &of).is_err() {
                     return;
                 }
             }
@@ -74,13 +76,13 @@ impl Relay {
         self.address
     }
 
-    /// From now on it has this rate towards the client, and this fault.
-    pub(super) fn arm(&self, bytes_per_s: u64, fault: Fault) {
+    /// Sets the rate towards the client, and the fault.
+    pub(super) fn arm(&self, bytes_per_s: u64, fault: RelayFault) {
         let bytes_per_s =
-            if let Fault::Slow(times) = fault { bytes_per_s / u64::from(times) } else { bytes_per_s };
-        self.shared.passed.store(0, Ordering::Relaxed);
-        *self.shared.armed.lock() =
-            Some(Armed { bytes_per_s: bytes_per_s.max(1), fault, due: Instant::now() });
+            if let RelayFault::Slow(times) = fault { bytes_per_s / u64::from(times) } else { bytes_per_s };
+        self.shared.passed_bytes.store(0, Ordering::Relaxed);
+        *self.shared.settings.lock() =
+            Some(RelaySettings { bytes_per_s: bytes_per_s.max(1), fault, due: Instant::now() });
     }
 }
 
@@ -88,42 +90,42 @@ impl Drop for Relay {
     fn drop(&mut self) {
         self.shared.is_over.store(true, Ordering::Release);
         self.shared.end();
-        // Wakes who listens.
+        // Wakes the listener.
         let _ = TcpStream::connect(self.address);
     }
 }
 
-impl Shared {
+impl RelayState {
     fn is_over(&self) -> bool {
         self.is_over.load(Ordering::Acquire)
     }
 
     fn end(&self) {
         for socket in self.sockets.lock().drain(..) {
-            let _ = socket.shutdown(Shutdown::Both); // it may have ended already
+            let _ = socket.shutdown(Shutdown::Both); // The socket may be closed already.
         }
     }
 
-    /// Waits until so many bytes may pass; `false` when they never may.
-    fn pass(&self, bytes: usize) -> bool {
-        let passed = self.passed.load(Ordering::Relaxed);
-        let due = match &mut *self.armed.lock() {
+    /// Waits until `bytes` bytes may pass; returns `false` if they never may.
+    fn may_pass(&self, bytes: usize) -> bool {
+        let passed = self.passed_bytes.load(Ordering::Relaxed);
+        let due = match &mut *self.settings.lock() {
             None => return true,
-            Some(Armed { fault: Fault::Silent { after }, .. }) if passed >= *after => None,
-            Some(Armed { fault: Fault::Cut { after }, .. }) if passed >= *after => {
+            Some(RelaySettings { fault: RelayFault::Silent { after }, .. }) if passed >= *after => None,
+            Some(RelaySettings { fault: RelayFault::Disconnect { after }, .. }) if passed >= *after => {
                 self.end();
                 return false;
             }
             Some(armed) => {
-                // What was not asked for is not made up for.
+                // Unused rate does not accumulate.
                 let now = Instant::now();
                 armed.due = armed.due.max(now.checked_sub(SLEEP_MIN).unwrap_or(now));
                 armed.due += Duration::from_secs_f64(bytes as f64 / armed.bytes_per_s as f64);
                 Some(armed.due)
             }
         };
-        self.passed.fetch_add(bytes as u64, Ordering::Relaxed);
-        let Some(due) = due else { return self.hang() };
+        self.passed_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        let Some(due) = due else { return self.stay_silent() };
         loop {
             let left = due.saturating_duration_since(Instant::now());
             if self.is_over() {
@@ -136,8 +138,8 @@ impl Shared {
         }
     }
 
-    /// Silent, and seldom awake: it must not take time from the engine.
-    fn hang(&self) -> bool {
+    /// Stays silent and rarely wakes: it must not take time from the engine.
+    fn stay_silent(&self) -> bool {
         while !self.is_over() {
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -145,7 +147,7 @@ impl Shared {
     }
 }
 
-fn join(client: TcpStream, node: SocketAddr, shared: &Arc<Shared>) -> std::io::Result<()> {
+fn connect_both(client: TcpStream, node: SocketAddr, shared: &Arc<RelayState>) -> std::io::Result<()> {
     let node = TcpStream::connect(node)?;
     for socket in [&client, &node] {
         socket.set_nodelay(true)?;
@@ -154,11 +156,11 @@ fn join(client: TcpStream, node: SocketAddr, shared: &Arc<Shared>) -> std::io::R
     let (up, down) = ((client.try_clone()?, node.try_clone()?), (node, client));
     std::thread::spawn(move || copy(up, |_| true));
     let shared = shared.clone();
-    std::thread::spawn(move || copy(down, |bytes| shared.pass(bytes)));
+    std::thread::spawn(move || copy(down, |bytes| shared.may_pass(bytes)));
     Ok(())
 }
 
-/// Until one of the two ends, or may not go on.
+/// Copies until one side closes or may not continue.
 fn copy((mut from, mut to): (TcpStream, TcpStream), may_pass: impl Fn(usize) -> bool) {
     let mut chunk = vec![0; CHUNK_BYTES];
     while let Ok(bytes @ 1..) = from.read(&mut chunk) {

@@ -1,5 +1,5 @@
-//! The least that moves bytes from a server to a client when asked: eight bytes of length there, that
-//! many bytes back, over quinn and over TCP.
+//! The minimal byte transfer from server to client, over quinn and over TCP: a request of eight
+//! bytes with the length, then the bytes.
 //!
 //! Not here: frames, checksums, answers, limits.
 
@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use bytes::Bytes;
-use kvfleet_proto::tls::{Identity, SERVER_NAME};
+use kvfleet_net::tls::{Identity, SERVER_NAME};
 use kvfleet_transport::quic::{CONNECTION_WINDOW_BYTES, STREAM_WINDOW_BYTES};
 use quinn::congestion::BbrConfig;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
@@ -25,10 +25,10 @@ use tokio::sync::Mutex;
 
 use super::ANY;
 
-/// Bytes handed to the socket at once, and read at once over TCP.
-pub(crate) const PIECE: usize = 256 << 10;
+/// Bytes per socket write, and per TCP read.
+pub(crate) const CHUNK_BYTES: usize = 256 << 10;
 
-/// Bytes that are sent in turn where a loop moves memory: far more than lie in a cache.
+/// Bytes sent in turn if a loop moves memory: many more than a cache holds.
 const MEMORY_BYTES: usize = 64 << 20;
 
 /// Settings of both ends.
@@ -36,24 +36,24 @@ const MEMORY_BYTES: usize = 64 << 20;
 pub(crate) struct Tuning {
     /// Largest packet to probe for, in bytes.
     pub(crate) mtu: u16,
-    /// Windows that stop nobody.
+    /// Whether windows are large enough to never block.
     pub(crate) windows: bool,
     /// Segmentation offload.
     pub(crate) segments: bool,
     pub(crate) bbr: bool,
-    /// Packets that are acknowledged together, if not as quinn does.
+    /// Packets per acknowledgement; `None` uses quinn's default.
     pub(crate) acks: Option<u32>,
-    /// Connections over which fetches go in turn.
+    /// Connections that fetches rotate over.
     pub(crate) connections: usize,
-    /// Each end has a thread for its socket.
+    /// Whether each end has its own thread for its socket.
     pub(crate) own_threads: bool,
-    /// What is sent comes from memory, other bytes each time, and is put together in memory at the other end. Else one piece is sent
-    /// again and again out of a cache, and dropped as it comes.
+    /// Whether distinct bytes are sent from memory and reassembled in memory at the other end.
+    /// Otherwise one cached piece is sent repeatedly, and dropped on arrival.
     pub(crate) moves_memory: bool,
 }
 
 impl Tuning {
-    /// As quinn is.
+    /// quinn's stock settings.
     pub(crate) const STOCK: Tuning = Tuning {
         mtu: 1452,
         windows: false,
@@ -65,7 +65,7 @@ impl Tuning {
         moves_memory: false,
     };
 
-    /// As our path is.
+    /// Our path's settings.
     pub(crate) const OURS: Tuning = Tuning { mtu: 6000, windows: true, ..Tuning::STOCK };
 
     fn transport(&self) -> Arc<TransportConfig> {
@@ -73,7 +73,7 @@ impl Tuning {
         let mut discovery = MtuDiscoveryConfig::default();
         discovery.upper_bound(self.mtu);
         transport.mtu_discovery_config(Some(discovery)).enable_segmentation_offload(self.segments);
-        // Others are timed meanwhile.
+        // Other sides are measured meanwhile.
         transport.keep_alive_interval(Some(Duration::from_secs(5)));
         if self.windows {
             transport.stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES));
@@ -98,7 +98,7 @@ impl Tuning {
         Ok(endpoint)
     }
 
-    /// A socket, and the thread that has it.
+    /// Opens a socket, with its own thread if configured.
     fn open(&self, server: Option<ServerConfig>) -> anyhow::Result<(Endpoint, Option<Runtime>)> {
         let own =
             self.own_threads.then(|| Builder::new_multi_thread().worker_threads(1).enable_all().build());
@@ -112,7 +112,7 @@ impl Tuning {
 }
 
 pub(crate) struct RawQuic {
-    keeps: bool,
+    copies_to_memory: bool,
     connections: Vec<Connection>,
     next: AtomicUsize,
     _ends: (Endpoint, Endpoint),
@@ -149,7 +149,7 @@ impl RawQuic {
         }
         let (next, threads) = (AtomicUsize::new(0), [serving, asking]);
         let keeps = tuning.moves_memory;
-        Ok(Self { keeps, connections, next, _ends: (listening, dialing), threads })
+        Ok(Self { copies_to_memory: keeps, connections, next, _ends: (listening, dialing), threads })
     }
 
     pub(crate) async fn fetch(&self, bytes: u64) -> anyhow::Result<()> {
@@ -158,10 +158,10 @@ impl RawQuic {
         ask.write_all(&bytes.to_le_bytes()).await?;
         ask.finish()?;
         let mut got = 0;
-        let mut kept = Vec::with_capacity(if self.keeps { bytes as usize } else { 0 });
-        while let Some(chunk) = answer.read_chunk(PIECE, true).await? {
+        let mut kept = Vec::with_capacity(if self.copies_to_memory { bytes as usize } else { 0 });
+        while let Some(chunk) = answer.read_chunk(CHUNK_BYTES, true).await? {
             got += chunk.bytes.len() as u64;
-            if self.keeps {
+            if self.copies_to_memory {
                 kept.extend_from_slice(&chunk.bytes);
             }
         }
@@ -171,10 +171,10 @@ impl RawQuic {
     }
 }
 
-/// Serves until the client goes; what ends it is seen there.
+/// Serves until the client disconnects; the client sees the reason.
 async fn serve_quic(endpoint: Endpoint, moves_memory: bool) -> anyhow::Result<()> {
     let connection = endpoint.accept().await.context("the endpoint closed")?.await?;
-    let memory = Bytes::from(vec![0x5a; if moves_memory { MEMORY_BYTES } else { PIECE }]);
+    let memory = Bytes::from(vec![0x5a; if moves_memory { MEMORY_BYTES } else { CHUNK_BYTES }]);
     let mut at = 0;
     loop {
         let (mut answer, mut ask) = connection.accept_bi().await?;
@@ -182,7 +182,7 @@ async fn serve_quic(endpoint: Endpoint, moves_memory: bool) -> anyhow::Result<()
         ask.read_exact(&mut length).await?;
         let mut left = u64::from_le_bytes(length) as usize;
         while left > 0 {
-            let part = memory.slice(at..at + left.min(PIECE).min(memory.len() - at));
+            let part = memory.slice(at..at + left.min(CHUNK_BYTES).min(memory.len() - at));
             at = if moves_memory { (at + part.len()) % memory.len() } else { 0 };
             left -= part.len();
             answer.write_chunk(part).await?;
@@ -191,8 +191,9 @@ async fn serve_quic(endpoint: Endpoint, moves_memory: bool) -> anyhow::Result<()
     }
 }
 
-/// Both ends of connections. They are not paced, whatever the system's default is: a limit is what is possible.
-pub(crate) async fn connected(connections: usize) -> anyhow::Result<Vec<(TcpStream, TcpStream)>> {
+/// Both ends of connections. They are not paced, independent of the system's default, because a
+/// limit shows the maximum.
+pub(crate) async fn connected_pairs(connections: usize) -> anyhow::Result<Vec<(TcpStream, TcpStream)>> {
     let listening = TcpSocket::new_v4()?;
     set_tcp_congestion(&listening, "cubic")?;
     listening.bind(ANY)?;
@@ -210,7 +211,7 @@ pub(crate) async fn connected(connections: usize) -> anyhow::Result<Vec<(TcpStre
     Ok(both)
 }
 
-/// Connections of which each serves one fetch at a time.
+/// Connections that each serve one fetch at a time.
 pub(crate) struct RawTcp {
     streams: Vec<Mutex<(TcpStream, Vec<u8>)>>,
 }
@@ -218,9 +219,9 @@ pub(crate) struct RawTcp {
 impl RawTcp {
     pub(crate) async fn start(connections: usize) -> anyhow::Result<Self> {
         let mut streams = Vec::new();
-        for (client, server) in connected(connections).await? {
+        for (client, server) in connected_pairs(connections).await? {
             tokio::spawn(serve_tcp(server));
-            streams.push(Mutex::new((client, vec![0; PIECE])));
+            streams.push(Mutex::new((client, vec![0; CHUNK_BYTES])));
         }
         Ok(Self { streams })
     }
@@ -235,20 +236,20 @@ impl RawTcp {
         stream.write_all(&bytes.to_le_bytes()).await?;
         let mut left = bytes as usize;
         while left > 0 {
-            let room = left.min(PIECE);
+            let room = left.min(CHUNK_BYTES);
             left -= stream.read_exact(&mut buffer[..room]).await?;
         }
         Ok(())
     }
 }
 
-/// Serves one client until it goes; what ends it is seen there.
+/// Serves one client until it disconnects; the client sees the reason.
 async fn serve_tcp(mut stream: TcpStream) -> anyhow::Result<()> {
-    let piece = vec![0x5a; PIECE];
+    let piece = vec![0x5a; CHUNK_BYTES];
     loop {
         let mut left = stream.read_u64_le().await? as usize;
         while left > 0 {
-            let part = &piece[..left.min(PIECE)];
+            let part = &piece[..left.min(CHUNK_BYTES)];
             stream.write_all(part).await?;
             left -= part.len();
         }

@@ -1,7 +1,7 @@
-//! One router as a process of its own, so that a suite can kill it without asking.
+//! One router as its own process, so that a suite can kill it.
 //!
-//! Takes the path of a router configuration. Not here: metrics over HTTP, logs, and a clean stop; the
-//! command line's `router` has those.
+//! Takes the path of a router configuration. Not here: metrics over HTTP, logs, and a clean stop;
+//! the command line's `router` has those.
 
 use kvfleet_router::{Router, RouterConfig};
 
@@ -11,6 +11,6 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let config: RouterConfig = toml::from_str(&std::fs::read_to_string(path)?)?;
     let router = Router::start(config, &prometheus::Registry::new()).await?;
     println!("ready");
-    // Like the command line's: a router that cannot vote any more must not look as if it lived.
+    // As in the command line: a router that cannot vote any more must exit with an error.
     Err(router.failed().await.into())
 }

@@ -1,11 +1,12 @@
-//! The consensus table: what restarts and kills of routers cost in decisions, beside what others published.
+//! The consensus table: the cost of router restarts and kills in decisions, next to published
+//! figures.
 //!
-//! `decisions [DECISIONS-PER-FAULT]`; the seed comes from `KVFLEET_SEED`. Exits with an error when any count that
-//! must be zero is not. The two last rows are there to show what the experiment says of an index that forgets and
-//! of readers that do not ask for what is committed now; they are not judged.
+//! `decisions [DECISIONS-PER-FAULT]`; the seed comes from `KVFLEET_SEED`. Exits with an error if
+//! any count that must be zero is not. The last two rows are references: an index that loses its
+//! state, and readers without `fresh`. They are not checked.
 
-use chaos_tests::cluster::Trouble;
-use chaos_tests::decisions::table::{Row, render};
+use chaos_tests::cluster::SuiteError;
+use chaos_tests::decisions::table::{ResultRow, render};
 use chaos_tests::decisions::{self, Experiment, Fault};
 use chaos_tests::seed;
 
@@ -13,9 +14,9 @@ use chaos_tests::seed;
 const DECISIONS: u64 = 2_000;
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]
-async fn main() -> Result<(), Trouble> {
+async fn main() -> Result<(), SuiteError> {
     let decisions = std::env::args().nth(1).map_or(Ok(DECISIONS), |text| text.parse())?;
-    let seed = seed::of_this_run();
+    let seed = seed::run_seed();
     let program = std::env::current_exe()?.with_file_name("chaos-router");
     let run =
         async |fault, fresh| decisions::run(&program, Experiment { fault, decisions, fresh, seed }).await;
@@ -23,8 +24,8 @@ async fn main() -> Result<(), Trouble> {
     for fault in [Fault::Restart, Fault::LeaderKill, Fault::MinorityLoss] {
         rows.push(run(fault, true).await?);
     }
-    let is_clean = rows.iter().all(Row::is_clean);
-    let stale = Row { fault: "leader kill, read not fresh", ..run(Fault::LeaderKill, false).await? };
+    let is_clean = rows.iter().all(ResultRow::is_clean);
+    let stale = ResultRow { fault: "leader kill, read not fresh", ..run(Fault::LeaderKill, false).await? };
     rows.extend([stale, run(Fault::Forget, true).await?]);
     print!("{}", render(&rows));
     for row in &rows {

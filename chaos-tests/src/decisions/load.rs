@@ -1,7 +1,7 @@
-//! The load: nodes that announce and drop without a pause, some of which restart with nothing, and owners that
+//! The load: nodes that announce and drop continuously, some with empty restarts, and owners that
 //! race for pins.
 //!
-//! Not here: questions (`ask.rs`). Everything acknowledged goes to the oracle (`crate::oracle`).
+//! Not here: queries (`deciders.rs`). Everything acknowledged goes to the oracle (`crate::oracle`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,17 +17,17 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Code;
 
-use super::Shared;
-use crate::cluster::{CALL_TIMEOUT, Contacts, Trouble};
+use super::ExperimentState;
+use crate::cluster::{CALL_TIMEOUT, RouterClients, SuiteError};
+use crate::fake_node::{FakeNode, NodeCommand};
 use crate::oracle::{Oracle, PinFact};
-use crate::pins::{self, until_one_does};
-use crate::speaker::{Order, Speaker};
+use crate::pins::{self, call_any_router};
 use crate::workload::{CHAIN_BLOCKS, chain, shard_of, shard_of_node};
 
-/// Chains that are held from before the first strike until the end.
+/// Chains that are held from before the first fault until the end.
 pub const STEADY_CHAINS: u32 = 4;
 
-/// All chains; those above the steady ones come and go.
+/// All chains; those above the steady ones change.
 pub const CHAINS: u32 = 16;
 
 /// Nodes, half of them at each shard.
@@ -36,76 +36,87 @@ pub const NODES: u32 = 6;
 /// Nodes that hold the steady chains and never restart.
 pub const STEADY_NODES: u32 = 2;
 
-/// Orders between two restarts of a node that restarts with nothing.
-const ORDERS_PER_LIFE: u32 = 40;
+/// Commands between two empty restarts of a node.
+const COMMANDS_PER_RESTART: u32 = 40;
 
 /// Blocks of a pin.
 const PIN_BLOCKS: usize = 4;
 
-/// A cluster with a majority does everything in this time.
+/// Time limit for a cluster with a majority.
 const HANG: Duration = Duration::from_secs(60);
 
-/// Between two pins: enough of them, and not a load of its own.
+/// Interval between pins: enough of them, without becoming a load.
 const PIN_EVERY: Duration = Duration::from_millis(20);
 
 /// The running load.
-pub struct Load {
+pub struct IndexLoad {
     stop: CancellationToken,
-    orders: Vec<mpsc::Sender<Order>>,
+    commands: Vec<mpsc::Sender<NodeCommand>>,
     nodes: Vec<JoinHandle<()>>,
     owners: JoinHandle<()>,
 }
 
-impl Load {
-    pub(crate) async fn start(contacts: &Contacts, shared: &Arc<Shared>, seed: u64) -> Result<Load, Trouble> {
-        let start = |node| Speaker::start(node, contacts.clone(), Arc::clone(&shared.oracle));
+impl IndexLoad {
+    pub(crate) async fn start(
+        contacts: &RouterClients,
+        shared: &Arc<ExperimentState>,
+        seed: u64,
+    ) -> Result<IndexLoad, SuiteError> {
+        let start = |node| FakeNode::start(node, contacts.clone(), Arc::clone(&shared.oracle));
         let orders: Vec<_> = (1..=NODES).map(start).collect();
         let steady: Vec<_> = (0..STEADY_CHAINS).map(|chain| (chain, CHAIN_BLOCKS)).collect();
         for node in &orders[..STEADY_NODES as usize] {
-            order(node, Order::Hold(steady.clone())).await?;
+            send_command(node, NodeCommand::Hold(steady.clone())).await?;
         }
         settle(&orders).await?;
-        until_seen_by_all(contacts, &shared.oracle).await?;
+        wait_until_applied_everywhere(contacts, &shared.oracle).await?;
         let stop = CancellationToken::new();
-        let node = |(number, orders): (u32, &mpsc::Sender<Order>)| {
+        let node = |(number, orders): (u32, &mpsc::Sender<NodeCommand>)| {
             let random = ChaCha8Rng::seed_from_u64(seed ^ u64::from(number) << 32);
-            tokio::spawn(come_and_go(number, orders.clone(), random, Arc::clone(shared), stop.clone()))
+            tokio::spawn(run_node_load(number, orders.clone(), random, Arc::clone(shared), stop.clone()))
         };
         let nodes = (1..).zip(&orders).map(node).collect();
         let random = ChaCha8Rng::seed_from_u64(seed ^ u64::MAX);
-        let owners = tokio::spawn(race(contacts.clone(), random, Arc::clone(shared), stop.clone()));
-        Ok(Load { stop, orders, nodes, owners })
+        let owners = tokio::spawn(race_for_pins(contacts.clone(), random, Arc::clone(shared), stop.clone()));
+        Ok(IndexLoad { stop, commands: orders, nodes, owners })
     }
 
-    /// Ends when everything that was sent is acknowledged, and counts pins.
-    pub(crate) async fn stop(self, contacts: &Contacts, shared: &Shared) -> Result<(), Trouble> {
+    /// Ends when everything sent is acknowledged, and counts pins.
+    pub(crate) async fn stop(
+        self,
+        contacts: &RouterClients,
+        shared: &ExperimentState,
+    ) -> Result<(), SuiteError> {
         self.stop.cancel();
         for node in self.nodes {
             node.await?;
         }
         self.owners.await?;
-        settle(&self.orders).await?;
+        settle(&self.commands).await?;
         count_pins(contacts, shared).await
     }
 }
 
-async fn order(node: &mpsc::Sender<Order>, order: Order) -> Result<(), Trouble> {
+async fn send_command(node: &mpsc::Sender<NodeCommand>, order: NodeCommand) -> Result<(), SuiteError> {
     let sent = timeout(HANG, node.send(order)).await;
-    sent.map_err(|_| format!("a node got nothing acknowledged for {HANG:?}"))?
+    sent.map_err(|_| format!("no batch of a node was acknowledged for {HANG:?}"))?
         .map_err(|_| "a node ended".into())
 }
 
-async fn settle(nodes: &[mpsc::Sender<Order>]) -> Result<(), Trouble> {
+async fn settle(nodes: &[mpsc::Sender<NodeCommand>]) -> Result<(), SuiteError> {
     for node in nodes {
         let (answer, settled) = oneshot::channel();
-        order(node, Order::Settle(answer)).await?;
+        send_command(node, NodeCommand::Settle(answer)).await?;
         timeout(HANG, settled).await.map_err(|_| format!("a node does not settle in {HANG:?}"))??;
     }
     Ok(())
 }
 
-/// Waits until every router has applied what was acknowledged so far: from here on none may forget it.
-async fn until_seen_by_all(contacts: &Contacts, oracle: &Mutex<Oracle>) -> Result<(), Trouble> {
+/// Waits until every router has applied the acknowledged state: from here on no router may lose it.
+async fn wait_until_applied_everywhere(
+    contacts: &RouterClients,
+    oracle: &Mutex<Oracle>,
+) -> Result<(), SuiteError> {
     let deadline = Instant::now() + HANG;
     for position in 0..contacts.count() {
         for number in 0..STEADY_CHAINS {
@@ -113,34 +124,34 @@ async fn until_seen_by_all(contacts: &Contacts, oracle: &Mutex<Oracle>) -> Resul
             let request = pb::LookupRequest { hashes, fresh: true, ..pb::LookupRequest::default() };
             while contacts.client(position).lookup(request.clone()).await.is_err() {
                 if Instant::now() > deadline {
-                    return Err(format!("router {position} is not level after {HANG:?}").into());
+                    return Err(format!("router {position} has not caught up after {HANG:?}").into());
                 }
                 sleep(PIN_EVERY).await;
             }
         }
     }
-    assert!(!oracle.lock().sure.is_empty());
+    assert!(!oracle.lock().certain.is_empty());
     Ok(())
 }
 
-/// One node's life: stores and drops at random, and now and then restarts with nothing if it is one of those.
-async fn come_and_go(
+/// Load of one node: stores and drops at random; some nodes also restart empty from time to time.
+async fn run_node_load(
     node: u32,
-    orders: mpsc::Sender<Order>,
+    orders: mpsc::Sender<NodeCommand>,
     mut random: ChaCha8Rng,
-    shared: Arc<Shared>,
+    shared: Arc<ExperimentState>,
     stop: CancellationToken,
 ) {
     let own: Vec<u32> =
         (STEADY_CHAINS..CHAINS).filter(|chain| shard_of(*chain) == shard_of_node(node)).collect();
     let restarts = node > NODES - 2;
     for number in 1u32.. {
-        let next = if restarts && number.is_multiple_of(ORDERS_PER_LIFE) {
+        let next = if restarts && number.is_multiple_of(COMMANDS_PER_RESTART) {
             shared.row.lock().empty_restarts += 1;
-            Order::RestartEmpty
+            NodeCommand::RestartEmpty
         } else {
             let chain = own[random.random_range(0..own.len())];
-            Order::Hold(vec![(chain, random.random_range(0..=CHAIN_BLOCKS))])
+            NodeCommand::Hold(vec![(chain, random.random_range(0..=CHAIN_BLOCKS))])
         };
         if stop.is_cancelled() || orders.send(next).await.is_err() {
             return;
@@ -148,8 +159,13 @@ async fn come_and_go(
     }
 }
 
-/// Two owners race for every pin, with blocks of their own; the winner ends three of four.
-async fn race(contacts: Contacts, mut random: ChaCha8Rng, shared: Arc<Shared>, stop: CancellationToken) {
+/// Two owners race for every pin, with different blocks; the winner ends three of four.
+async fn race_for_pins(
+    contacts: RouterClients,
+    mut random: ChaCha8Rng,
+    shared: Arc<ExperimentState>,
+    stop: CancellationToken,
+) {
     static NEXT: AtomicU32 = AtomicU32::new(1);
     while !stop.is_cancelled() {
         let pin = u64::from(NEXT.fetch_add(1, Ordering::Relaxed));
@@ -157,21 +173,21 @@ async fn race(contacts: Contacts, mut random: ChaCha8Rng, shared: Arc<Shared>, s
             .map(|who| PinFact { owner: format!("owner-{who}"), blocks: chain(who)[..PIN_BLOCKS].to_vec() });
         let first = random.random_range(0..contacts.count());
         let won = tokio::join!(
-            contend(&contacts, first, pin, &facts[0]),
-            contend(&contacts, first + 1, pin, &facts[1])
+            try_pin(&contacts, first, pin, &facts[0]),
+            try_pin(&contacts, first + 1, pin, &facts[1])
         );
         shared.row.lock().double_owners += u64::from(won.0 && won.1);
         let winner = if won.0 { &facts[0] } else { &facts[1] };
         shared.oracle.lock().pins.insert(pin, winner.clone());
         if random.random_range(0..4) > 0 {
             let unpin = pb::UnpinRequest { pin, owner: winner.owner.clone() };
-            let ended = until_one_does(&contacts, |mut client| {
+            let ended = call_any_router(&contacts, |mut client| {
                 let unpin = unpin.clone();
                 async move { client.unpin(unpin).await.map(drop) }
             });
             match ended.await {
                 Ok(()) => drop(shared.oracle.lock().pins.remove(&pin)),
-                // It is somebody else's, who was not given it.
+                // The pin belongs to an owner that was not granted it.
                 Err(_) => shared.row.lock().double_owners += 1,
             }
         }
@@ -179,8 +195,8 @@ async fn race(contacts: Contacts, mut random: ChaCha8Rng, shared: Arc<Shared>, s
     }
 }
 
-/// Whether this owner was given the pin; asks until someone says yes or no.
-async fn contend(contacts: &Contacts, first: usize, pin: u64, fact: &PinFact) -> bool {
+/// Whether this owner was granted the pin; retries until a router accepts or refuses.
+async fn try_pin(contacts: &RouterClients, first: usize, pin: u64, fact: &PinFact) -> bool {
     let request = pb::PinRequest {
         pin,
         owner: fact.owner.clone(),
@@ -197,12 +213,12 @@ async fn contend(contacts: &Contacts, first: usize, pin: u64, fact: &PinFact) ->
     false
 }
 
-/// Compares the pins that a joining node is told with those acknowledged. A leader tells of a pin a moment after
-/// it is committed, so the comparison waits until they are alike, and not for ever.
-async fn count_pins(contacts: &Contacts, shared: &Shared) -> Result<(), Trouble> {
+/// Compares the pins sent to a joining node with the acknowledged ones. A leader distributes a pin
+/// shortly after its commit, so the comparison retries for a limited time.
+async fn count_pins(contacts: &RouterClients, shared: &ExperimentState) -> Result<(), SuiteError> {
     let deadline = Instant::now() + CALL_TIMEOUT;
     loop {
-        let told = pins::told(contacts, &shared.oracle).await?;
+        let told = pins::announced_pins(contacts, &shared.oracle).await?;
         let facts = shared.oracle.lock().pins.clone();
         let lost = facts.iter().filter(|(pin, fact)| told.get(pin) != Some(&fact.blocks)).count();
         let undead = told.keys().filter(|pin| !facts.contains_key(pin)).count();

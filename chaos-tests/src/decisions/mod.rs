@@ -1,14 +1,14 @@
-//! What consensus buys, counted: routers die or restart under load, and every decision is held against what was
-//! acknowledged before it was asked for.
+//! Measures the value of consensus: routers are killed or restarted under load, and every decision
+//! is compared with the state acknowledged before the query.
 //!
-//! The experiment is the one of SG#39822, where an index in memory and one that persists itself were restarted
-//! under load. Who loads the index is `load.rs`, who asks is `ask.rs`, what an answer counts as is `judge.rs`, the
-//! table is `table.rs`. Not here: whole-state properties after a run (`crate::invariants`).
+//! The experiment follows SG#39822, which restarted an index in memory and one that persists itself
+//! under load. The load is in `load.rs`, queries in `deciders.rs`, evaluation in `verdicts.rs`, the
+//! table in `table.rs`. Not here: whole-state properties after a run (`crate::invariants`).
 
-pub mod ask;
-pub mod judge;
+pub mod deciders;
 pub mod load;
 pub mod table;
+pub mod verdicts;
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,46 +18,47 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use tokio::time::sleep;
 
-use crate::cluster::{Cluster, Contacts, ROUTERS_COUNT, SHARDS_COUNT, Trouble};
+use crate::cluster::{Cluster, ROUTERS_COUNT, RouterClients, SHARDS_COUNT, SuiteError};
 use crate::oracle::Oracle;
-use ask::Deciders;
-use load::Load;
-use table::Row;
+use deciders::Deciders;
+use load::IndexLoad;
+use table::ResultRow;
 
-/// A run that comes no further in this time hangs.
+/// A run without progress for this long hangs.
 const HANG: Duration = Duration::from_secs(120);
 
-/// Between two looks at a condition.
-const LOOK_EVERY: Duration = Duration::from_millis(5);
+/// Interval between checks of a condition.
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Longest silence of a node: the one that routers can be set to. A starved machine must not fence nodes here,
-/// since then nobody could tell what was lost from what was ended.
+/// Node silence limit, at its maximum: a starved machine must not fence nodes here, because lost
+/// and ended state would be indistinguishable.
 const SILENCE_MS: u64 = 60_000;
 
-/// Pins in force before the first strike: what was never given cannot be lost. The owners race for one at a time, so all of these but one stay until the
-/// end.
+/// Pins in force before the first fault, so that some can be lost. The owners race for one at a
+/// time, so all but one of these stay until the end.
 const PINS_MIN: usize = 4;
 
 /// Control and the shards.
 const GROUPS_COUNT: u64 = SHARDS_COUNT as u64 + 1;
 
-/// What is done to the routers.
+/// Fault injected into the routers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// The leader of each group in turn, and each router in turn, is killed and started again at once: a leader that
-    /// comes back before anybody missed it is the harder case.
+    /// Each group's leader in turn, and each router in turn, is killed and restarted at once. A
+    /// leader that returns before its absence is noticed is the harder case.
     Restart,
-    /// The leader of each group in turn is killed, and started again some decisions later.
+    /// Each group's leader in turn is killed, and restarted some decisions later.
     LeaderKill,
-    /// Each router in turn is dead for nearly a third of the run: with three, every minority there is.
+    /// Each router in turn is down for nearly a third of the run: with three routers, every
+    /// minority.
     MinorityLoss,
-    /// All routers are killed and start with empty disks, and nodes announce again: an index kept in memory.
-    /// Here to show what the experiment says of one.
+    /// All routers are killed and start with empty disks, like an index in memory, and nodes
+    /// announce again. Included as a reference.
     Forget,
 }
 
 impl Fault {
-    /// In words, for the table.
+    /// Name in the table.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -68,7 +69,7 @@ impl Fault {
         }
     }
 
-    /// How often it strikes in one run.
+    /// Number of faults in one run.
     fn rounds(self) -> u64 {
         match self {
             Fault::Restart => 6 * ROUTERS_COUNT as u64,
@@ -79,79 +80,80 @@ impl Fault {
     }
 }
 
-/// One run.
+/// Parameters of one run.
 #[derive(Clone, Copy, Debug)]
 pub struct Experiment {
-    /// What is done.
+    /// The fault.
     pub fault: Fault,
     /// Decisions to count.
     pub decisions: u64,
-    /// Whether what must be new is asked for with `fresh`. Without, a follower that lags answers from what it has.
+    /// Whether queries about recent state use `fresh`. Without it, a lagging follower answers from
+    /// its own state.
     pub fresh: bool,
-    /// Where every random choice starts.
+    /// Seed of every random choice.
     pub seed: u64,
 }
 
-/// What the parts of a run share.
-pub(crate) struct Shared {
+/// State shared by the parts of a run.
+pub(crate) struct ExperimentState {
     pub(crate) oracle: Arc<Mutex<Oracle>>,
-    pub(crate) row: Mutex<Row>,
-    /// Decisions that were counted.
+    pub(crate) row: Mutex<ResultRow>,
+    /// Decisions counted.
     pub(crate) decided: AtomicU64,
 }
 
 /// Runs the experiment with routers of this program.
 ///
 /// # Errors
-/// When the cluster does not come up, or the run hangs; what it finds is in the row.
-pub async fn run(program: &Path, experiment: Experiment) -> Result<Row, Trouble> {
+/// If the cluster does not start, or the run hangs; findings are in the row.
+pub async fn run(program: &Path, experiment: Experiment) -> Result<ResultRow, SuiteError> {
     let cluster = Cluster::start_with(program, |config| config.timings.silence_ms = SILENCE_MS)?;
-    let contacts = cluster.contacts();
-    let shared = Arc::new(Shared {
+    let contacts = cluster.router_clients();
+    let shared = Arc::new(ExperimentState {
         oracle: Arc::default(),
-        row: Mutex::new(Row::of(&experiment)),
+        row: Mutex::new(ResultRow::of(&experiment)),
         decided: AtomicU64::new(0),
     });
-    let load = Load::start(&contacts, &shared, experiment.seed).await?;
+    let load = IndexLoad::start(&contacts, &shared, experiment.seed).await?;
     let deciders = Deciders::start(&cluster, &shared, experiment)?;
-    let mut strikes = Strikes { cluster, contacts, shared: Arc::clone(&shared) };
+    let mut strikes = FaultInjector { cluster, contacts, shared: Arc::clone(&shared) };
     strikes.run(experiment).await?;
     deciders.stop().await;
-    let Strikes { cluster, contacts, .. } = strikes;
+    let FaultInjector { cluster, contacts, .. } = strikes;
     load.stop(&contacts, &shared).await?;
-    ask::count_stale_everywhere(&contacts, &shared).await?;
+    deciders::count_stale_everywhere(&contacts, &shared).await?;
     drop(cluster);
     let row = shared.row.lock().clone();
     Ok(row)
 }
 
-/// Whoever strikes.
-struct Strikes {
+/// Injects the faults.
+struct FaultInjector {
     cluster: Cluster,
-    contacts: Contacts,
-    shared: Arc<Shared>,
+    contacts: RouterClients,
+    shared: Arc<ExperimentState>,
 }
 
-impl Strikes {
-    /// Strikes at even distances, counted in decisions and not in time; between two strikes what died comes back. Decisions from before there are pins
-    /// are counted besides.
-    async fn run(&mut self, Experiment { fault, decisions, .. }: Experiment) -> Result<(), Trouble> {
-        self.until_pinned().await?;
+impl FaultInjector {
+    /// Injects faults at even distances, counted in decisions; killed routers restart in between.
+    /// Decisions before the first pin are counted in addition.
+    async fn run(&mut self, Experiment { fault, decisions, .. }: Experiment) -> Result<(), SuiteError> {
+        self.wait_until_pinned().await?;
         let rounds = fault.rounds();
         let first = self.shared.decided.load(Ordering::Relaxed);
         for round in 0..rounds {
             let at = |eighths: u64| first + (8 * round + eighths) * decisions / (8 * rounds);
-            self.until_decided(at(1)).await?;
-            let struck = self.strike(fault, round).await?;
+            self.wait_until_decided(at(1)).await?;
+            let struck = self.inject(fault, round).await?;
             self.shared.row.lock().faults += 1;
-            self.until_decided(at(if fault == Fault::MinorityLoss { 7 } else { 4 })).await?;
+            self.wait_until_decided(at(if fault == Fault::MinorityLoss { 7 } else { 4 })).await?;
             struck.into_iter().try_for_each(|position| self.cluster.start_router(position))?;
         }
-        self.until_decided(first + decisions).await
+        self.wait_until_decided(first + decisions).await
     }
 
-    /// Strikes once; gives who is to be started again later.
-    async fn strike(&mut self, fault: Fault, round: u64) -> Result<Option<usize>, Trouble> {
+    /// Injects one fault. Returns the router to restart later.
+    async fn inject(&mut self, fault: Fault, round: u64) -> Result<Option<usize>, SuiteError> {
         let turn = (round % ROUTERS_COUNT as u64) as usize;
         match fault {
             Fault::Restart => {
@@ -171,28 +173,28 @@ impl Strikes {
             }
             Fault::Forget => {
                 (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.kill(position))?;
-                (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.forget(position))?;
+                (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.delete_router_data(position))?;
                 (0..ROUTERS_COUNT).try_for_each(|position| self.cluster.start_router(position))?;
-                self.shared.oracle.lock().losses += 1;
+                self.shared.oracle.lock().index_losses += 1;
                 Ok(None)
             }
         }
     }
 
-    /// Waits until there is something to lose.
-    async fn until_pinned(&self) -> Result<(), Trouble> {
+    /// Waits until there are pins to lose.
+    async fn wait_until_pinned(&self) -> Result<(), SuiteError> {
         let deadline = Instant::now() + HANG;
         while self.shared.oracle.lock().pins.len() < PINS_MIN {
             if Instant::now() > deadline {
                 return Err(format!("fewer than {PINS_MIN} pins in force for {HANG:?}").into());
             }
-            sleep(LOOK_EVERY).await;
+            sleep(POLL_INTERVAL).await;
         }
         Ok(())
     }
 
-    /// Position of the router that leads the group whose turn it is.
-    async fn leader_of(&self, round: u64) -> Result<usize, Trouble> {
+    /// Position of the router that leads the group of this round.
+    async fn leader_of(&self, round: u64) -> Result<usize, SuiteError> {
         let group = (round % GROUPS_COUNT) as usize;
         let deadline = Instant::now() + HANG;
         while Instant::now() < deadline {
@@ -203,18 +205,18 @@ impl Strikes {
                     return Ok(position);
                 }
             }
-            sleep(LOOK_EVERY).await;
+            sleep(POLL_INTERVAL).await;
         }
-        Err(format!("nobody leads group {group} for {HANG:?}").into())
+        Err(format!("group {group} has no leader for {HANG:?}").into())
     }
 
-    async fn until_decided(&self, count: u64) -> Result<(), Trouble> {
+    async fn wait_until_decided(&self, count: u64) -> Result<(), SuiteError> {
         let deadline = Instant::now() + HANG;
         while self.shared.decided.load(Ordering::Relaxed) < count {
             if Instant::now() > deadline {
                 return Err(format!("fewer than {count} decisions after another {HANG:?}").into());
             }
-            sleep(LOOK_EVERY).await;
+            sleep(POLL_INTERVAL).await;
         }
         Ok(())
     }

@@ -1,70 +1,70 @@
-//! One row a run, and the table that a person reads, with the figures of SG#39822 below.
+//! One row per run, and the table, with the published figures of SG#39822 below.
 //!
-//! Not here: how any of it is counted (`ask.rs`, `load.rs`).
+//! Not here: the counting (`deciders.rs`, `load.rs`).
 
 use std::fmt::Write;
 use std::time::Duration;
 
 use super::Experiment;
 
-/// What one run came to.
+/// Result of one run.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Row {
-    /// What was done to the routers.
+pub struct ResultRow {
+    /// The injected fault.
     pub fault: &'static str,
-    /// How often.
+    /// Number of faults.
     pub faults: u64,
-    /// Decisions for which a holder surely existed.
+    /// Decisions with a certain holder.
     pub decisions: u64,
-    /// Of these, how many named no candidate for a block that surely had one. Unanswered ones are among them.
+    /// Decisions without a candidate for a block that certainly had one, including unanswered ones.
     pub blind: u64,
-    /// Of these, how many got no answer at all.
+    /// Decisions without an answer.
     pub unanswered: u64,
-    /// Times that anything was attributed to a node under an epoch that was over.
+    /// Number of holders named under an ended epoch.
     pub stale: u64,
-    /// Times that a node restarted with nothing.
+    /// Number of empty node restarts.
     pub empty_restarts: u64,
     /// Pins that were acknowledged and not ended.
     pub pins: u64,
-    /// Of these, how many are gone or hold something else; and pins in force that were ended.
+    /// Pins that are missing or changed, and ended pins still in force.
     pub pins_lost: u64,
-    /// Pins that two owners were given.
+    /// Pins granted to two owners.
     pub double_owners: u64,
-    /// Longest that one decision took.
+    /// Longest decision.
     pub slowest: Duration,
-    /// What the first blind decision was, for whoever looks for its cause.
+    /// The first blind decision, to find its cause.
     pub first_blind: Option<String>,
 }
 
-impl Row {
-    pub(crate) fn of(experiment: &Experiment) -> Row {
-        Row { fault: experiment.fault.name(), ..Row::default() }
+impl ResultRow {
+    pub(crate) fn of(experiment: &Experiment) -> ResultRow {
+        ResultRow { fault: experiment.fault.name(), ..ResultRow::default() }
     }
 
-    /// Whether nothing was lost, in any sense that is counted.
+    /// Whether no loss of any counted kind occurred.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         (self.blind, self.unanswered, self.stale, self.pins_lost, self.double_owners) == (0, 0, 0, 0, 0)
     }
 }
 
-/// A run of others, as they published it.
-struct Theirs {
+/// A published run.
+struct PublishedRow {
     name: &'static str,
     decisions: u64,
     blind: u64,
     stale: &'static str,
 }
 
-/// SG#39822. Nothing was said there of pins: its index has none.
-const THEIRS: [Theirs; 2] = [
-    Theirs { name: "SG#39822 restart, in memory", decisions: 1_958, blind: 337, stale: "484" },
-    Theirs { name: "SG#39822 restart, persisted", decisions: 2_135, blind: 12, stale: "-" },
+/// SG#39822. Its index has no pins.
+const PUBLISHED: [PublishedRow; 2] = [
+    PublishedRow { name: "SG#39822 restart, in memory", decisions: 1_958, blind: 337, stale: "484" },
+    PublishedRow { name: "SG#39822 restart, persisted", decisions: 2_135, blind: 12, stale: "-" },
 ];
 
-/// The table, ours above theirs.
+/// The table, our rows above the published ones.
 #[must_use]
-pub fn render(rows: &[Row]) -> String {
+pub fn render(rows: &[ResultRow]) -> String {
     let mut text = format!(
         "{:<28} {:>6} {:>9} {:>6} {:>7} {:>10} {:>6} {:>8} {:>5} {:>5} {:>7} {:>8}\n",
         "index and fault",
@@ -81,17 +81,17 @@ pub fn render(rows: &[Row]) -> String {
         "slowest"
     );
     for row in rows {
-        let Row { fault, faults, decisions, blind, unanswered, stale, .. } = row;
-        let Row { empty_restarts, pins, pins_lost, double_owners, slowest, .. } = row;
+        let ResultRow { fault, faults, decisions, blind, unanswered, stale, .. } = row;
+        let ResultRow { empty_restarts, pins, pins_lost, double_owners, slowest, .. } = row;
         let (share, slowest) = (percent(*blind, *decisions), format!("{} ms", slowest.as_millis()));
-        // Writing to a string does not fail.
+        // Writing to a string cannot fail.
         let _ = writeln!(
             text,
             "{fault:<28} {faults:>6} {decisions:>9} {blind:>6} {share:>7} {unanswered:>10} {stale:>6} \
              {empty_restarts:>8} {pins:>5} {pins_lost:>5} {double_owners:>7} {slowest:>8}"
         );
     }
-    for Theirs { name, decisions, blind, stale } in THEIRS {
+    for PublishedRow { name, decisions, blind, stale } in PUBLISHED {
         let share = percent(blind, decisions);
         let _ = writeln!(
             text,
@@ -112,8 +112,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_has_theirs_below_ours_in_the_same_columns() {
-        let row = Row { fault: "leader kill", decisions: 2_000, blind: 5, ..Row::default() };
+    fn table_aligns_published_rows_below_ours() {
+        let row = ResultRow { fault: "leader kill", decisions: 2_000, blind: 5, ..ResultRow::default() };
         let text = render(std::slice::from_ref(&row));
         let lines: Vec<&str> = text.lines().collect();
         assert_eq!(lines.len(), 4, "{text}");
@@ -125,12 +125,12 @@ mod tests {
     }
 
     #[test]
-    fn anything_that_counts_is_not_clean() {
-        let clean = Row { decisions: 9, pins: 3, empty_restarts: 2, ..Row::default() };
+    fn any_nonzero_loss_is_not_clean() {
+        let clean = ResultRow { decisions: 9, pins: 3, empty_restarts: 2, ..ResultRow::default() };
         assert!(clean.is_clean());
-        assert!(!Row { blind: 1, ..clean.clone() }.is_clean());
-        assert!(!Row { stale: 1, ..clean.clone() }.is_clean());
-        assert!(!Row { pins_lost: 1, ..clean.clone() }.is_clean());
-        assert!(!Row { double_owners: 1, ..clean }.is_clean());
+        assert!(!ResultRow { blind: 1, ..clean.clone() }.is_clean());
+        assert!(!ResultRow { stale: 1, ..clean.clone() }.is_clean());
+        assert!(!ResultRow { pins_lost: 1, ..clean.clone() }.is_clean());
+        assert!(!ResultRow { double_owners: 1, ..clean }.is_clean());
     }
 }

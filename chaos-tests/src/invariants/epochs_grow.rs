@@ -1,12 +1,12 @@
-//! A node never gets an epoch twice, nor a smaller one, whoever leads when it joins.
+//! A node never gets an epoch twice or a smaller one, even if the leader changes.
 
 use crate::invariants::Verdict;
 use crate::oracle::Oracle;
 
-/// Checks the order of all epochs that were given out.
+/// Checks the order of all assigned epochs.
 ///
 /// # Errors
-/// When one does not exceed the one before.
+/// If an epoch does not exceed the previous one.
 pub fn check(oracle: &Oracle) -> Verdict {
     for (node, epochs) in &oracle.epochs {
         if let Some(pair) = epochs.windows(2).find(|pair| pair[1] <= pair[0]) {

@@ -1,22 +1,23 @@
-//! No router names a holder whose epoch is over: a node that joined again, or that was silent too long.
+//! No router names a holder with an ended epoch: one of a node that joined again or was silent too
+//! long.
 
 use std::collections::BTreeMap;
 
 use crate::invariants::Verdict;
-use crate::oracle::Answer;
+use crate::oracle::HolderAnswer;
 
-/// Checks one answer. `live` is the epoch of each node that speaks; a node that is not in it is silent and
+/// Checks one answer. `live` has the current epoch of each live node; any other node is silent and
 /// known to be fenced.
 ///
 /// # Errors
-/// When a holder is named under an epoch that is over.
-pub fn check(live: &BTreeMap<u32, u64>, answer: &Answer) -> Verdict {
+/// If a holder is named under an ended epoch.
+pub fn check(live: &BTreeMap<u32, u64>, answer: &HolderAnswer) -> Verdict {
     for &(node, epoch) in answer.holders.keys() {
         match live.get(&node) {
             Some(&current) if current == epoch => {}
             Some(current) => {
                 return Err(format!(
-                    "router {} names node {node} under epoch {epoch}, it is {current}",
+                    "router {} names node {node} under epoch {epoch}, but its epoch is {current}",
                     answer.router
                 ));
             }
@@ -33,7 +34,7 @@ mod tests {
     #[test]
     fn refuses_holders_of_an_epoch_that_is_over() {
         let live = BTreeMap::from([(1, 4)]);
-        let answer = |holder: (u32, u64)| Answer { router: 0, chain: 0, holders: [(holder, 3)].into() };
+        let answer = |holder: (u32, u64)| HolderAnswer { router: 0, chain: 0, holders: [(holder, 3)].into() };
         assert!(check(&live, &answer((1, 4))).is_ok());
         assert!(check(&live, &answer((1, 3))).is_err(), "older epoch");
         assert!(check(&live, &answer((2, 1))).is_err(), "silent node");

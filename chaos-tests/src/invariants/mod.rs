@@ -1,12 +1,14 @@
-//! What must hold whatever dies: one property per file, each a function from what was seen to a verdict.
+//! Invariants that hold under any failures: one property per file, each a function from
+//! observations to a verdict.
 //!
-//! Every property is also shown a history it must refuse. Not here: making the history (`drive.rs`).
+//! Every property is also tested with a history that it must refuse. Not here: producing the
+//! history (`drive.rs`).
 
-pub mod announces_kept;
+pub mod announcements_are_kept;
 pub mod epochs_grow;
 pub mod fenced_stay_silent;
-pub mod pins_kept;
+pub mod pins_are_kept;
 pub mod replicas_agree;
 
-/// What went wrong, in words a person can act on.
+/// The violation, as text for a person.
 pub type Verdict = Result<(), String>;

@@ -1,14 +1,14 @@
-//! Arguments of commands that talk to a running cluster.
+//! Arguments of commands for a running cluster.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
 
+use super::durations::parse_duration;
 use super::sizes::parse_bytes;
-use super::spans::parse_span;
 
-/// How to reach a running cluster.
+/// Connection to a running cluster.
 #[derive(Clone, Debug, Args)]
 pub struct ConnectArgs {
     /// Addresses of routers, separated by commas.
@@ -19,12 +19,13 @@ pub struct ConnectArgs {
     pub tls_dir: Option<PathBuf>,
 }
 
-/// A running cluster to replay on. By flag only: a cluster that happens to be named in the environment
-/// must not get the load of a replay.
+/// A running cluster for a replay. Given by flag only, so that a cluster named in the environment
+/// never gets the load of a replay.
 #[derive(Clone, Debug, Args)]
 pub struct TargetArgs {
-    /// Addresses of routers of a running cluster to use instead of starting one, separated by commas. Its
-    /// blocks must have the trace's tokens: see --block-tokens of `kvfleet up`.
+    /// Addresses of routers of a running cluster to use instead of starting one, separated by
+    /// commas. Its blocks must have as many tokens as the trace's: see --block-tokens of `kvfleet
+    /// up`.
     #[arg(long, value_name = "ADDR[,ADDR]", value_delimiter = ',')]
     pub cluster: Vec<String>,
     /// With --cluster: directory with the cluster's ca.pem and this command's admin.pem and admin.key.
@@ -33,7 +34,7 @@ pub struct TargetArgs {
 }
 
 impl TargetArgs {
-    /// How to reach it, if one was named.
+    /// Connection to the cluster, if one was named.
     #[must_use]
     pub fn connect(&self) -> Option<ConnectArgs> {
         let connect = ConnectArgs { cluster: self.cluster.clone(), tls_dir: self.tls_dir.clone() };
@@ -58,7 +59,8 @@ pub struct WhyArgs {
     /// The cluster.
     #[command(flatten)]
     pub connect: ConnectArgs,
-    /// Number of the request, as its frontend gave it; through a door, the header `x-kvfleet-request`.
+    /// Number of the request, as given by its frontend; through the gateway, the header
+    /// `x-kvfleet-request`.
     pub request: u64,
     /// Print one JSON object.
     #[arg(long)]
@@ -74,16 +76,16 @@ pub struct PinArgs {
     /// Number of the pin, chosen by its owner.
     #[arg(long)]
     pub pin: u64,
-    /// Who owns it; only the owner may end it.
+    /// Owner of the pin; only the owner may end it.
     #[arg(long)]
     pub owner: String,
-    /// Let its blocks go when nothing else may leave: after all that nobody pinned, leased or waits for, and before
-    /// anybody is refused room. Without, they leave for nobody.
+    /// Soft pin: its blocks may be evicted, but only as the last resort, after all blocks without a
+    /// pin, lease or waiting request. Blocks of other pins are never evicted.
     #[arg(long)]
     pub soft: bool,
-    /// How long it lasts, as in 500ms, 90s, 15m, 12h or 7d; without, until it is ended. Said again it lasts that long from
-    /// then on.
-    #[arg(long = "for", value_name = "TIME", value_parser = parse_span)]
+    /// Duration of the pin, as in 500ms, 90s, 15m, 12h or 7d; without it, the pin lasts until it is
+    /// ended. Repeating the command restarts the duration.
+    #[arg(long = "for", value_name = "TIME", value_parser = parse_duration)]
     pub span: Option<Duration>,
     /// Hashes of the blocks, 32 hexadecimal digits each.
     #[arg(required = true, value_name = "HASH")]
@@ -110,10 +112,10 @@ pub struct QuotaArgs {
     /// The cluster.
     #[command(flatten)]
     pub connect: ConnectArgs,
-    /// The tenant.
+    /// Number of the tenant.
     #[arg(long)]
     pub tenant: u32,
-    /// Bytes it may hold on each node.
+    /// Most bytes that the tenant may hold on each node.
     #[arg(long, value_parser = parse_bytes, required_unless_present = "lift")]
     pub bytes: Option<u64>,
     /// Remove its quota.
@@ -130,10 +132,11 @@ pub struct TtlArgs {
     /// The group: the first byte of the hashes of its blocks, 0 to 255.
     #[arg(long, value_name = "NUMBER", required_unless_present = "block")]
     pub group: Option<u8>,
-    /// The group of this block, 32 hexadecimal digits. Other prefixes may be of the same group.
+    /// Any block of the group, 32 hexadecimal digits. Other prefixes may belong to the same group.
     #[arg(long, value_name = "HASH", conflicts_with = "group")]
     pub block: Option<String>,
-    /// Seconds after its last use when a block of the group leaves every node; 0: when its request ends.
+    /// Seconds after its last use when a block of the group is dropped on every node; 0: at the end
+    /// of its request.
     #[arg(long, required_unless_present = "lift")]
     pub seconds: Option<u64>,
     /// Remove the group's time to live.
@@ -147,8 +150,9 @@ pub struct WeightsArgs {
     /// The cluster.
     #[command(flatten)]
     pub connect: ConnectArgs,
-    /// Go on to this generation, which must be the one that follows the one in force: what was computed with earlier weights is
-    /// void on every node at once. Said again it changes nothing. Without, show which one is in force.
+    /// Switch to this generation, which must follow the current one. KV computed with earlier
+    /// weights is invalidated on every node at once. Repeating the command changes nothing. Without
+    /// it, show the current generation.
     #[arg(long, value_name = "GENERATION")]
     pub next: Option<u32>,
 }
@@ -156,14 +160,15 @@ pub struct WeightsArgs {
 /// `kvfleet members`.
 #[derive(Debug, Subcommand)]
 pub enum MembersCommand {
-    /// Show the members of every group, who leads, and how far each is.
+    /// Show the members of every group, the leaders, and the lag of each member.
     List(ConnectArgs),
-    /// Make a router that waits (`kvfleet router --join`) a member of every group. To replace a router, add the
-    /// new one, then remove the old one. Run it again to finish what was cut short.
+    /// Make a waiting router (`kvfleet router --join`) a member of every group. To replace a
+    /// router, add the new one, then remove the old one. Run it again to finish an interrupted
+    /// change.
     Add(AddMemberArgs),
-    /// Take a router out of every group. Run it again to finish what was cut short.
+    /// Remove a router from every group. Run it again to finish an interrupted change.
     Remove(RemoveMemberArgs),
-    /// Give leadership of a group, or of all, to one of the voters.
+    /// Transfer the leadership of a group, or of all groups, to a voter.
     Transfer(TransferArgs),
 }
 
@@ -175,10 +180,10 @@ pub struct AddMemberArgs {
     pub connect: ConnectArgs,
     /// Number of the router.
     pub router: u64,
-    /// Where the others reach it.
+    /// Address at which the other routers reach it.
     #[arg(value_name = "HOST:PORT")]
     pub address: String,
-    /// Let it follow and answer reads without a vote.
+    /// Add it as a learner, which replicates and answers reads without a vote.
     #[arg(long)]
     pub learner: bool,
 }
@@ -202,11 +207,11 @@ pub struct TransferArgs {
     /// Number of the group, or `all`.
     #[arg(value_name = "GROUP|all", value_parser = parse_group)]
     pub group: GroupChoice,
-    /// Number of the router that is to lead.
+    /// Number of the new leader.
     pub router: u64,
 }
 
-/// A group, or all of them.
+/// One group or all groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupChoice {
     /// The group with this number.
@@ -220,7 +225,7 @@ fn parse_group(text: &str) -> Result<GroupChoice, String> {
         return Ok(GroupChoice::All);
     }
     let number = text.parse().map(GroupChoice::One);
-    number.map_err(|_| format!("{text:?} is no group: write its number (0 is control), or `all`"))
+    number.map_err(|_| format!("{text:?} is not a group: write its number (0 is control), or `all`"))
 }
 
 #[cfg(test)]
@@ -230,7 +235,7 @@ mod tests {
     use kvfleet_errors_doc::says;
 
     #[test]
-    fn a_group_is_a_number_or_all() {
+    fn parses_groups() {
         assert_eq!(parse_group("all"), Ok(GroupChoice::All));
         assert_eq!(parse_group("3"), Ok(GroupChoice::One(3)));
         says("a group that is no number", &parse_group("shard-1").unwrap_err(), &[]);

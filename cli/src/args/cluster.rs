@@ -16,7 +16,7 @@ pub struct ShapeArgs {
     /// Storage nodes.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub nodes: u32,
-    /// Stand-in instances; instance N uses node N as its own.
+    /// Mock instances; instance N uses node N as its local node.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub instances: u32,
     /// Bytes of one block, all layers together.
@@ -30,31 +30,34 @@ pub struct ShapeArgs {
     #[arg(long)]
     pub ssd: Option<Capacity>,
     /// Eviction policy of the nodes.
-    #[arg(long, default_value = kv_core::evict::DEFAULT, value_parser = policy)]
+    #[arg(long, default_value = kv_core::evict::DEFAULT, value_parser = parse_policy)]
     pub policy: String,
     /// Fill levels HIGH:LOW of each tier: above HIGH a node evicts down to LOW.
     #[arg(long)]
     pub watermarks: Option<Watermarks>,
-    /// Hardware profile under which compute is modelled.
-    #[arg(long, default_value_t = default_profile(), value_parser = profile)]
+    /// Hardware profile that models the compute time.
+    #[arg(long, default_value_t = default_profile(), value_parser = parse_profile)]
     pub profile: String,
-    /// Share of the modelled compute time that computing really takes on the instances, one prefill at a time on each, beside its load; with 0 it
-    /// takes none.
+    /// Real compute time as a share of the modelled time, one prefill at a time on each instance; 0
+    /// skips compute time.
     #[arg(long, default_value_t = 0.0)]
     pub time_scale: f64,
-    /// The first N instances compute prompts only, and the others only go on where these did: such requests are served by pairs. 0: all do both.
+    /// The first N instances only prefill, and the others only decode, so that pairs serve the
+    /// requests. 0: all instances do both.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub prefill_instances: u32,
-    /// Paths that block bytes take: quic, tcp (TLS 1.3), shm (shared memory), rdma, or auto for the best there is.
+    /// Transport of block bytes: quic, tcp (TLS 1.3), shm (shared memory), rdma, or auto for the
+    /// best available one.
     #[arg(long, default_value_t = Transport::default())]
     pub transport: Transport,
-    /// Where processes keep their data and logs; kept afterwards. Without it, a temporary directory.
+    /// Directory for data and logs of the processes; kept afterwards. Without it, a temporary
+    /// directory.
     #[arg(long, value_name = "DIR")]
     pub data_dir: Option<PathBuf>,
     /// Export spans of every process to this OTLP collector.
     #[arg(long, value_name = "URL")]
     pub otlp: Option<String>,
-    /// Log filter of the processes, as in RUST_LOG; their logs lie in the data directory.
+    /// Log filter of the processes, as in RUST_LOG; their logs are in the data directory.
     #[arg(long, value_name = "FILTER", default_value = "info")]
     pub log: String,
     /// Set one key of every router, node or instance: router.KEY=VALUE, node.KEY=VALUE or instance.KEY=VALUE.
@@ -68,37 +71,38 @@ pub struct UpArgs {
     /// The cluster.
     #[command(flatten)]
     pub shape: ShapeArgs,
-    /// Tokens of one block, part of the identity of the KV: a replay on this cluster must use the same
-    /// (512 in Mooncake traces, 16 in Bailian's). Without it 512, and 16 with --openai.
-    #[arg(long, value_name = "N", value_parser = block_tokens())]
+    /// Tokens of one block, part of the identity of the KV: a replay on this cluster must use the
+    /// same number (512 in Mooncake traces, 16 in Bailian's). Default 512, or 16 with --openai.
+    #[arg(long, value_name = "N", value_parser = block_tokens_parser())]
     pub block_tokens: Option<u32>,
-    /// Take requests as OpenAI's clients send them: router 1 at this port, and router N at the one N - 1 above; 0 for any free ones. What is
-    /// answered is no model's.
+    /// Serve OpenAI-compatible requests: router 1 on this port, router N on the port N - 1 higher;
+    /// 0 for free ports. The mock instances generate no real answers.
     #[arg(long, value_name = "PORT")]
     pub openai: Option<u16>,
-    /// A tokenizer.json by which prompts are read, with its chat template beside it. Without it, text is told apart by its text.
+    /// A tokenizer.json to read prompts with, next to its chat template. Without it, text prompts
+    /// are compared by their text.
     #[arg(long, value_name = "FILE", requires = "openai", requires = "model")]
     pub tokenizer: Option<PathBuf>,
-    /// Name that requests have as their model. Without it any is taken.
+    /// Model name in requests. Without it, any name is accepted.
     #[arg(long, value_name = "NAME", requires = "tokenizer")]
     pub model: Option<String>,
     /// First port: routers listen there and above. Without it, free ports are chosen.
     #[arg(long, value_name = "PORT")]
     pub base_port: Option<u16>,
-    /// Tenants to make certificates for, separated by commas: tenant-N.pem and tenant-N.key beside the others. Who has
-    /// one may route, read and save as that tenant, and do nothing else.
+    /// Tenants to make certificates for, separated by commas: tenant-N.pem and tenant-N.key next to
+    /// the others. A holder may route, read and save as that tenant, and do nothing else.
     #[arg(long = "tenant", value_name = "N[,N]", value_delimiter = ',')]
     pub tenants: Vec<u32>,
-    /// Print what is ready as one JSON object instead of text.
+    /// Print the started processes as one JSON object instead of text.
     #[arg(long)]
     pub json: bool,
 }
 
-/// Most tokens of one block: what routers take.
+/// Most tokens of one block that routers accept.
 const BLOCK_TOKENS_MAX: i64 = 4096;
 
-/// Reads a number of tokens that a block can have.
-pub(super) fn block_tokens() -> clap::builder::RangedI64ValueParser<u32> {
+/// Parser for the number of tokens of a block.
+pub(super) fn block_tokens_parser() -> clap::builder::RangedI64ValueParser<u32> {
     clap::value_parser!(u32).range(1..=BLOCK_TOKENS_MAX)
 }
 
@@ -106,7 +110,7 @@ fn default_profile() -> String {
     kv_core::schedule::HardwareProfile::default().name.to_owned()
 }
 
-fn profile(text: &str) -> Result<String, String> {
+fn parse_profile(text: &str) -> Result<String, String> {
     let known: Vec<_> = kv_core::schedule::PROFILES.iter().map(|profile| profile.name).collect();
     if known.contains(&text) {
         Ok(text.to_owned())
@@ -115,7 +119,7 @@ fn profile(text: &str) -> Result<String, String> {
     }
 }
 
-fn policy(text: &str) -> Result<String, String> {
+fn parse_policy(text: &str) -> Result<String, String> {
     let known = kv_core::evict::NAMES;
     if known.contains(&text) {
         Ok(text.to_owned())

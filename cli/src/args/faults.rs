@@ -1,22 +1,22 @@
-//! Faults as a person writes them: `node:2@30%`, `router-leader@50%`.
+//! Faults of a replay as typed: `node:2@30%`, `router-leader@50%`.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Which process.
+/// Target process of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
     /// The node with this number.
     Node(u32),
     /// The router with this number.
     Router(u64),
-    /// Whichever router leads at that moment; for a restart, the leader killed last.
+    /// The current leader; for a restart, the leader killed last.
     RouterLeader,
     /// The instance with this number.
     Instance(u32),
 }
 
-/// What happens to it.
+/// Kind of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FaultKind {
     /// SIGKILL.
@@ -36,17 +36,17 @@ impl FaultKind {
     }
 }
 
-/// A target and the moment.
+/// A fault: its target and time.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Fault {
-    /// Which process.
+pub struct FaultSpec {
+    /// Target process.
     pub target: Target,
-    /// When, in percent of the trace's requests.
+    /// Time, in percent of the trace's requests.
     pub at_percent: f64,
 }
 
-impl Fault {
-    /// Number of started requests at which it happens.
+impl FaultSpec {
+    /// Number of started requests at which the fault occurs.
     #[must_use]
     pub fn at_request(&self, requests: usize) -> usize {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
@@ -60,7 +60,7 @@ impl FromStr for Target {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong =
-            || format!("`{text}` is no process: expected node:N, router:N, router-leader or instance:N");
+            || format!("`{text}` is not a process: expected node:N, router:N, router-leader or instance:N");
         if text == "router-leader" {
             return Ok(Target::RouterLeader);
         }
@@ -75,12 +75,12 @@ impl FromStr for Target {
     }
 }
 
-impl FromStr for Fault {
+impl FromStr for FaultSpec {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let wrong = || {
-            format!("`{text}` is no fault: expected PROCESS@PERCENT, like node:2@30% or router-leader@50%")
+            format!("`{text}` is not a fault: expected PROCESS@PERCENT, like node:2@30% or router-leader@50%")
         };
         let (target, at) = text.split_once('@').ok_or_else(wrong)?;
         let at_percent: f64 = at.strip_suffix('%').and_then(|at| at.parse().ok()).ok_or_else(wrong)?;
@@ -102,7 +102,7 @@ impl fmt::Display for Target {
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for FaultSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}@{}%", self.target, self.at_percent)
     }
@@ -116,24 +116,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_target_is_read_and_written() {
+    fn parses_and_formats_targets() {
         for text in ["node:2@30%", "router-leader@50%", "router:1@0%", "instance:3@12.5%"] {
-            assert_eq!(text.parse::<Fault>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<FaultSpec>().unwrap().to_string(), text);
         }
     }
 
     #[test]
-    fn wrong_faults_show_a_right_one() {
+    fn invalid_faults_show_a_valid_one() {
         for text in ["node:2", "node:2@30", "node:2@130%", "node@3%", "disk:1@3%", "node:x@3%"] {
-            assert!(text.parse::<Fault>().unwrap_err().contains("expected"), "{text}");
+            assert!(text.parse::<FaultSpec>().unwrap_err().contains("expected"), "{text}");
         }
-        says("a fault without its moment", &"node:2".parse::<Fault>().unwrap_err(), &[]);
-        says("a fault of no known process", &"disk:1@3%".parse::<Fault>().unwrap_err(), &[]);
+        says("a fault without its moment", &"node:2".parse::<FaultSpec>().unwrap_err(), &[]);
+        says("a fault of no known process", &"disk:1@3%".parse::<FaultSpec>().unwrap_err(), &[]);
     }
 
     #[test]
-    fn the_moment_is_a_number_of_requests() {
-        let at = |text: &str| text.parse::<Fault>().unwrap().at_request(1000);
+    fn percent_maps_to_a_request_number() {
+        let at = |text: &str| text.parse::<FaultSpec>().unwrap().at_request(1000);
         assert_eq!((at("node:1@0%"), at("node:1@30%"), at("node:1@100%")), (0, 300, 1000));
     }
 }

@@ -1,36 +1,36 @@
-//! Arguments of the commands that ask a process of this machine about itself.
+//! Arguments of commands that ask a local process about itself.
 
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 
-use super::spans::parse_span;
+use super::durations::parse_duration;
 
 /// `kvfleet probe`.
 #[derive(Clone, Debug, Args)]
 pub struct ProbeArgs {
-    /// What to ask.
+    /// Question to ask.
     #[arg(value_name = "WHAT")]
     pub what: Question,
     /// The process's metrics endpoint (its process.metrics_listen).
     #[arg(long, value_name = "HOST:PORT")]
     pub address: String,
     /// Longest wait for the answer.
-    #[arg(long, value_name = "TIME", value_parser = parse_span, default_value = "2s")]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "2s")]
     pub timeout: Duration,
 }
 
-/// What a process is asked.
+/// Question for a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Question {
-    /// Whether it answers at all.
+    /// Whether the process answers at all.
     Live,
-    /// Whether requests should come to it.
+    /// Whether the process should get requests.
     Ready,
 }
 
 impl Question {
-    /// Where the answer is.
+    /// HTTP path of the question.
     #[must_use]
     pub fn path(self) -> &'static str {
         match self {
@@ -43,13 +43,14 @@ impl Question {
 /// `kvfleet drain`.
 #[derive(Clone, Debug, Args)]
 pub struct DrainArgs {
-    /// Where the process is asked to drain (its process.drain_listen).
+    /// Address for drain requests (process.drain_listen of the process).
     #[arg(long, value_name = "HOST:PORT")]
     pub address: String,
-    /// Longest it may take, as in 20s.
-    #[arg(long, value_name = "TIME", value_parser = parse_span, default_value = "20s")]
+    /// Longest time for draining, as in 20s.
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "20s")]
     pub within: Duration,
-    /// Time to wait at least, for others to notice that the process is not ready, while it serves on.
-    #[arg(long, value_name = "TIME", value_parser = parse_span)]
+    /// Shortest total time, so that others notice that the process is not ready while it still
+    /// serves.
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     pub linger: Option<Duration>,
 }

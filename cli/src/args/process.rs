@@ -4,16 +4,17 @@ use std::path::PathBuf;
 
 use clap::{Args, Subcommand};
 
-use super::{ConnectArgs, numbers};
+use super::{ConnectArgs, process_numbers};
 use crate::config::{Override, parse_override};
 
 /// `kvfleet router|node|instance`.
 #[derive(Clone, Debug, Args)]
 pub struct ProcessArgs {
-    /// Configuration file (TOML). Without one, defaults, environment and flags decide.
+    /// Configuration file (TOML). Without it, defaults, environment and flags apply.
     #[arg(long, value_name = "FILE", env = "KVFLEET_CONFIG")]
     pub config: Option<PathBuf>,
-    /// Set one key over file and environment; may be repeated. Nested keys are joined with dots.
+    /// Set one key, overriding file and environment; may be repeated. Nested keys are joined with
+    /// dots.
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = parse_override)]
     pub overrides: Vec<Override>,
     /// Address of the Prometheus text endpoint; port 0 for any free one, "" for none.
@@ -25,22 +26,22 @@ pub struct ProcessArgs {
     /// Log filter, as in RUST_LOG.
     #[arg(long, value_name = "FILTER")]
     pub log: Option<String>,
-    /// Log as JSON, one object a line.
+    /// Log as JSON, one object per line.
     #[arg(long)]
     pub log_json: bool,
-    /// Address of the loopback where a request to drain is taken; "" for none.
+    /// Loopback address for drain requests; "" for none.
     #[arg(long, value_name = "HOST:PORT")]
     pub drain_listen: Option<String>,
-    /// Only say whether the configuration is valid, and end.
+    /// Only validate the configuration, and exit.
     #[arg(long)]
     pub check: bool,
-    /// Stop when standard input ends, which it does when the parent process is gone.
+    /// Stop when standard input ends, which happens when the parent process exits.
     #[arg(long, hide = true)]
     pub follow_parent: bool,
 }
 
 impl ProcessArgs {
-    /// The flags as layers over file and environment.
+    /// The flags as overrides of file and environment.
     #[must_use]
     pub fn flags(&self) -> Vec<Override> {
         let named = [
@@ -59,24 +60,24 @@ impl ProcessArgs {
 #[derive(Clone, Debug, Args)]
 #[command(args_conflicts_with_subcommands = true)]
 pub struct NodeArgs {
-    /// What to do instead of running one.
+    /// Subcommand to run instead of a node.
     #[command(subcommand)]
     pub command: Option<NodeCommand>,
-    /// As for every process.
+    /// Arguments of every process.
     #[command(flatten)]
     pub process: ProcessArgs,
-    /// Name of the host, from which the number of this node is made: the same on every start, and another one on every host.
-    /// Sets `host` and `id`.
+    /// Name of the host, from which the node's number is derived: stable over restarts, and
+    /// different on each host. Sets `host` and `id`.
     #[arg(long, value_name = "NAME", value_parser = host_and_number)]
     pub id_from_host: Option<(String, u32)>,
 }
 
 fn host_and_number(name: &str) -> Result<(String, u32), String> {
-    Ok((name.to_owned(), numbers::of_host(name)?))
+    Ok((name.to_owned(), process_numbers::node_from_host(name)?))
 }
 
 impl NodeArgs {
-    /// The arguments that every process has, with those of a node among their settings.
+    /// Arguments of every process, including the settings of a node.
     #[must_use]
     pub fn settings(&self) -> ProcessArgs {
         let mut args = self.process.clone();
@@ -91,8 +92,8 @@ impl NodeArgs {
 /// `kvfleet node …`.
 #[derive(Clone, Debug, Subcommand)]
 pub enum NodeCommand {
-    /// Show what a node of a running cluster holds, what happened to its blocks by kind of request and turn, and what it
-    /// would hit with more or less room.
+    /// Show the contents of a node, the history of its blocks by kind of request and turn, and its
+    /// expected hit rate at other sizes.
     Inspect(InspectArgs),
 }
 
@@ -113,19 +114,20 @@ pub struct InspectArgs {
 /// `kvfleet router`.
 #[derive(Clone, Debug, Args)]
 pub struct RouterArgs {
-    /// As for every process.
+    /// Arguments of every process.
     #[command(flatten)]
     pub process: ProcessArgs,
-    /// Start without a cluster and wait to be added to one with `kvfleet members add`.
+    /// Start without a cluster and wait for `kvfleet members add`.
     #[arg(long)]
     pub join: bool,
-    /// Name of this router among those that are counted from 0, such as kvfleet-router-0: its number is one more. Sets `id`.
-    #[arg(long, value_name = "NAME", value_parser = numbers::after_ordinal)]
+    /// Name of this router with an ordinal from 0, such as kvfleet-router-0: its number is one
+    /// more. Sets `id`.
+    #[arg(long, value_name = "NAME", value_parser = process_numbers::router_from_ordinal)]
     pub id_from_ordinal: Option<u64>,
 }
 
 impl RouterArgs {
-    /// The arguments that every process has, with those of a router among their settings.
+    /// Arguments of every process, including the settings of a router.
     #[must_use]
     pub fn settings(&self) -> ProcessArgs {
         let mut args = self.process.clone();

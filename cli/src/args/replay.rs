@@ -6,23 +6,23 @@ use std::str::FromStr;
 use clap::Args;
 
 use super::admin::TargetArgs;
-use super::cluster::{ShapeArgs, block_tokens};
-use super::faults::Fault;
+use super::cluster::{ShapeArgs, block_tokens_parser};
+use super::faults::FaultSpec;
 use super::trace::TraceFormat;
 
-/// How fast requests are started.
+/// Pace at which requests start.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Speed {
     /// As fast as the cluster answers.
     Max,
-    /// So many times faster than the trace's timestamps.
+    /// This many times faster than the trace's timestamps.
     Times(f64),
 }
 
 /// Slowest pace: a minute of the trace takes most of a day.
 const TIMES_MIN: f64 = 0.001;
 
-/// Fastest pace: a month of the trace takes seconds, which is as good as `max`.
+/// Fastest pace: a month of the trace takes seconds, like `max`.
 const TIMES_MAX: f64 = 1_000_000.0;
 
 impl FromStr for Speed {
@@ -36,7 +36,7 @@ impl FromStr for Speed {
         match number.parse::<f64>() {
             Ok(times) if (TIMES_MIN..=TIMES_MAX).contains(&times) => Ok(Speed::Times(times)),
             _ => Err(format!(
-                "`{text}` is no speed: expected max, or a number like 10x from {TIMES_MIN}x to {TIMES_MAX}x"
+                "`{text}` is not a speed: expected max, or a number like 10x from {TIMES_MIN}x to {TIMES_MAX}x"
             )),
         }
     }
@@ -54,7 +54,7 @@ impl std::fmt::Display for Speed {
 /// `kvfleet replay TRACE`.
 #[derive(Clone, Debug, Args)]
 pub struct ReplayArgs {
-    /// The trace: one JSON object a line.
+    /// The trace: one JSON object per line.
     #[arg(value_name = "TRACE")]
     pub trace: PathBuf,
     /// Format of the trace.
@@ -75,36 +75,36 @@ pub struct ReplayArgs {
     /// Start requests as fast as possible (max), or N times as fast as the trace (10x).
     #[arg(long, default_value = "max")]
     pub speed: Speed,
-    /// Requests under way at the same time.
+    /// Requests in flight at the same time.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u16).range(1..=4096))]
     pub concurrency: u16,
-    /// One request after the other, in the trace's order. Always so when capacity is bounded, unless
-    /// --no-sequential.
+    /// Serve one request after the other, in the trace's order. This is the default with bounded
+    /// capacity, unless --no-sequential is set.
     #[arg(long, overrides_with = "no_sequential")]
     pub sequential: bool,
-    /// Serve side by side even when capacity is bounded: hit rates then vary from run to run.
+    /// Serve requests concurrently even with bounded capacity; hit rates then vary between runs.
     #[arg(long)]
     pub no_sequential: bool,
     /// Kill a process (SIGKILL) at a share of the requests: node:2@30%, router-leader@50%.
     #[arg(long, value_name = "PROCESS@PERCENT")]
-    pub kill: Vec<Fault>,
+    pub kill: Vec<FaultSpec>,
     /// Start a process again: node:2@60%.
     #[arg(long, value_name = "PROCESS@PERCENT")]
-    pub restart: Vec<Fault>,
-    /// Seed of the pauses between repeated route calls, the one thing a replay leaves to chance. When
-    /// processes answer is up to the machine, and no seed repeats that.
+    pub restart: Vec<FaultSpec>,
+    /// Seed of the pauses between repeated route calls, the only random part of a replay. The
+    /// timing of processes is not reproducible.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Tenant the requests belong to.
+    /// Tenant of the requests.
     #[arg(long, default_value_t = 0)]
     pub tenant: u32,
-    /// Tokens of one block; by default what the format says (512 for Mooncake, 16 for Bailian).
-    #[arg(long, value_name = "N", value_parser = block_tokens())]
+    /// Tokens of one block; by default those of the format (512 for Mooncake, 16 for Bailian).
+    #[arg(long, value_name = "N", value_parser = block_tokens_parser())]
     pub block_tokens: Option<u32>,
-    /// Least time a fetch is given before it counts as a miss, in milliseconds.
+    /// Least time for a fetch before it counts as a miss, in milliseconds.
     #[arg(long, value_name = "MS", default_value_t = 10_000)]
     pub fetch_floor_ms: u64,
-    /// Write report.json and plots into this folder.
+    /// Write report.json and plots into this directory.
     #[arg(long, value_name = "DIR")]
     pub report: Option<PathBuf>,
     /// No progress bar.
@@ -121,7 +121,7 @@ pub struct DemoArgs {
     /// Seed of the generated trace, and of its replay.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Where report and plots go.
+    /// Directory for the report and plots.
     #[arg(long, value_name = "DIR", default_value = "kvfleet-demo")]
     pub report: PathBuf,
     /// No progress bar.
@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn speeds_are_read_and_written() {
+    fn parses_and_formats_speeds() {
         assert_eq!("max".parse::<Speed>().unwrap(), Speed::Max);
         assert_eq!("10x".parse::<Speed>().unwrap(), Speed::Times(10.0));
         assert_eq!("2.5×".parse::<Speed>().unwrap(), Speed::Times(2.5));

@@ -1,4 +1,4 @@
-//! Sizes as a person writes them: bytes with suffixes, blocks, shares of a trace, watermarks.
+//! Sizes as typed: bytes with suffixes, blocks, shares of a trace, watermarks.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,13 +8,13 @@ use std::str::FromStr;
 pub enum Capacity {
     /// No such tier.
     None,
-    /// So many bytes.
+    /// A number of bytes.
     Bytes(u64),
-    /// So many blocks.
+    /// A number of blocks.
     Blocks(u64),
-    /// This share of the trace's unique blocks, in percent, over all nodes together.
+    /// This share of the trace's unique blocks, in percent, summed over all nodes.
     Share(f64),
-    /// Room for every block of the trace.
+    /// Enough for every block of the trace.
     Unbounded,
 }
 
@@ -24,23 +24,23 @@ impl FromStr for Capacity {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is no capacity: {FORMS}");
+        let invalid = || format!("`{text}` is not a capacity: {FORMS}");
         match text.trim() {
             "unbounded" => Ok(Capacity::Unbounded),
             "0" => Ok(Capacity::None),
             other => {
                 if let Some(percent) = other.strip_suffix('%') {
-                    let share: f64 = percent.trim().parse().map_err(|_| wrong())?;
+                    let share: f64 = percent.trim().parse().map_err(|_| invalid())?;
                     return if share > 0.0 && share <= 1000.0 {
                         Ok(Capacity::Share(share))
                     } else {
-                        Err(wrong())
+                        Err(invalid())
                     };
                 }
                 match other.strip_suffix('b').map(str::parse::<u64>) {
                     Some(Ok(0)) => Ok(Capacity::None),
                     Some(Ok(blocks)) => Ok(Capacity::Blocks(blocks)),
-                    _ => parse_bytes(other).map(Capacity::Bytes).map_err(|_| wrong()),
+                    _ => parse_bytes(other).map(Capacity::Bytes).map_err(|_| invalid()),
                 }
             }
         }
@@ -60,8 +60,9 @@ impl fmt::Display for Capacity {
 }
 
 impl Capacity {
-    /// Blocks per node for a trace of `unique_blocks` over `nodes` nodes with blocks of `block_bytes`
-    /// payload. Bytes count payload only, so that a capacity means the same at every layer count.
+    /// Blocks per node for a trace of `unique_blocks` over `nodes` nodes with blocks of
+    /// `block_bytes` payload. Bytes count payload only, so that a capacity means the same for any
+    /// number of layers.
     #[must_use]
     pub fn blocks_per_node(&self, unique_blocks: u64, nodes: u32, block_bytes: u64) -> u64 {
         match *self {
@@ -74,18 +75,18 @@ impl Capacity {
     }
 }
 
-/// Rounds to the nearest whole block.
+/// Rounds to the nearest block.
 fn share_of(blocks: u64, percent: f64) -> u64 {
-    // A trace has far fewer than 2^52 blocks, so neither conversion loses one.
+    // A trace has far fewer than 2^52 blocks, so both conversions are exact.
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
     let share = (blocks as f64 * percent / 100.0).round() as u64;
     share
 }
 
-/// Reads `16384`, `16KiB`, `1.5GB`: binary suffixes with `i`, decimal ones without.
+/// Parses `16384`, `16KiB`, `1.5GB`: suffixes with `i` are binary, others decimal.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
-    let wrong =
-        || format!("`{text}` is no size: expected a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB");
+    let invalid =
+        || format!("`{text}` is not a size: expected a number with B, KB, MB, GB, TB, KiB, MiB, GiB or TiB");
     let text = text.trim();
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, suffix) = text.split_at(digits);
@@ -99,23 +100,23 @@ pub fn parse_bytes(text: &str) -> Result<u64, String> {
         "mib" => 1 << 20,
         "gib" => 1 << 30,
         "tib" => 1 << 40,
-        _ => return Err(wrong()),
+        _ => return Err(invalid()),
     };
     if let Ok(whole) = number.parse::<u64>() {
-        return whole.checked_mul(scale).ok_or_else(wrong);
+        return whole.checked_mul(scale).ok_or_else(invalid);
     }
-    let number: f64 = number.parse().map_err(|_| wrong())?;
+    let number: f64 = number.parse().map_err(|_| invalid())?;
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
     let bytes = (number * scale as f64) as u64;
     Ok(bytes)
 }
 
-/// Fill levels: above `high` a tier is emptied down to `low`.
+/// Fill levels: above `high` a tier is evicted down to `low`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Watermarks {
-    /// Share of the capacity above which blocks leave.
+    /// Share of the capacity above which eviction starts.
     pub high: f64,
-    /// Share down to which they leave.
+    /// Share of the capacity at which eviction stops.
     pub low: f64,
 }
 
@@ -123,14 +124,15 @@ impl FromStr for Watermarks {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || {
+        let invalid = || {
             format!(
-                "`{text}` is no pair of watermarks: expected HIGH:LOW with 0 < LOW <= HIGH <= 1, like 0.95:0.90"
+                "`{text}` is not a pair of watermarks: expected HIGH:LOW with 0 < LOW <= HIGH <= 1, like 0.95:0.90"
             )
         };
-        let (high, low) = text.split_once(':').ok_or_else(wrong)?;
-        let (high, low): (f64, f64) = (high.parse().map_err(|_| wrong())?, low.parse().map_err(|_| wrong())?);
-        if 0.0 < low && low <= high && high <= 1.0 { Ok(Self { high, low }) } else { Err(wrong()) }
+        let (high, low) = text.split_once(':').ok_or_else(invalid)?;
+        let (high, low): (f64, f64) =
+            (high.parse().map_err(|_| invalid())?, low.parse().map_err(|_| invalid())?);
+        if 0.0 < low && low <= high && high <= 1.0 { Ok(Self { high, low }) } else { Err(invalid()) }
     }
 }
 
@@ -146,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_form_of_a_capacity_is_read() {
+    fn parses_every_form_of_capacity() {
         let read = |text: &str| text.parse::<Capacity>().unwrap();
         assert_eq!(read("unbounded"), Capacity::Unbounded);
         assert_eq!(read("0"), Capacity::None);
@@ -156,12 +158,12 @@ mod tests {
         assert_eq!(read("64MiB"), Capacity::Bytes(64 << 20));
         assert_eq!(read("2GB"), Capacity::Bytes(2_000_000_000));
         for text in ["unbounded", "0", "10%", "1000b", "123456"] {
-            assert_eq!(read(text).to_string(), text, "the display is read back");
+            assert_eq!(read(text).to_string(), text, "the display form parses");
         }
     }
 
     #[test]
-    fn a_wrong_capacity_lists_the_forms() {
+    fn invalid_capacities_list_the_forms() {
         for text in ["", "many", "10x", "-1", "0%", "%", "b", "1e3MB"] {
             let message = text.parse::<Capacity>().unwrap_err();
             assert!(message.contains("expected bytes (512MiB"), "{text}: {message}");
@@ -178,13 +180,13 @@ mod tests {
     }
 
     #[test]
-    fn sizes_overflow_with_a_message() {
-        assert!(parse_bytes("99999999999TiB").unwrap_err().contains("is no size"));
+    fn oversized_sizes_are_errors() {
+        assert!(parse_bytes("99999999999TiB").unwrap_err().contains("is not a size"));
         assert_eq!(parse_bytes("1.5KiB").unwrap(), 1536);
     }
 
     #[test]
-    fn watermarks_are_ordered() {
+    fn validates_watermarks() {
         assert_eq!("0.95:0.9".parse::<Watermarks>().unwrap(), Watermarks { high: 0.95, low: 0.9 });
         for text in ["1", "0.5:0.6", "1.1:1", "x:y", "1:0"] {
             assert!(text.parse::<Watermarks>().unwrap_err().contains("HIGH:LOW"), "{text}");

@@ -1,13 +1,13 @@
-//! Configuration files of a local cluster's processes: what a person would write, written for them.
+//! Generates the configuration files of a local cluster's processes.
 //!
-//! Not here: what the keys mean. Flags of the form `role.key=value` are applied last and checked like
-//! any other layer.
+//! Not here: the meaning of keys. Flags of the form `role.key=value` are applied last, and checked
+//! like any other layer.
 
 use std::path::PathBuf;
 
-use kv_core::schedule::Role as InstanceRole;
+use kv_core::schedule::InstanceRole;
 use kvfleet_client::Transport;
-use kvfleet_doors::{AdminConfig, DoorsConfig, EndpointConfig, OpenAiConfig};
+use kvfleet_gateway::{AdminConfig, EndpointConfig, GatewayConfig, OpenAiConfig};
 use kvfleet_node::NodeConfig;
 use kvfleet_node::memory::MemoryBound;
 use kvfleet_proto::identity::IdentitySection;
@@ -16,14 +16,14 @@ use kvfleet_transport::pick::PathKind;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{ChildId, Cluster, Shape, name};
-use crate::certificates::{Authority, CertificateFiles};
+use super::{ChildId, ClusterShape, LocalCluster, process_name};
 use crate::config::{ProcessConfig, Settings, load, parse_override, to_toml};
-use crate::instance::{InstanceConfig, OpenAiSection, TlsPaths};
 use crate::process::{Role, RouterProcessConfig};
+use kvfleet_engine::mock::{InstanceConfig, OpenAiSection, TlsPaths};
+use kvfleet_net::certificates::{Authority, CertificateFiles};
 
-/// What a child may take with the configuration that was written for it, in bytes; only nodes have such a bound.
-pub(super) fn memory_bytes_max(cluster: &Cluster, id: ChildId) -> anyhow::Result<Option<u64>> {
+/// Memory bound of a child under its configuration, in bytes; only nodes have one.
+pub(super) fn memory_bytes_max(cluster: &LocalCluster, id: ChildId) -> anyhow::Result<Option<u64>> {
     if id.0 != Role::Node {
         return Ok(None);
     }
@@ -31,27 +31,27 @@ pub(super) fn memory_bytes_max(cluster: &Cluster, id: ChildId) -> anyhow::Result
     Ok(Some(MemoryBound::of(&settings.service).total()))
 }
 
-/// The configuration that was written for a child.
-pub(super) fn read<T>(cluster: &Cluster, id: ChildId) -> anyhow::Result<T>
+/// The configuration of a child.
+pub(super) fn read<T>(cluster: &LocalCluster, id: ChildId) -> anyhow::Result<T>
 where
     T: Default + Serialize + DeserializeOwned,
 {
     Ok(load::<T>(Some(&path(cluster, id)), &[])?.service)
 }
 
-fn path(cluster: &Cluster, id: ChildId) -> PathBuf {
-    cluster.directory().join("config").join(format!("{}.toml", name(id)))
+fn path(cluster: &LocalCluster, id: ChildId) -> PathBuf {
+    cluster.directory().join("config").join(format!("{}.toml", process_name(id)))
 }
 
-/// Writes the configuration of a child and returns its path.
-pub(super) fn write(cluster: &Cluster, id: ChildId) -> anyhow::Result<PathBuf> {
-    let certificate = Authority::open(&cluster.certificates())?.issue(&name(id))?;
+/// Writes the configuration of a child, and returns its path.
+pub(super) fn write(cluster: &LocalCluster, id: ChildId) -> anyhow::Result<PathBuf> {
+    let certificate = Authority::open(&cluster.certificates())?.issue(&process_name(id))?;
     let number = u32::try_from(id.1)?;
     let text = match id.0 {
         Role::Router => {
             let service = RouterProcessConfig {
                 router: router(cluster, id.1, certificate),
-                doors: doors(cluster, id.1)?,
+                gateway: gateway(cluster, id.1)?,
             };
             to_toml(&settings(cluster, service))?
         }
@@ -67,7 +67,7 @@ pub(super) fn write(cluster: &Cluster, id: ChildId) -> anyhow::Result<PathBuf> {
     Ok(path)
 }
 
-fn settings<T>(cluster: &Cluster, service: T) -> Settings<T> {
+fn settings<T>(cluster: &LocalCluster, service: T) -> Settings<T> {
     let process = ProcessConfig {
         otlp: cluster.shape().otlp.clone(),
         log: cluster.shape().log.clone(),
@@ -76,22 +76,23 @@ fn settings<T>(cluster: &Cluster, service: T) -> Settings<T> {
     Settings { process, service }
 }
 
-fn router(cluster: &Cluster, number: u64, files: CertificateFiles) -> RouterConfig {
+fn router(cluster: &LocalCluster, number: u64, files: CertificateFiles) -> RouterConfig {
     let voters =
         cluster.routers.iter().map(|(id, address)| VoterConfig { id: *id, address: address.clone() });
     RouterConfig {
         id: number,
         listen: cluster.router_address(number).unwrap_or_default().to_owned(),
         voters: voters.collect(),
-        // One machine has nothing to spread.
+        // A single machine gains nothing from shards.
         shards: 1,
-        data_dir: cluster.directory().join(name((Role::Router, number))),
+        data_dir: cluster.directory().join(process_name((Role::Router, number))),
         tls: kvfleet_router::TlsConfig { ca: files.ca, cert: files.cert, key: files.key },
         profile: cluster.shape().profile.clone(),
         time_scale: cluster.shape().predicted_time_scale(),
-        // Stand-ins model their computing under the profile: what this machine moves is not to be weighed against that.
+        // Mock instances model their compute by the profile, so measured link speeds of this
+        // machine would not be comparable.
         price_links: false,
-        // Where compute takes no time nobody waits, and no block is kept for who is predicted to.
+        // Without compute time, requests never wait, and no blocks are kept for waiting ones.
         windows: cluster.shape().time_scale > 0.0,
         engines: EnginesConfig {
             identity: IdentitySection::from(&cluster.shape().manifest()),
@@ -101,18 +102,18 @@ fn router(cluster: &Cluster, number: u64, files: CertificateFiles) -> RouterConf
     }
 }
 
-/// Port of a router's door, counted from that of the first.
-fn door_port(first: u16, number: u64) -> anyhow::Result<u16> {
+/// Port of a router's OpenAI-compatible API, counted from the first router's port.
+fn openai_port(first: u16, number: u64) -> anyhow::Result<u16> {
     let port = if first == 0 { 0 } else { u64::from(first) + number - 1 };
     u16::try_from(port).map_err(|_| {
-        anyhow::anyhow!("--openai {first} leaves no room for the door of router {number}: give a lower port")
+        anyhow::anyhow!("--openai {first} leaves no port for router {number}: give a lower port")
     })
 }
 
-/// Doors of a router, if there are to be any.
-fn doors(cluster: &Cluster, number: u64) -> anyhow::Result<DoorsConfig> {
-    let Some(shape) = &cluster.shape().openai else { return Ok(DoorsConfig::default()) };
-    let port = door_port(shape.port, number)?;
+/// Gateway configuration of a router; the default if the cluster has no gateway.
+fn gateway(cluster: &LocalCluster, number: u64) -> anyhow::Result<GatewayConfig> {
+    let Some(shape) = &cluster.shape().openai else { return Ok(GatewayConfig::default()) };
+    let port = openai_port(shape.port, number)?;
     let endpoint = |(instance, port): (u32, &u16)| EndpointConfig {
         instance,
         url: format!("http://127.0.0.1:{port}"),
@@ -120,14 +121,14 @@ fn doors(cluster: &Cluster, number: u64) -> anyhow::Result<DoorsConfig> {
         reports_itself: true,
         ..EndpointConfig::default()
     };
-    // Who waits until engines may be sent requests asks there.
+    // Used to wait until the gateway sends requests to all engines.
     let admin = AdminConfig { listen: "127.0.0.1:0".to_owned(), ..AdminConfig::default() };
     let openai = OpenAiConfig { listen: format!("127.0.0.1:{port}"), ..OpenAiConfig::default() };
     let endpoints = (1..).zip(&cluster.engine_ports).map(endpoint).collect();
-    Ok(DoorsConfig { openai, admin, endpoints, models: shape.models.clone(), ..DoorsConfig::default() })
+    Ok(GatewayConfig { openai, admin, endpoints, models: shape.models.clone(), ..GatewayConfig::default() })
 }
 
-fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
+fn node(cluster: &LocalCluster, number: u32, files: CertificateFiles) -> NodeConfig {
     let shape = cluster.shape();
     let marks = shape.watermarks.unwrap_or_else(|| {
         let product = NodeConfig::default();
@@ -137,7 +138,7 @@ fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
         id: number,
         instance: (number <= shape.instances).then_some(number),
         routers: cluster.router_addresses(),
-        data_dir: cluster.directory().join(name((Role::Node, number.into()))),
+        data_dir: cluster.directory().join(process_name((Role::Node, number.into()))),
         dram_blocks: Some(shape.capacity.dram_blocks),
         ssd_blocks: (shape.capacity.ssd_blocks > 0).then_some(shape.capacity.ssd_blocks),
         block_bytes: shape.block_bytes,
@@ -146,18 +147,18 @@ fn node(cluster: &Cluster, number: u32, files: CertificateFiles) -> NodeConfig {
         watermark_low: marks.1,
         identity: IdentitySection::from(&shape.manifest()),
         tls: kvfleet_node::TlsSection { ca: files.ca, cert: files.cert, key: files.key },
-        shm: kvfleet_node::ShmSection { dir: sockets(cluster), ..Default::default() },
+        shm: kvfleet_node::ShmSection { dir: socket_dir(cluster), ..Default::default() },
         rdma: rdma(cluster),
         ..NodeConfig::default()
     }
 }
 
-/// Longest name of a socket (`unix(7)`).
+/// Longest path of a socket (`unix(7)`).
 const SOCKET_NAME_BYTES_MAX: usize = 107;
 
-/// Where nodes and instances meet, if they are to. In a directory whose sockets would have longer names than systems take they do not, unless
-/// they are to meet nowhere else.
-fn sockets(cluster: &Cluster) -> Option<PathBuf> {
+/// Directory of the sockets between nodes and instances, if shared memory is used. `None` if the
+/// paths would be too long, unless shared memory is the only transport.
+fn socket_dir(cluster: &LocalCluster) -> Option<PathBuf> {
     let transport = cluster.shape().transport;
     let directory = cluster.directory().join("sockets");
     let longest = directory.join("255.255.255.255_65535.sock").as_os_str().len();
@@ -165,14 +166,15 @@ fn sockets(cluster: &Cluster) -> Option<PathBuf> {
     (transport.kinds().contains(&PathKind::SharedMemory) && fits).then_some(directory)
 }
 
-/// What nodes offer if RDMA is asked for by name; under `auto` shared memory is nearer on one host. Whoever has a
-/// certificate of this cluster runs on this host, as this user.
-fn rdma(cluster: &Cluster) -> kvfleet_node::RdmaSection {
+/// RDMA settings of nodes, enabled only if requested by name, since `auto` prefers shared memory on
+/// one host. In-place access is safe because every certificate holder runs on this host as this
+/// user.
+fn rdma(cluster: &LocalCluster) -> kvfleet_node::RdmaSection {
     let enabled = cluster.shape().transport == Transport::Rdma;
     kvfleet_node::RdmaSection { enabled, in_place: enabled, ..Default::default() }
 }
 
-fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> InstanceConfig {
+fn instance(cluster: &LocalCluster, number: u32, files: CertificateFiles) -> InstanceConfig {
     let shape = cluster.shape();
     InstanceConfig {
         instance: number,
@@ -187,13 +189,13 @@ fn instance(cluster: &Cluster, number: u32, files: CertificateFiles) -> Instance
         role: role(shape, number).name().to_owned(),
         time_scale: shape.time_scale,
         transport: shape.transport.to_string(),
-        shm: crate::instance::ShmSection { dir: sockets(cluster), ..Default::default() },
+        shm: kvfleet_engine::mock::ShmSection { dir: socket_dir(cluster), ..Default::default() },
         openai: openai(cluster, number),
         ..InstanceConfig::default()
     }
 }
 
-fn role(shape: &Shape, number: u32) -> InstanceRole {
+fn role(shape: &ClusterShape, number: u32) -> InstanceRole {
     match shape.prefill_instances {
         0 => InstanceRole::Both,
         prefill if number <= prefill => InstanceRole::Prefill,
@@ -201,14 +203,15 @@ fn role(shape: &Shape, number: u32) -> InstanceRole {
     }
 }
 
-/// Where an instance takes requests from the doors, if there are any; and what it makes, in any case.
-fn openai(cluster: &Cluster, number: u32) -> OpenAiSection {
+/// OpenAI settings of an instance: its listener if the cluster has a gateway, and its model
+/// identity.
+fn openai(cluster: &LocalCluster, number: u32) -> OpenAiSection {
     let shape = cluster.shape();
     let manifest = IdentitySection::from(&shape.manifest());
     match (&shape.openai, cluster.engine_ports.get(number as usize - 1)) {
-        (Some(doors), Some(port)) => OpenAiSection {
+        (Some(gateway), Some(port)) => OpenAiSection {
             listen: format!("127.0.0.1:{port}"),
-            models: doors.models.clone(),
+            models: gateway.models.clone(),
             manifest,
             ..OpenAiSection::default()
         },
@@ -216,8 +219,8 @@ fn openai(cluster: &Cluster, number: u32) -> OpenAiSection {
     }
 }
 
-/// Lays the flags for this role over the file and writes it again.
-fn apply_overrides(cluster: &Cluster, role: Role, path: &std::path::Path) -> anyhow::Result<()> {
+/// Applies the flags for this role to the file and rewrites it.
+fn apply_overrides(cluster: &LocalCluster, role: Role, path: &std::path::Path) -> anyhow::Result<()> {
     let mut layers = vec![];
     for text in &cluster.shape().overrides {
         let (of, rest) = split_role(text)?;
@@ -253,14 +256,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn doors_beyond_the_last_port_are_refused() {
-        assert_eq!((door_port(0, 3).unwrap(), door_port(65_533, 3).unwrap()), (0, 65_535));
-        let refused = door_port(65_533, 4).unwrap_err().to_string();
+    fn refuses_ports_beyond_the_last() {
+        assert_eq!((openai_port(0, 3).unwrap(), openai_port(65_533, 3).unwrap()), (0, 65_535));
+        let refused = openai_port(65_533, 4).unwrap_err().to_string();
         says("a port of doors too near the last one", &refused, &[]);
     }
 
     #[test]
-    fn a_set_flag_names_its_role() {
+    fn overrides_name_their_role() {
         assert_eq!(split_role("node.policy=fifo").unwrap(), (Role::Node, "policy=fifo"));
         assert!(split_role("policy=fifo").unwrap_err().to_string().contains("expected router.KEY=VALUE"));
     }

@@ -1,8 +1,8 @@
 //! A cluster on this machine: routers, nodes and instances as child processes of one binary.
 //!
-//! Used by `up`, `replay` and `demo`, and by tests that break clusters on purpose. Children die with
-//! this process however it ends (they follow their standard input), and are reaped by [`Cluster::stop`].
-//! Not here: what is asked of a cluster once it runs.
+//! Used by `up`, `replay`, `demo` and fault tests. Children end with this process in any case,
+//! because they follow their standard input; [`LocalCluster::stop`] reaps them. Not here: uses of
+//! the running cluster.
 
 mod child;
 mod configs;
@@ -15,83 +15,84 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvfleet_proto::tls::{Identity, TlsFiles};
+use kvfleet_net::tls::{Identity, TlsFiles};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::certificates::{Authority, CertificateFiles, files};
 use crate::process::Role;
+use kvfleet_net::certificates::{Authority, CertificateFiles, files};
 
 pub(crate) use child::cpu_time_of;
 pub use child::{Child, ChildError};
-pub use faults::{Killed, Leader};
-pub use shape::{LAYERS, NodeCapacity, OpenAiShape, Shape, manifest};
+pub use faults::{KilledProcess, Leader};
+pub use shape::{ClusterShape, LAYERS, NodeCapacity, OpenAiShape, manifest};
 
-/// How long children get to stop after SIGTERM before they are killed.
+/// Time for children to stop after SIGTERM before they are killed.
 const STOP_GRACE: Duration = Duration::from_secs(5);
 
-/// How often starting is tried with other ports when one was taken in between.
+/// Attempts to start with other ports if a chosen port was taken meanwhile.
 const START_ATTEMPTS: u32 = 3;
 
-/// Role under which this process's own certificate is made.
+/// Role in this process's own certificate.
 pub const ADMIN_ROLE: &str = "admin";
 
-/// A child's name: its role and number.
+/// Role and number of a child.
 pub type ChildId = (Role, u64);
 
-/// A running cluster. Dropping it kills every child; [`Cluster::stop`] stops them cleanly.
+/// A running cluster. Dropping it kills every child; [`LocalCluster::stop`] stops them cleanly.
 #[derive(Debug)]
-pub struct Cluster {
-    shape: Shape,
+pub struct LocalCluster {
+    shape: ClusterShape,
     routers: BTreeMap<u64, String>,
-    /// Where the instances take requests of OpenAI's clients, if there are doors for those; an instance that starts again has the same.
+    /// Ports for OpenAI-compatible requests to instances, if the cluster has a gateway; a restarted
+    /// instance keeps its port.
     engine_ports: Vec<u16>,
     children: BTreeMap<ChildId, Child>,
-    // Behind the children, because fields are dropped in order: nobody writes there any more.
-    directory: Directory,
-    leader_killed: Option<u64>,
-    /// Crashes of children that were started again since.
+    // After `children`, because fields are dropped in order and the children must end first.
+    directory: DataDirectory,
+    last_killed_leader: Option<u64>,
+    /// Crashes of children that were restarted since.
     crashes: Vec<(ChildId, std::process::ExitStatus)>,
-    cpu_of_ended: Duration,
+    ended_cpu_time: Duration,
     /// Peak memory of children that were killed or stopped.
-    peaks_of_ended: BTreeMap<ChildId, u64>,
+    ended_peaks: BTreeMap<ChildId, u64>,
 }
 
-/// What memory a process had in place at most.
+/// Peak memory of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PeakMemory {
-    /// The process: `node-2`.
+    /// Name of the process, such as `node-2`.
     pub process: String,
-    /// Most of it so far, over all its starts, in bytes.
+    /// Peak over all its starts, in bytes.
     pub peak_bytes: u64,
-    /// What it may take with its configuration, in bytes; nothing where that follows from no configuration.
+    /// Bound under its configuration, in bytes; `None` if it has none.
     pub bytes_max: Option<u64>,
 }
 
-/// The data directory: kept when it was named, removed at the end when it is temporary.
+/// The data directory: persistent if it was named, otherwise removed at the end.
 #[derive(Debug)]
-enum Directory {
-    Kept(PathBuf),
+enum DataDirectory {
+    Persistent(PathBuf),
     Temporary(tempfile::TempDir),
 }
 
-impl Directory {
+impl DataDirectory {
     fn path(&self) -> &Path {
         match self {
-            Directory::Kept(path) => path,
-            Directory::Temporary(dir) => dir.path(),
+            DataDirectory::Persistent(path) => path,
+            DataDirectory::Temporary(dir) => dir.path(),
         }
     }
 }
 
-impl Cluster {
-    /// Starts every process and waits until a leader is elected, every node has joined and every
-    /// instance has reported. On an error everything that was started is stopped.
-    pub async fn start(shape: Shape) -> anyhow::Result<Self> {
+impl LocalCluster {
+    /// Starts every process, and waits until a leader is elected, every node has joined and every
+    /// instance has reported. On an error, all started processes are stopped.
+    pub async fn start(shape: ClusterShape) -> anyhow::Result<Self> {
         let mut attempt = 1;
         loop {
             let ports_given =
-                shape.base_port.is_some() || shape.data_dir.as_deref().is_some_and(ports::are_kept);
+                shape.base_port.is_some() || shape.data_dir.as_deref().is_some_and(ports::has_kept_addresses);
             let error = match Self::start_once(shape.clone()).await {
                 Ok(cluster) => return Ok(cluster),
                 Err(error) => error,
@@ -101,25 +102,25 @@ impl Cluster {
                 return Err(error);
             }
             if let Some(directory) = &shape.data_dir {
-                ports::forget(directory, shape.routers)?;
+                ports::discard_choice(directory, shape.routers)?;
             }
             attempt += 1;
         }
     }
 
-    async fn start_once(shape: Shape) -> anyhow::Result<Self> {
+    async fn start_once(shape: ClusterShape) -> anyhow::Result<Self> {
         let directory = match &shape.data_dir {
             Some(path) => {
                 std::fs::create_dir_all(path).map_err(|cause| {
-                    anyhow::anyhow!("cannot make {}: {cause}; choose another --data-dir", path.display())
+                    anyhow::anyhow!("cannot create {}: {cause}; choose another --data-dir", path.display())
                 })?;
-                Directory::Kept(path.canonicalize()?)
+                DataDirectory::Persistent(path.canonicalize()?)
             }
-            None => Directory::Temporary(tempfile::Builder::new().prefix("kvfleet-").tempdir()?),
+            None => DataDirectory::Temporary(tempfile::Builder::new().prefix("kvfleet-").tempdir()?),
         };
         let routers = ports::router_addresses(&shape, directory.path())?;
         let engine_ports = match &shape.openai {
-            Some(_) => ports::beside(&routers, shape.instances)?,
+            Some(_) => ports::free_engine_ports(&routers, shape.instances)?,
             None => Vec::new(),
         };
         let mut cluster = Self {
@@ -128,10 +129,10 @@ impl Cluster {
             engine_ports,
             children: BTreeMap::new(),
             directory,
-            leader_killed: None,
+            last_killed_leader: None,
             crashes: vec![],
-            cpu_of_ended: Duration::ZERO,
-            peaks_of_ended: BTreeMap::new(),
+            ended_cpu_time: Duration::ZERO,
+            ended_peaks: BTreeMap::new(),
         };
         match cluster.start_all().await {
             Ok(()) => Ok(cluster),
@@ -160,10 +161,10 @@ impl Cluster {
         wait::until_serving(self).await
     }
 
-    /// Writes the child's configuration and starts it; [`Cluster::ready`] waits for it.
+    /// Writes the child's configuration and starts it; `ready` waits for it.
     fn spawn(&mut self, id: ChildId) -> anyhow::Result<()> {
         let config = configs::write(self, id)?;
-        let log = self.directory().join("logs").join(format!("{}.log", name(id)));
+        let log = self.directory().join("logs").join(format!("{}.log", process_name(id)));
         let child = Child::spawn(&self.shape.binary, id, &config, &log)?;
         self.children.insert(id, child);
         Ok(())
@@ -172,7 +173,7 @@ impl Cluster {
     async fn ready(&mut self, id: ChildId) -> anyhow::Result<()> {
         match self.children.get_mut(&id) {
             Some(child) => Ok(child.wait_ready().await?),
-            None => Err(anyhow::anyhow!("{} was not started", name(id))),
+            None => Err(anyhow::anyhow!("{} was not started", process_name(id))),
         }
     }
 
@@ -182,13 +183,13 @@ impl Cluster {
         self.routers.values().cloned().collect()
     }
 
-    /// What the cluster was asked to be.
+    /// Requested shape of the cluster.
     #[must_use]
-    pub fn shape(&self) -> &Shape {
+    pub fn shape(&self) -> &ClusterShape {
         &self.shape
     }
 
-    /// Where data, configurations, certificates and logs are.
+    /// Directory of data, configurations, certificates and logs.
     #[must_use]
     pub fn directory(&self) -> &Path {
         self.directory.path()
@@ -200,19 +201,19 @@ impl Cluster {
         self.directory().join("certificates")
     }
 
-    /// Certificate files of `role`, as made at start.
+    /// Certificate files of `role`.
     #[must_use]
     pub fn certificate_files(&self, role: &str) -> CertificateFiles {
         files(&self.certificates(), role)
     }
 
-    /// The identity with which commands call this cluster.
+    /// Identity of commands that call this cluster.
     pub fn identity(&self) -> anyhow::Result<Identity> {
         let files = self.certificate_files(ADMIN_ROLE);
         Ok(TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?)
     }
 
-    /// The configuration with which a child was started, whatever was set besides.
+    /// Configuration of a child, including overrides.
     pub(crate) fn configuration<T>(&self, id: ChildId) -> anyhow::Result<T>
     where
         T: Default + Serialize + DeserializeOwned,
@@ -231,13 +232,13 @@ impl Cluster {
         self.children.iter()
     }
 
-    /// Children that are gone although nobody asked them to end.
-    pub fn crashed(&mut self) -> Vec<String> {
+    /// Children that ended without a request.
+    pub fn crashed_children(&mut self) -> Vec<String> {
         self.crashed_now().into_iter().map(crash_text).collect()
     }
 
-    /// The same, with those that were started again since.
-    pub fn ever_crashed(&mut self) -> Vec<String> {
+    /// Crashed children, including those that were restarted since.
+    pub fn all_crashes(&mut self) -> Vec<String> {
         let now = self.crashed_now();
         self.crashes.iter().copied().chain(now).map(crash_text).collect()
     }
@@ -247,15 +248,15 @@ impl Cluster {
         children.filter_map(|(id, child)| child.crashed().map(|how| (*id, how))).collect()
     }
 
-    /// Processor time that all processes of the cluster have used so far, ended ones included.
+    /// CPU time of all processes so far, including ended ones.
     #[must_use]
     pub fn cpu_time(&self) -> Duration {
-        self.children.values().filter_map(Child::cpu_time).sum::<Duration>() + self.cpu_of_ended
+        self.children.values().filter_map(Child::cpu_time).sum::<Duration>() + self.ended_cpu_time
     }
 
-    /// Memory that each process had in place at most, killed ones included.
+    /// Peak memory of each process, including killed ones.
     pub fn peak_memory(&self) -> anyhow::Result<Vec<PeakMemory>> {
-        let mut peaks = self.peaks_of_ended.clone();
+        let mut peaks = self.ended_peaks.clone();
         for (id, child) in &self.children {
             let peak = peaks.entry(*id).or_default();
             *peak = child.peak_memory().unwrap_or_default().max(*peak);
@@ -263,19 +264,19 @@ impl Cluster {
         let known = peaks.into_iter().filter(|(_, peak_bytes)| *peak_bytes > 0);
         let told = |(id, peak_bytes)| {
             let bytes_max = configs::memory_bytes_max(self, id)?;
-            Ok(PeakMemory { process: name(id), peak_bytes, bytes_max })
+            Ok(PeakMemory { process: process_name(id), peak_bytes, bytes_max })
         };
         known.map(told).collect()
     }
 
-    /// Notes what a child had at most, before it ends.
-    fn note_peak(&mut self, id: ChildId) {
+    /// Records a child's peak memory before it ends.
+    fn record_peak(&mut self, id: ChildId) {
         let peak = self.children.get(&id).and_then(Child::peak_memory).unwrap_or_default();
-        let noted = self.peaks_of_ended.entry(id).or_default();
+        let noted = self.ended_peaks.entry(id).or_default();
         *noted = peak.max(*noted);
     }
 
-    /// Stops every child cleanly, kills those that do not stop in time, reaps all.
+    /// Stops every child cleanly, kills those that do not stop in time, and reaps all.
     pub async fn stop(mut self) {
         for role in [Role::Instance, Role::Node, Role::Router] {
             let stopping = self.children.iter_mut().filter(|((of, _), _)| *of == role);
@@ -285,8 +286,9 @@ impl Cluster {
     }
 }
 
-impl Drop for Cluster {
-    /// Kills and reaps whatever [`Cluster::stop`] did not: an interrupted start, a panic.
+impl Drop for LocalCluster {
+    /// Kills and reaps the children that [`LocalCluster::stop`] did not stop, for example after an
+    /// interrupted start or a panic.
     fn drop(&mut self) {
         for child in self.children.values_mut() {
             child.kill_now();
@@ -298,12 +300,12 @@ impl Drop for Cluster {
 }
 
 fn crash_text((id, how): (ChildId, std::process::ExitStatus)) -> String {
-    format!("{} ended: {how}", name(id))
+    format!("{} ended: {how}", process_name(id))
 }
 
-/// `router-1`, `node-2`: names of files, certificates and messages.
+/// `router-1`, `node-2`: used in file names, certificates and messages.
 #[must_use]
-pub fn name((role, number): ChildId) -> String {
+pub fn process_name((role, number): ChildId) -> String {
     format!("{}-{number}", role.name())
 }
 

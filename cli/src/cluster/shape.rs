@@ -1,10 +1,10 @@
-//! What a local cluster should be: counts, capacities, identity. Made from flags or by tests.
+//! Shape of a local cluster: counts, capacities, identity. Built from flags or by tests.
 
 use std::path::PathBuf;
 
 use kv_core::prefix::IdentityManifest;
 use kvfleet_client::Transport;
-use kvfleet_doors::ModelConfig;
+use kvfleet_gateway::ModelConfig;
 
 use crate::args::{ShapeArgs, Target};
 
@@ -20,16 +20,16 @@ pub struct NodeCapacity {
     pub ssd_blocks: u64,
 }
 
-/// What a local cluster should be.
+/// Shape of a local cluster.
 #[derive(Clone, Debug)]
-pub struct Shape {
-    /// The `kvfleet` binary.
+pub struct ClusterShape {
+    /// Path of the `kvfleet` binary.
     pub binary: PathBuf,
     /// Number of routers.
     pub routers: u32,
     /// Number of nodes.
     pub nodes: u32,
-    /// Number of instances; instance N has node N as its own, if there is one.
+    /// Number of instances; instance N uses node N as its local node, if it exists.
     pub instances: u32,
     /// Payload of one block in bytes.
     pub block_bytes: u64,
@@ -41,21 +41,21 @@ pub struct Shape {
     pub capacity: NodeCapacity,
     /// Eviction policy of the nodes.
     pub policy: String,
-    /// High and low fill level of each tier; none for the product's defaults.
+    /// High and low fill level of each tier; `None` for the defaults.
     pub watermarks: Option<(f64, f64)>,
     /// Hardware profile for modelled compute.
     pub profile: String,
-    /// Instances that compute prompts only, from the first on; the others only go on then. 0: all do both.
+    /// The first instances, which only prefill; the others then only decode. 0: all do both.
     pub prefill_instances: u32,
-    /// Share of the modelled compute that is waited for.
+    /// Real compute time as a share of the modelled time.
     pub time_scale: f64,
-    /// Least time a fetch is given, in milliseconds.
+    /// Least time for a fetch, in milliseconds.
     pub fetch_floor_ms: u64,
-    /// Paths that block bytes take.
+    /// Transport of block bytes.
     pub transport: Transport,
-    /// Data directory to keep; none for a temporary one.
+    /// Persistent data directory; `None` for a temporary one.
     pub data_dir: Option<PathBuf>,
-    /// First port of the routers; none for free ones.
+    /// First port of the routers; `None` for free ones.
     pub base_port: Option<u16>,
     /// OTLP collector; empty for none.
     pub otlp: String,
@@ -63,21 +63,22 @@ pub struct Shape {
     pub log: String,
     /// Further keys, as `role.key=value`.
     pub overrides: Vec<String>,
-    /// Doors for OpenAI's clients; none without.
+    /// OpenAI-compatible API; `None` for none.
     pub openai: Option<OpenAiShape>,
 }
 
-/// Doors for OpenAI's clients, and how prompts are read.
+/// OpenAI-compatible API, and how prompts are read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OpenAiShape {
-    /// Port of router 1's door; router N has the one N - 1 above. 0 for any free ones.
+    /// Port of router 1; router N uses the port N - 1 higher. 0 for free ports.
     pub port: u16,
-    /// Models with their tokenizers; without one every name is taken.
+    /// Models with their tokenizers; if empty, every model name is accepted.
     pub models: Vec<ModelConfig>,
 }
 
-impl Shape {
-    /// One router, one node, one instance with room for a thousand blocks of 4 KiB: a base to change.
+impl ClusterShape {
+    /// One router, one node and one instance, with capacity for a thousand blocks of 4 KiB: a base
+    /// for changes.
     #[must_use]
     pub fn small(binary: PathBuf) -> Self {
         Self {
@@ -105,7 +106,8 @@ impl Shape {
         }
     }
 
-    /// How much of the profile's time routers predict. Where compute takes no time, what they say is the profile's own.
+    /// Time scale of the routers' predictions. Without compute time, they predict the profile's own
+    /// times.
     #[must_use]
     pub fn predicted_time_scale(&self) -> f64 {
         if self.time_scale > 0.0 { self.time_scale } else { 1.0 }
@@ -118,28 +120,28 @@ impl Shape {
     }
 }
 
-/// How many compute prompts only: some must be left to go on.
+/// Number of prefill instances; at least one other instance is needed to decode.
 fn prefill_instances(args: &ShapeArgs) -> anyhow::Result<u32> {
     let ShapeArgs { prefill_instances, instances, .. } = *args;
     anyhow::ensure!(
         prefill_instances == 0 || prefill_instances < instances,
-        "--prefill-instances is {prefill_instances} of {instances} instances: leave one at least to go on, or give --instances {}",
+        "--prefill-instances is {prefill_instances} of {instances} instances: leave at least one to decode, or give --instances {}",
         u64::from(prefill_instances) + 1
     );
     Ok(prefill_instances)
 }
 
-/// The emulated model with this block geometry.
+/// Identity of the emulated model with this block geometry.
 #[must_use]
 pub fn manifest(block_tokens: u32, layers: u32) -> IdentityManifest {
     IdentityManifest { block_tokens, layers, ..IdentityManifest::default() }
 }
 
-impl Shape {
-    /// What the flags say, for this very binary; capacity and base port are the command's to add.
+impl ClusterShape {
+    /// Shape from the flags, with this binary; the command adds capacity and base port.
     pub fn from_args(args: &ShapeArgs) -> anyhow::Result<Self> {
         let binary = std::env::current_exe().map_err(|cause| {
-            anyhow::anyhow!("this program cannot find its own file to start processes: {cause}")
+            anyhow::anyhow!("cannot find this program's own file to start processes: {cause}")
         })?;
         Ok(Self {
             routers: args.routers,
@@ -161,7 +163,7 @@ impl Shape {
         })
     }
 
-    /// Whether a fault's target exists in a cluster of this shape.
+    /// Checks that a fault's target exists in a cluster of this shape.
     pub fn check_target(args: &ShapeArgs, target: Target) -> Result<(), String> {
         let check = |what: &str, number: u64, count: u32| {
             if (1..=u64::from(count)).contains(&number) {
@@ -188,16 +190,16 @@ mod tests {
     use super::*;
 
     #[derive(Parser)]
-    struct Cli {
+    struct ShapeCommandLine {
         #[command(flatten)]
         args: ShapeArgs,
     }
 
     #[test]
-    fn some_are_left_to_go_on() {
+    fn requires_a_decode_instance() {
         let shape = |count: &str| {
-            let cli = Cli::parse_from(["up", "--instances", "3", "--prefill-instances", count]);
-            Shape::from_args(&cli.args)
+            let cli = ShapeCommandLine::parse_from(["up", "--instances", "3", "--prefill-instances", count]);
+            ClusterShape::from_args(&cli.args)
         };
         assert_eq!(["0", "2"].map(|count| shape(count).unwrap().prefill_instances), [0, 2]);
         says("pairs of which nobody goes on", &shape("3").unwrap_err(), &[]);

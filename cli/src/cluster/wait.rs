@@ -1,5 +1,5 @@
-//! Waits until a cluster serves: one leader everyone knows, every node joined, every instance known to
-//! every router.
+//! Waits until a cluster serves: one leader known to all, every node joined, and every instance
+//! known to every router.
 
 use std::time::Duration;
 
@@ -8,26 +8,26 @@ use kvfleet_proto::pb;
 use serde::Deserialize;
 use tokio::time::Instant;
 
-use super::{Child, Cluster};
+use super::{Child, LocalCluster};
 use crate::calls::RouterCalls;
 use crate::connect::client;
-use crate::probe::ask;
+use crate::probe::http_request;
 use crate::process::Role;
 
-/// How long a started cluster may take until it serves.
+/// Longest time until a started cluster serves.
 const SERVING_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time between two looks.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// Interval of checks.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Returns when the cluster serves, or says what is missing.
-pub(super) async fn until_serving(cluster: &mut Cluster) -> anyhow::Result<()> {
+/// Returns when the cluster serves; the error names the missing part.
+pub(super) async fn until_serving(cluster: &mut LocalCluster) -> anyhow::Result<()> {
     let routers = RouterCalls::all(&cluster.running_routers(), &cluster.identity()?)?;
     let deadline = Instant::now() + SERVING_TIMEOUT;
     loop {
         let missing = missing(cluster, &routers).await;
         let Some(missing) = missing else { return Ok(()) };
-        let crashed = cluster.crashed();
+        let crashed = cluster.crashed_children();
         if !crashed.is_empty() {
             anyhow::bail!(
                 "{}; logs are in {}",
@@ -41,25 +41,26 @@ pub(super) async fn until_serving(cluster: &mut Cluster) -> anyhow::Result<()> {
                 cluster.directory().join("logs").display()
             );
         }
-        tokio::time::sleep(LOOK_EVERY).await;
+        tokio::time::sleep(POLL_INTERVAL).await;
     }
 }
 
-/// Returns when the routers have taken in everything the node has announced, its blocks on SSD included.
-pub(super) async fn until_settled(cluster: &Cluster, number: u64) -> anyhow::Result<()> {
+/// Returns when the routers have applied all announcements of the node, including its blocks on
+/// SSD.
+pub(super) async fn until_settled(cluster: &LocalCluster, number: u64) -> anyhow::Result<()> {
     let Some(ready) = cluster.child((Role::Node, number)).and_then(Child::ready) else {
         anyhow::bail!("node {number} is not running");
     };
     let client = client(&cluster.running_routers(), &cluster.identity()?, Transport::Quic)?;
     let reply = client.settle(&ready.address("control"), SERVING_TIMEOUT).await?;
-    if reply.settled {
+    if reply.flushed {
         return Ok(());
     }
-    anyhow::bail!("after {SERVING_TIMEOUT:?} the routers have not taken in what node {number} announced")
+    anyhow::bail!("after {SERVING_TIMEOUT:?} the routers have not applied all announcements of node {number}")
 }
 
-/// The first thing that is missing.
-async fn missing(cluster: &Cluster, routers: &[RouterCalls]) -> Option<String> {
+/// The first missing part.
+async fn missing(cluster: &LocalCluster, routers: &[RouterCalls]) -> Option<String> {
     for router in routers {
         let status = match router.status().await {
             Ok(status) => status,
@@ -70,38 +71,40 @@ async fn missing(cluster: &Cluster, routers: &[RouterCalls]) -> Option<String> {
         }
     }
     if cluster.shape().openai.is_some() {
-        return missing_at_doors(cluster).await;
+        return missing_at_gateways(cluster).await;
     }
     None
 }
 
-/// An instance that the door of a router, which looks for itself, sends no requests yet.
-async fn missing_at_doors(cluster: &Cluster) -> Option<String> {
+/// An instance to which a router's gateway sends no requests yet.
+async fn missing_at_gateways(cluster: &LocalCluster) -> Option<String> {
     #[derive(Deserialize)]
-    struct Shown {
+    struct EndpointState {
         instance: u64,
         open: bool,
     }
-    for number in cluster.wanted(Role::Router) {
+    for number in cluster.expected_children(Role::Router) {
         let ready = cluster.child((Role::Router, number)).and_then(Child::ready);
         let address = ready.map(|ready| ready.address("admin")).unwrap_or_default();
-        let shown: Vec<Shown> = match ask(&address, "GET", "/instances", SERVING_TIMEOUT).await {
+        let shown: Vec<EndpointState> = match http_request(&address, "GET", "/instances", SERVING_TIMEOUT)
+            .await
+        {
             Ok(answered) => serde_json::from_str(&answered.text).unwrap_or_default(),
-            Err(cause) => return Some(format!("the door of router {number} does not answer: {cause}")),
+            Err(cause) => return Some(format!("the gateway of router {number} does not answer: {cause}")),
         };
         let is_open = |wanted: &u64| shown.iter().any(|shown| shown.instance == *wanted && shown.open);
-        if let Some(closed) = cluster.wanted(Role::Instance).find(|wanted| !is_open(wanted)) {
+        if let Some(closed) = cluster.expected_children(Role::Instance).find(|wanted| !is_open(wanted)) {
             return Some(format!("router {number} sends no requests to instance {closed}"));
         }
     }
     None
 }
 
-fn missing_in(cluster: &Cluster, status: &pb::StatusReply) -> Option<String> {
+fn missing_in(cluster: &LocalCluster, status: &pb::StatusReply) -> Option<String> {
     if status.leader == 0 {
         return Some("knows no leader".to_owned());
     }
-    // By address, because a process that was started again is known under its old one for a while.
+    // By address, because a restarted process is known under its old address for a while.
     let address = |role, number, purpose| {
         cluster
             .child((role, number))
@@ -116,13 +119,13 @@ fn missing_in(cluster: &Cluster, status: &pb::StatusReply) -> Option<String> {
             .iter()
             .any(|node| u64::from(node.node) == number && node.live && node.data_address == address)
     };
-    if let Some(number) = cluster.wanted(Role::Node).find(|&number| !joined(number)) {
+    if let Some(number) = cluster.expected_children(Role::Node).find(|&number| !joined(number)) {
         return Some(format!("does not see node {number}"));
     }
     let reported =
         |number: u64| status.instances.iter().any(|instance| u64::from(instance.instance) == number);
     cluster
-        .wanted(Role::Instance)
+        .expected_children(Role::Instance)
         .find(|&number| !reported(number))
         .map(|number| format!("has no report of instance {number}"))
 }

@@ -1,38 +1,38 @@
-//! Checks the keys and value types of a table against the defaults of a configuration.
+//! Checks the keys and value types of a table against a configuration's defaults.
 //!
-//! Not here: where the table came from, and whether a value of the right type makes sense.
+//! Not here: the source of the table, and the validity of well-typed values.
 
 use serde_json::Value as Json;
 use toml::{Table, Value};
 
-/// Similarity from which a suggestion is worth making (Jaro-Winkler, 0 to 1).
+/// Least similarity of a suggestion (Jaro-Winkler, 0 to 1).
 const NEAREST_SIMILARITY_MIN: f64 = 0.7;
 
-/// What is wrong with one key.
+/// Problem with one key.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
-    /// There is no such key.
+    /// The key is unknown.
     #[error("unknown key `{key}`; {hint}")]
     Unknown {
         /// Path of the key, joined with dots.
         key: String,
-        /// The nearest valid key, or the valid ones.
+        /// The nearest valid key, or all valid ones.
         hint: String,
     },
-    /// The value has another type than the key takes.
+    /// The value has the wrong type.
     #[error("key `{key}` is {got}, expected {expected}")]
     Type {
         /// Path of the key, joined with dots.
         key: String,
-        /// Type found.
+        /// Type that was found.
         got: String,
-        /// Type expected, with the default as an example.
+        /// Expected type, with the default as an example.
         expected: String,
     },
 }
 
-/// Checks every key of `table`, descending into tables. An empty table among the defaults takes any
-/// key (a map), `null` among the defaults takes any value.
+/// Checks every key of `table` recursively. An empty table among the defaults accepts any key (a
+/// map), `null` accepts any value.
 pub(super) fn check(table: &Table, schema: &Json) -> Result<(), KeyError> {
     check_level(table, schema, schema, "")
 }
@@ -48,14 +48,14 @@ fn check_level(table: &Table, level: &Json, root: &Json, path: &str) -> Result<(
         };
         match (value, default) {
             (Value::Table(inner), Json::Object(_)) => check_level(inner, default, root, &key)?,
-            _ if fits(value, default) => {}
+            _ if type_matches(value, default) => {}
             _ => return Err(type_error(key, value, default)),
         }
     }
     Ok(())
 }
 
-/// Every key path of the schema, joined with dots.
+/// All key paths of the schema, joined with dots.
 pub(super) fn paths(schema: &Json) -> Vec<String> {
     let mut found = vec![];
     collect(schema, "", &mut found);
@@ -79,7 +79,7 @@ fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
 }
 
-/// Nearest key by name at this level, else by path anywhere, else the list of this level.
+/// Nearest key by name at this level, or by path elsewhere; otherwise the keys of this level.
 fn hint<'a>(
     key: &str,
     name: &str,
@@ -92,7 +92,7 @@ fn hint<'a>(
     let last = |full: &str| full.rsplit('.').next().unwrap_or_default().to_owned();
     let elsewhere = everywhere.iter().map(|full| {
         let by_path = strsim::jaro_winkler(key, full);
-        // A right name at the wrong level is nearer than a wrong name at the right one.
+        // A correct name at the wrong level beats a similar name at this level.
         let by_name = if last(full) == name { 0.99 } else { 0.0 };
         (f64::max(by_path * 0.95, by_name), full.clone())
     });
@@ -105,7 +105,7 @@ fn hint<'a>(
     }
 }
 
-fn fits(value: &Value, default: &Json) -> bool {
+fn type_matches(value: &Value, default: &Json) -> bool {
     match default {
         Json::Null => true,
         Json::Bool(_) => value.is_bool(),
@@ -139,7 +139,7 @@ fn article(kind: &str) -> String {
     format!("{} {kind}", if vowel { "an" } else { "a" })
 }
 
-/// Keeps messages on one line whatever the value is.
+/// Keeps messages on one line for any value.
 fn shorten(text: &str) -> String {
     const SHOWN_CHARS_MAX: usize = 40;
     let line = text.replace('\n', " ");

@@ -1,6 +1,6 @@
-//! Layers over the file: environment variables and flags, each one key with a value.
+//! Layers above the file: environment variables and flags, each one key with a value.
 //!
-//! Not here: which keys exist (`keys.rs`) and the order of the layers (`mod.rs`).
+//! Not here: the valid keys (`keys.rs`), and the order of layers (`mod.rs`).
 
 use serde_json::Value as Json;
 use toml::{Table, Value};
@@ -10,13 +10,13 @@ use super::keys::{self, KeyError};
 /// Prefix of environment variables that set configuration keys.
 const ENVIRONMENT_PREFIX: &str = "KVFLEET_";
 
-/// Variables with the prefix that the command line reads itself; they are no configuration keys.
+/// Variables with the prefix that the command line reads itself.
 const NOT_KEYS: [&str; 3] = ["KVFLEET_CLUSTER", "KVFLEET_TLS_DIR", "KVFLEET_CONFIG"];
 
 /// One key set outside the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Override {
-    /// Where it came from, for messages: a flag or a variable.
+    /// Source of the value, for messages: a flag or a variable.
     pub origin: String,
     /// Path of the key, joined with dots.
     pub key: String,
@@ -25,12 +25,12 @@ pub struct Override {
 }
 
 impl Override {
-    /// A flag's value for a key.
+    /// Value of a flag for a key.
     pub fn flag(flag: &str, key: &str, text: impl Into<String>) -> Self {
         Self { origin: format!("flag {flag}"), key: key.to_owned(), text: text.into() }
     }
 
-    /// The table that holds this key alone, with the type the key's default has.
+    /// Table with only this key, typed like the key's default.
     pub(super) fn to_table(&self, schema: &Json) -> Result<Table, KeyError> {
         let value = parse_as(&self.text, keys::default_at(schema, &self.key));
         let mut names = self.key.rsplit('.');
@@ -40,7 +40,7 @@ impl Override {
     }
 }
 
-/// Reads `--set key.path=value`.
+/// Parses `--set key.path=value`.
 pub fn parse_override(text: &str) -> Result<Override, String> {
     match text.split_once('=') {
         Some((key, value)) if !key.trim().is_empty() => Ok(Override::flag("--set", key.trim(), value.trim())),
@@ -48,7 +48,7 @@ pub fn parse_override(text: &str) -> Result<Override, String> {
     }
 }
 
-/// Every `KVFLEET_*` variable as an override: `KVFLEET_PROCESS__LOG` sets `process.log`.
+/// All `KVFLEET_*` variables as overrides: `KVFLEET_PROCESS__LOG` sets `process.log`.
 pub fn environment_overrides(variables: impl Iterator<Item = (String, String)>) -> Vec<Override> {
     let mut found: Vec<Override> = variables
         .filter(|(name, _)| name.starts_with(ENVIRONMENT_PREFIX) && !NOT_KEYS.contains(&name.as_str()))
@@ -62,7 +62,7 @@ pub fn environment_overrides(variables: impl Iterator<Item = (String, String)>) 
     found
 }
 
-/// Lays `upper` over `lower`, table by table.
+/// Merges `upper` over `lower`, table by table.
 pub(super) fn merge(lower: &mut Table, upper: Table) {
     for (name, value) in upper {
         match (lower.get_mut(&name), value) {
@@ -74,7 +74,7 @@ pub(super) fn merge(lower: &mut Table, upper: Table) {
     }
 }
 
-/// A typed value where the text is one, unless the key takes a string.
+/// A typed value if the text is one, unless the key takes a string.
 fn parse_as(text: &str, default: Option<&Json>) -> Value {
     let plain = || Value::String(text.to_owned());
     if matches!(default, Some(Json::String(_))) {

@@ -1,8 +1,8 @@
 //! Reads a process's configuration: defaults, then the TOML file, then `KVFLEET_*`, then flags.
 //!
-//! Every key is checked against the keys of the defaults, so that a typo is an error that names the
-//! nearest valid key. What the keys mean is not here: `RouterConfig`, `NodeConfig` and
-//! `InstanceConfig` say that, and validate themselves.
+//! Every key is checked against the defaults, so that a typo is an error with the nearest valid
+//! key. Not here: the meaning of keys, which `RouterConfig`, `NodeConfig` and `InstanceConfig`
+//! document and validate.
 
 mod keys;
 mod layers;
@@ -17,10 +17,10 @@ use toml::{Table, Value};
 pub use keys::KeyError;
 pub use layers::{Override, environment_overrides, parse_override};
 
-/// Key of the table that holds what every process has (logs, metrics, tracing).
+/// Name of the table with the settings of every process (logs, metrics, tracing).
 pub const PROCESS_TABLE: &str = "process";
 
-/// Why a configuration was refused. Each message says where the value came from and what to do.
+/// Why a configuration is refused. Each message names the source of the value and the fix.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file could not be read.
@@ -28,7 +28,7 @@ pub enum ConfigError {
     Unreadable {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// Error of the operating system.
         cause: std::io::Error,
     },
     /// The file is not TOML.
@@ -36,11 +36,11 @@ pub enum ConfigError {
     Syntax {
         /// The file.
         path: PathBuf,
-        /// Where, counted from 1.
+        /// Line, counted from 1.
         line: usize,
-        /// Character of the line, counted from 1.
+        /// Column in characters, counted from 1.
         column: usize,
-        /// What was expected, on one line.
+        /// Expected syntax, on one line.
         cause: String,
     },
     /// A key is unknown or a value has the wrong type.
@@ -48,35 +48,35 @@ pub enum ConfigError {
     Key {
         /// File, environment variable or flag.
         origin: String,
-        /// What is wrong with it.
+        /// Problem with the key.
         error: KeyError,
     },
-    /// A value of the right type that the service does not understand.
+    /// A well-typed value that the service refuses.
     #[error("{origin}: {cause}; correct that key")]
     Value {
         /// The layers that were merged.
         origin: String,
-        /// What was expected.
+        /// Expected value.
         cause: String,
     },
-    /// The defaults do not serialise: a defect of the program, never of the input.
+    /// The defaults cannot be serialised: a defect of the program, not of the input.
     #[error("the built-in defaults cannot be read: {0}")]
     Defaults(String),
 }
 
-/// What every process has besides its service.
+/// Settings of every process, in addition to those of its service.
 #[derive(Clone, Debug, Serialize, serde::Deserialize, PartialEq, Eq)]
 #[serde(default, deny_unknown_fields)]
 pub struct ProcessConfig {
     /// `host:port` of the Prometheus text endpoint; empty for none, port 0 for any free one.
     pub metrics_listen: String,
-    /// `host:port` of the loopback where a request to drain is taken; empty for none, port 0 for any free one.
+    /// Loopback `host:port` for drain requests; empty for none, port 0 for a free one.
     pub drain_listen: String,
     /// OTLP gRPC collector (`http://host:4317`); empty for no export.
     pub otlp: String,
     /// Log filter in the syntax of `RUST_LOG`.
     pub log: String,
-    /// Log as JSON objects, one a line.
+    /// Log as JSON objects, one per line.
     pub log_json: bool,
 }
 
@@ -93,24 +93,25 @@ impl Default for ProcessConfig {
 }
 
 impl ProcessConfig {
-    /// Checks what can be checked without listening.
+    /// Checks everything that can be checked without listening.
     ///
     /// # Errors
-    /// Whoever reaches that address ends the work of this process, and nothing says who it is: so it is on the loopback.
+    /// If `drain_listen` is not a loopback address. Any caller of that address can end the work of
+    /// this process, and callers are not authenticated.
     pub fn validate(&self) -> Result<(), ConfigError> {
         let at = self.drain_listen.parse::<SocketAddr>();
         if self.drain_listen.is_empty() || at.is_ok_and(|at| at.ip().is_loopback()) {
             return Ok(());
         }
         let cause = format!(
-            "{:?} is no address of the loopback: give one, as in 127.0.0.1:7409, or \"\" for none",
+            "{:?} is not a loopback address: give one, as in 127.0.0.1:7409, or \"\" for none",
             self.drain_listen
         );
         Err(ConfigError::Value { origin: "process.drain_listen".to_owned(), cause })
     }
 }
 
-/// A service's configuration with what every process has.
+/// Configuration of a service and its process.
 #[derive(Clone, Debug)]
 pub struct Settings<T> {
     /// Logs, metrics, tracing.
@@ -119,7 +120,7 @@ pub struct Settings<T> {
     pub service: T,
 }
 
-/// Reads the layers over `T::default()`: the file (if any), then `overrides` in order.
+/// Reads the layers above `T::default()`: the file (if any), then `overrides` in order.
 pub fn load<T>(file: Option<&Path>, overrides: &[Override]) -> Result<Settings<T>, ConfigError>
 where
     T: Default + Serialize + DeserializeOwned,
@@ -141,10 +142,10 @@ where
         layers::merge(&mut merged, table);
         origins.push(layer.origin.clone());
     }
-    typed(merged, &origins.join(" + "))
+    deserialize(merged, &origins.join(" + "))
 }
 
-/// A service's configuration as the text of a file that [`load`] reads back.
+/// A service's configuration as TOML that [`load`] reads back.
 pub fn to_toml<T: Serialize>(settings: &Settings<T>) -> Result<String, ConfigError> {
     let as_table = |value: Result<Value, toml::ser::Error>| match value {
         Ok(Value::Table(table)) => Ok(table),
@@ -156,7 +157,7 @@ pub fn to_toml<T: Serialize>(settings: &Settings<T>) -> Result<String, ConfigErr
     toml::to_string(&table).map_err(|cause| ConfigError::Defaults(cause.to_string()))
 }
 
-/// The valid keys with a value of the valid type each, as JSON because it keeps absent options.
+/// The valid keys, each with a value of its type, as JSON because it keeps absent options.
 fn schema<T: Default + Serialize>() -> Result<serde_json::Value, ConfigError> {
     let to_json = |value: Result<serde_json::Value, serde_json::Error>| {
         value.map_err(|cause| ConfigError::Defaults(cause.to_string()))
@@ -178,7 +179,7 @@ fn read_table(path: &Path) -> Result<Table, ConfigError> {
     text.parse::<Table>().map_err(|cause| syntax(path, &text, &cause))
 }
 
-/// The place as editors count it. The parser's own text draws it with lines below each other.
+/// Position as editors count it; the parser's own text spans several lines.
 fn syntax(path: &Path, text: &str, cause: &toml::de::Error) -> ConfigError {
     let at = cause.span().map_or(0, |span| span.start);
     let before = text.get(..at).unwrap_or_default();
@@ -191,12 +192,12 @@ fn syntax(path: &Path, text: &str, cause: &toml::de::Error) -> ConfigError {
     }
 }
 
-/// Splits the process table off and lets serde have the last word on both parts.
-fn typed<T: DeserializeOwned>(mut merged: Table, origin: &str) -> Result<Settings<T>, ConfigError> {
+/// Splits off the process table, and deserialises both parts.
+fn deserialize<T: DeserializeOwned>(mut merged: Table, origin: &str) -> Result<Settings<T>, ConfigError> {
     let origin = if origin.is_empty() { "built-in defaults" } else { origin };
     let fail = |cause: toml::de::Error| ConfigError::Value {
         origin: origin.to_owned(),
-        cause: in_words(&cause.to_string().trim_end().replace('\n', " ")),
+        cause: plain_types(&cause.to_string().trim_end().replace('\n', " ")),
     };
     let process = merged.remove(PROCESS_TABLE).unwrap_or_else(|| Value::Table(Table::new()));
     Ok(Settings {
@@ -205,8 +206,8 @@ fn typed<T: DeserializeOwned>(mut merged: Table, origin: &str) -> Result<Setting
     })
 }
 
-/// What serde expected, for readers who do not know the types of this program.
-fn in_words(text: &str) -> String {
+/// Replaces Rust types in serde's text by plain words.
+fn plain_types(text: &str) -> String {
     const TYPES: [(&str, &str); 4] = [
         ("expected u16", "expected a whole number from 0 to 65535"),
         ("expected u32", "expected a whole number from 0 to 4294967295"),
@@ -217,5 +218,4 @@ fn in_words(text: &str) -> String {
 }
 
 #[cfg(test)]
-#[path = "tests.rs"]
 mod tests;

@@ -1,4 +1,4 @@
-//! Tests of configuration layers and of the messages that wrong ones get.
+//! Tests of configuration layers and of error messages.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -9,23 +9,23 @@ use super::*;
 
 #[derive(Debug, Clone, PartialEq, Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
-struct Sample {
+struct SampleConfig {
     listen: String,
     queue_blocks_max: u32,
     watermark_high: f64,
     data_dir: Option<String>,
     peers: BTreeMap<String, String>,
-    tls: Files,
+    tls: SampleFiles,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
-struct Files {
+struct SampleFiles {
     cert: String,
     key: String,
 }
 
-impl Default for Sample {
+impl Default for SampleConfig {
     fn default() -> Self {
         Self {
             listen: "127.0.0.1:0".into(),
@@ -33,12 +33,12 @@ impl Default for Sample {
             watermark_high: 0.95,
             data_dir: None,
             peers: BTreeMap::new(),
-            tls: Files::default(),
+            tls: SampleFiles::default(),
         }
     }
 }
 
-fn read(text: &str, overrides: &[Override]) -> Result<Settings<Sample>, String> {
+fn read(text: &str, overrides: &[Override]) -> Result<Settings<SampleConfig>, String> {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("node.toml");
     std::fs::write(&path, text).unwrap();
@@ -47,9 +47,9 @@ fn read(text: &str, overrides: &[Override]) -> Result<Settings<Sample>, String> 
 }
 
 #[test]
-fn nothing_given_is_the_defaults() {
-    let settings = load::<Sample>(None, &[]).unwrap();
-    assert_eq!(settings.service, Sample::default());
+fn no_layers_give_the_defaults() {
+    let settings = load::<SampleConfig>(None, &[]).unwrap();
+    assert_eq!(settings.service, SampleConfig::default());
     assert_eq!(settings.process, ProcessConfig::default());
 }
 
@@ -60,13 +60,13 @@ fn later_layers_win_key_by_key() {
     let layers: Vec<_> = environment.into_iter().chain(flags).collect();
     let text = "listen = 'a:1'\nqueue_blocks_max = 7\n[tls]\ncert = 'file.pem'\nkey = 'file.key'\n";
     let sample = read(text, &layers).unwrap().service;
-    assert_eq!(sample.listen, "b:1", "the environment is above the file");
+    assert_eq!(sample.listen, "b:1", "the environment overrides the file");
     assert_eq!(sample.queue_blocks_max, 7);
-    assert_eq!(sample.tls, Files { cert: "file.pem".into(), key: "flag.pem".into() });
+    assert_eq!(sample.tls, SampleFiles { cert: "file.pem".into(), key: "flag.pem".into() });
 }
 
 #[test]
-fn an_unknown_key_names_the_nearest() {
+fn unknown_keys_suggest_the_nearest() {
     let message = read("listne = 'a:1'", &[]).unwrap_err();
     assert_eq!(message, "node.toml: unknown key `listne`; the nearest valid key is `listen`");
     says("an unknown key", &message, &[]);
@@ -75,50 +75,50 @@ fn an_unknown_key_names_the_nearest() {
 }
 
 #[test]
-fn a_key_at_the_wrong_level_is_found() {
+fn finds_a_key_at_the_wrong_level() {
     says("a key at the wrong level", &read("cert = 'x'", &[]).unwrap_err(), &[]);
 }
 
 #[test]
-fn a_key_like_nothing_lists_what_there_is() {
+fn dissimilar_keys_list_the_valid_ones() {
     says("a key like no other", &read("zzzz = 1", &[]).unwrap_err(), &[]);
 }
 
 #[test]
-fn a_wrong_type_says_what_was_expected() {
+fn wrong_types_name_the_expected_one() {
     says("a value of the wrong type", &read("queue_blocks_max = 'many'", &[]).unwrap_err(), &[]);
     let message = read("", &[Override::flag("--set", "queue_blocks_max", "1.5")]).unwrap_err();
     assert!(message.starts_with("flag --set: key `queue_blocks_max` is a float"), "{message}");
 }
 
 #[test]
-fn an_unknown_variable_is_an_error_too() {
+fn unknown_variables_are_errors() {
     let layers = environment_overrides([("KVFLEET_TLS__CRET".to_owned(), "x".to_owned())].into_iter());
     says("an unknown environment variable", &read("", &layers).unwrap_err(), &[]);
 }
 
 #[test]
-fn options_maps_and_numbers_are_understood() {
+fn reads_options_maps_and_numbers() {
     let sample = read("data_dir = 'd'\nwatermark_high = 1\n[peers]\nany = 'name'", &[]).unwrap().service;
     assert_eq!(sample.data_dir.as_deref(), Some("d"));
     assert_eq!(sample.peers["any"], "name");
 }
 
 #[test]
-fn a_value_out_of_range_names_the_file() {
+fn out_of_range_values_name_the_file() {
     says("a number that the key cannot hold", &read("queue_blocks_max = -1", &[]).unwrap_err(), &[]);
 }
 
 #[test]
-fn broken_toml_and_absent_files_name_the_file() {
+fn file_errors_name_the_file() {
     says("a file that is no TOML", &read("listen = 'a:1'\nid = \n", &[]).unwrap_err(), &[]);
-    let absent = load::<Sample>(Some(Path::new("/nonexistent/x.toml")), &[]).unwrap_err();
+    let absent = load::<SampleConfig>(Some(Path::new("/nonexistent/x.toml")), &[]).unwrap_err();
     says("a configuration file that is not there", &absent, &[]);
 }
 
 #[test]
-fn what_is_written_is_read_back() {
-    let mut settings = load::<Sample>(None, &[]).unwrap();
+fn written_configurations_round_trip() {
+    let mut settings = load::<SampleConfig>(None, &[]).unwrap();
     settings.service.data_dir = Some("d".into());
     settings.process.log = "debug".into();
     let back = read(&to_toml(&settings).unwrap(), &[]).unwrap();
@@ -127,7 +127,7 @@ fn what_is_written_is_read_back() {
 }
 
 #[test]
-fn a_set_flag_needs_a_key_and_a_value() {
+fn set_requires_key_and_value() {
     says("--set without a value", &parse_override("novalue").unwrap_err(), &[]);
     assert_eq!(parse_override("a.b = c").unwrap(), Override::flag("--set", "a.b", "c"));
 }

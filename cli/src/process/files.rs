@@ -1,19 +1,19 @@
-//! How many files a process may have open, connections among them: as many as whoever started it allows.
+//! Limit of open files, including connections: raised to the hard limit of the process.
 //!
-//! Not here: what they are divided among (`proto/src/tls/listen.rs`, `proto/src/accepting.rs`), which is read when a
-//! service begins to listen.
+//! Not here: how the limit is divided (`net/src/tls/listen/mod.rs`, `net/src/accept_limits.rs`), which
+//! is read when a service starts to listen.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Raises the soft limit to the hard one. The soft one is low (1024, most often) for programs that keep such numbers in
-/// sets of a fixed size, and nothing here does.
+/// Raises the soft limit to the hard one. The soft limit is usually 1024, for programs with
+/// fixed-size descriptor sets, which this one does not use.
 pub(super) fn raise_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current == maximum {
         return;
     }
     match setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum }) {
-        Ok(()) => tracing::debug!(?current, ?maximum, "the limit of open files is raised"),
-        Err(cause) => tracing::warn!(%cause, ?current, ?maximum, "the limit of open files stays as it is"),
+        Ok(()) => tracing::debug!(?current, ?maximum, "raised the limit of open files"),
+        Err(cause) => tracing::warn!(%cause, ?current, ?maximum, "cannot raise the limit of open files"),
     }
 }

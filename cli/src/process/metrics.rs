@@ -1,7 +1,8 @@
-//! Prometheus text over HTTP: `/metrics`; `/livez` (and `/healthz`) that answers as long as the process does; `/readyz`.
+//! HTTP endpoint of a process: `/metrics` in Prometheus format, `/livez` (and `/healthz`), and
+//! `/readyz`.
 //!
-//! Not here: what is counted (each service registers its own), what ready is (`health.rs`), and security: this endpoint shows
-//! numbers and one line only, so it speaks plain HTTP and listens on the loopback unless configured otherwise.
+//! Not here: the metrics (each service registers its own), and readiness (`health.rs`). The
+//! endpoint shows numbers and one line of text, so it uses plain HTTP, on loopback by default.
 
 use std::net::SocketAddr;
 
@@ -15,7 +16,7 @@ use tokio::net::TcpListener;
 
 use super::health::Health;
 
-/// Binds and serves in the background until the runtime ends; `None` when `listen` is empty.
+/// Binds and serves in the background until the runtime ends; `None` if `listen` is empty.
 pub(super) async fn serve(
     listen: &str,
     registry: Registry,

@@ -1,7 +1,6 @@
-//! What every process of a cluster does around its service: logs and traces, metrics, the READY line,
-//! and a clean stop.
+//! Common parts of every process: logs and traces, metrics, the READY line, and a clean stop.
 //!
-//! Not here: the services themselves (`kvfleet-router`, `kvfleet-node`, `crate::instance`).
+//! Not here: the services (`kvfleet-router`, `kvfleet-node`, `crate::instance`).
 
 mod drain;
 mod files;
@@ -12,7 +11,7 @@ mod signals;
 mod start;
 mod telemetry;
 
-pub use ready::{Ready, ReadyError};
+pub use ready::{ReadyLine, ReadyLineError};
 pub use signals::{Stop, StopSignal};
 pub(crate) use start::RouterProcessConfig;
 pub use start::{Role, run};

@@ -1,6 +1,6 @@
-//! When a process should stop: SIGTERM, SIGINT, SIGHUP, or the end of its parent.
+//! Requests to stop a process: SIGTERM, SIGINT, SIGHUP, or the end of its parent.
 //!
-//! Not here: what stopping means for a service or a command.
+//! Not here: how a service or a command stops.
 
 use std::io::{Read, Write};
 use std::sync::{Arc, OnceLock};
@@ -10,52 +10,53 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-/// How long a service gets from the request to stop until its process ends whatever still holds it up, beside what requests under way may
-/// take. Longer than any service takes for itself.
+/// Time from a stop request to a forced exit, in addition to the time for requests in flight.
+/// Longer than any service needs.
 const FORCE_EXIT_AFTER: Duration = Duration::from_secs(10);
 
-/// Exit status of a process that did not stop in time.
+/// Exit status after a forced exit.
 const EXIT_FORCED: i32 = 1;
 
-/// Why a stop was asked for.
+/// Reason of a stop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopSignal {
     /// Ctrl-C.
     Interrupt,
     /// SIGTERM.
     Terminate,
-    /// The terminal is gone.
+    /// The terminal closed.
     HangUp,
-    /// The process that started this one is gone.
+    /// The parent process ended.
     ParentGone,
 }
 
-/// Requests to stop, heard from the moment this is made, whatever the process is busy with: the first
-/// one asks for an orderly end, the second one for an end at once.
+/// Stop requests, received from construction on. The first one asks for a clean stop, the second
+/// one for an immediate stop.
 #[derive(Clone, Debug, Default)]
 pub struct Stop {
-    asked: CancellationToken,
-    insisted: CancellationToken,
-    why: Arc<OnceLock<StopSignal>>,
+    requested: CancellationToken,
+    forced: CancellationToken,
+    first: Arc<OnceLock<StopSignal>>,
 }
 
 impl Stop {
-    /// For a command that a person typed.
-    pub fn of_command() -> std::io::Result<Self> {
+    /// Stop requests for an interactive command.
+    pub fn for_command() -> std::io::Result<Self> {
         let stop = Self::default();
-        tokio::spawn(stop.clone().listen(Heard::new(false, FORCE_EXIT_AFTER)?, |_| {
-            say("stopping (again to stop at once)");
+        tokio::spawn(stop.clone().listen(StopSources::new(false, FORCE_EXIT_AFTER)?, |_| {
+            print_line("stopping (again to stop at once)");
         }));
         Ok(stop)
     }
 
-    /// For a service: once asked to stop it ends within `FORCE_EXIT_AFTER` and what requests under way may take, by force if need be. With
-    /// `follow_parent`, the end of standard input counts as a request: the parent holds the other end of
-    /// that pipe and cannot go, however it dies, without closing it.
-    pub fn of_service(follow_parent: bool, under_way: Duration) -> std::io::Result<Self> {
+    /// Stop requests for a service. After the first request, the process exits within
+    /// `FORCE_EXIT_AFTER` plus `drain_time`, by force if needed. With `follow_parent`, the end of
+    /// standard input is a request too: the parent holds the other end of that pipe, and its end
+    /// closes the pipe in any case.
+    pub fn for_service(follow_parent: bool, drain_time: Duration) -> std::io::Result<Self> {
         let stop = Self::default();
-        let after = FORCE_EXIT_AFTER.saturating_add(under_way);
-        tokio::spawn(stop.clone().listen(Heard::new(follow_parent, after)?, move |_| {
+        let after = FORCE_EXIT_AFTER.saturating_add(drain_time);
+        tokio::spawn(stop.clone().listen(StopSources::new(follow_parent, after)?, move |_| {
             std::thread::spawn(move || force_exit(after));
         }));
         Ok(stop)
@@ -63,45 +64,45 @@ impl Stop {
 
     /// Returns at the first request.
     pub async fn requested(&self) -> StopSignal {
-        self.asked.cancelled().await;
-        self.why.get().copied().unwrap_or(StopSignal::Terminate)
+        self.requested.cancelled().await;
+        self.first.get().copied().unwrap_or(StopSignal::Terminate)
     }
 
     /// Returns at the second request.
-    pub async fn insisted(&self) {
-        self.insisted.cancelled().await;
+    pub async fn forced(&self) {
+        self.forced.cancelled().await;
     }
 
     /// Cancelled at the first request.
     #[must_use]
     pub fn token(&self) -> &CancellationToken {
-        &self.asked
+        &self.requested
     }
 
-    async fn listen(self, mut heard: Heard, at_first: impl Fn(StopSignal)) {
+    async fn listen(self, mut sources: StopSources, at_first: impl Fn(StopSignal)) {
         loop {
-            let why = heard.next().await;
-            if self.asked.is_cancelled() {
-                self.insisted.cancel();
+            let why = sources.next().await;
+            if self.requested.is_cancelled() {
+                self.forced.cancel();
             } else {
-                // The only one that sets it.
-                let _ = self.why.set(why);
-                self.asked.cancel();
+                // This is the only place that sets it.
+                let _ = self.first.set(why);
+                self.requested.cancel();
                 at_first(why);
             }
         }
     }
 }
 
-/// The signals, registered.
-struct Heard {
+/// The registered signal handlers.
+struct StopSources {
     terminate: Signal,
     interrupt: Signal,
     hang_up: Signal,
     parent: mpsc::Receiver<()>,
 }
 
-impl Heard {
+impl StopSources {
     fn new(follow_parent: bool, after: Duration) -> std::io::Result<Self> {
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
@@ -121,31 +122,31 @@ impl Heard {
     }
 }
 
-/// A plain thread, because a read of standard input cannot be cancelled and must not hold up a runtime.
+/// A thread, because reading standard input cannot be cancelled and must not block the runtime.
 fn watch_parent(follow: bool, after: Duration) -> mpsc::Receiver<()> {
     let (gone, parent) = mpsc::channel(1);
     if follow {
         std::thread::spawn(move || {
             let mut ignored = [0u8; 64];
             while matches!(std::io::stdin().lock().read(&mut ignored), Ok(bytes) if bytes > 0) {}
-            // The receiver may be gone already: then the process is stopping for another reason.
+            // The receiver is gone if the process already stops for another reason.
             let _ = gone.blocking_send(());
-            // From here and not from the listener: nobody is left to kill this process, even if its runtime
-            // is too busy to listen.
+            // Force the exit from this thread: without the parent, no other process would kill this
+            // one if its runtime hangs.
             force_exit(after);
         });
     }
     parent
 }
 
-/// Ends the process after a grace, from a thread that nothing else can hold up.
+/// Exits after the grace time, on a thread that nothing else blocks.
 fn force_exit(after: Duration) {
     std::thread::sleep(after);
-    say(&format!("did not stop within {after:?}: ended by force"));
+    print_line(&format!("did not stop within {after:?}: ended by force"));
     std::process::exit(EXIT_FORCED);
 }
 
-/// Says something to a person who may have hung up.
-fn say(text: &str) {
+/// Writes to standard error, which may be closed.
+fn print_line(text: &str) {
     let _ = writeln!(std::io::stderr(), "kvfleet: {text}");
 }

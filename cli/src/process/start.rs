@@ -1,33 +1,33 @@
-//! Runs one process from its configuration to its clean end.
+//! Runs one process from its configuration to its clean stop.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use kvfleet_doors::{Doors, DoorsConfig};
+use kvfleet_gateway::{Gateway, GatewayConfig};
 use kvfleet_router::RouterConfig;
 use prometheus::Registry;
 use serde::{Deserialize, Serialize};
 
-use super::health::{Health, Subject};
-use super::{Ready, Stop, telemetry};
+use super::health::{Health, HealthSource};
+use super::{ReadyLine, Stop, telemetry};
 use crate::args::ProcessArgs;
 use crate::config::{Settings, environment_overrides, load};
-use crate::instance::{Instance, InstanceConfig};
+use kvfleet_engine::mock::{Instance, InstanceConfig};
 
-/// What a process of a cluster is.
+/// Kind of process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Role {
     /// A router.
     Router,
     /// A storage node.
     Node,
-    /// A stand-in instance.
+    /// A mock instance.
     Instance,
 }
 
 impl Role {
-    /// Its subcommand, and the first part of its name.
+    /// Name of its subcommand, and prefix of its name.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -38,40 +38,40 @@ impl Role {
     }
 }
 
-/// What a router's process reads: the router's own keys, and its doors.
+/// Configuration of a router's process: the router and its gateway.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct RouterProcessConfig {
-    /// The router's own.
+    /// The router.
     #[serde(flatten)]
     pub(crate) router: RouterConfig,
-    /// Doors for frontends.
-    pub(crate) doors: DoorsConfig,
+    /// The gateway.
+    pub(crate) gateway: GatewayConfig,
 }
 
-/// A service that runs, with what it needs to stop.
-enum Service {
-    Router(Box<(kvfleet_router::Router, Doors)>),
+/// A running service.
+enum RunningService {
+    Router(Box<(kvfleet_router::Router, Gateway)>),
     Node(Box<kvfleet_node::Node>),
     Instance(Instance),
 }
 
-impl Service {
-    /// Whom to ask whether it is ready.
-    fn subject(&self) -> Subject {
+impl RunningService {
+    /// Source of its readiness.
+    fn health_source(&self) -> HealthSource {
         match self {
-            Service::Router(parts) => Subject::Router(parts.0.desk()),
-            Service::Node(node) => Subject::Node(node.standing()),
-            Service::Instance(_) => Subject::Instance,
+            RunningService::Router(parts) => HealthSource::Router(parts.0.handle()),
+            RunningService::Node(node) => HealthSource::Node(node.membership()),
+            RunningService::Instance(_) => HealthSource::Instance,
         }
     }
 
-    /// Why it cannot go on; never returns while it serves.
-    async fn failed(&self) -> anyhow::Error {
+    /// Returns the failure of the service; never returns while it works.
+    async fn failure(&self) -> anyhow::Error {
         match self {
-            Service::Router(parts) => anyhow::anyhow!("the router failed: {}", parts.0.failed().await),
-            Service::Node(node) => node.failed().await.into(),
-            Service::Instance(_) => std::future::pending().await,
+            RunningService::Router(parts) => anyhow::anyhow!("the router failed: {}", parts.0.failed().await),
+            RunningService::Node(node) => node.failed().await.into(),
+            RunningService::Instance(_) => std::future::pending().await,
         }
     }
 }
@@ -82,18 +82,18 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
         Role::Router => {
             let settings = settings::<RouterProcessConfig>(args)?;
             settings.service.router.validate()?;
-            settings.service.doors.validate()?;
+            settings.service.gateway.validate()?;
             let number = settings.service.router.id;
-            let under_way = settings.service.doors.ends_within();
-            serve(role, number, args, (settings, under_way), async |config, registry| {
-                let RouterProcessConfig { router: config, doors } = config;
+            let drain_time = settings.service.gateway.drain_timeout();
+            serve(role, number, args, (settings, drain_time), async |config, registry| {
+                let RouterProcessConfig { router: config, gateway } = config;
                 let engines = config.engines.clone();
                 let router = kvfleet_router::Router::start(config, registry).await?;
                 let mut addresses = vec![("grpc", router.local_addr())];
-                match Doors::open(&doors, &engines, router.desk(), registry).await {
-                    Ok(doors) => {
-                        addresses.extend(doors.addresses());
-                        Ok((Service::Router(Box::new((router, doors))), addresses))
+                match Gateway::open(&gateway, &engines, router.handle(), registry).await {
+                    Ok(gateway) => {
+                        addresses.extend(gateway.addresses());
+                        Ok((RunningService::Router(Box::new((router, gateway))), addresses))
                     }
                     Err(error) => {
                         router.shutdown().await;
@@ -110,7 +110,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             serve(role, number, args, (settings, Duration::ZERO), async |config, registry| {
                 let node = kvfleet_node::Node::start(config, registry).await?;
                 let addresses = vec![("data", node.data_addr()), ("control", node.control_addr())];
-                Ok((Service::Node(Box::new(node)), addresses))
+                Ok((RunningService::Node(Box::new(node)), addresses))
             })
             .await
         }
@@ -122,7 +122,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
                 let instance = Instance::start(config, registry).await?;
                 let openai = instance.openai_addr().map(|address| ("openai", address));
                 let addresses = std::iter::once(("grpc", instance.local_addr())).chain(openai).collect();
-                Ok((Service::Instance(instance), addresses))
+                Ok((RunningService::Instance(instance), addresses))
             })
             .await
         }
@@ -140,19 +140,19 @@ where
     Ok(settings)
 }
 
-/// Serves until asked to stop. Requests that are `under_way` then may take so long.
+/// Serves until asked to stop. Requests in flight then get `drain_time` to finish.
 async fn serve<T>(
     role: Role,
     number: u64,
     args: &ProcessArgs,
-    (settings, under_way): (Settings<T>, Duration),
-    start: impl AsyncFnOnce(T, &Registry) -> anyhow::Result<(Service, Vec<(&'static str, SocketAddr)>)>,
+    (settings, drain_time): (Settings<T>, Duration),
+    start: impl AsyncFnOnce(T, &Registry) -> anyhow::Result<(RunningService, Vec<(&'static str, SocketAddr)>)>,
 ) -> anyhow::Result<()> {
     if args.check {
         println!("{} {number}: the configuration is valid", role.name());
         return Ok(());
     }
-    let stop = Stop::of_service(args.follow_parent, under_way)?;
+    let stop = Stop::for_service(args.follow_parent, drain_time)?;
     let telemetry = telemetry::install(&settings.process, &format!("kvfleet-{}", role.name()))?;
     super::files::raise_limit();
     let registry = Registry::new();
@@ -162,46 +162,46 @@ async fn serve<T>(
     let (service, mut addresses) = tokio::select! {
         started = start(settings.service, &registry) => started?,
         why = stop.requested() => {
-            tracing::info!(?why, "stopped before it served");
+            tracing::info!(?why, "stopped before it was ready");
             telemetry.finish();
             return Ok(());
         }
     };
     addresses.extend(metrics.map(|address| ("metrics", address)));
     addresses.extend(drain.map(|address| ("drain", address)));
-    health.serves(service.subject());
+    health.set_source(service.health_source());
     announce(role, number, &addresses)?;
     let failure = tokio::select! {
         why = stop.requested() => {
             tracing::info!(?why, "stopping");
             None
         }
-        failure = service.failed() => {
+        failure = service.failure() => {
             tracing::error!(%failure, "stopping");
             Some(failure)
         }
     };
-    health.stops();
+    health.begin_stop();
     match service {
-        Service::Router(parts) => {
-            let (router, doors) = *parts;
-            doors.shutdown().await;
+        RunningService::Router(parts) => {
+            let (router, gateway) = *parts;
+            gateway.shutdown().await;
             router.shutdown().await;
         }
-        Service::Node(node) => node.shutdown().await,
-        Service::Instance(instance) => instance.shutdown().await,
+        RunningService::Node(node) => node.shutdown().await,
+        RunningService::Instance(instance) => instance.shutdown().await,
     }
     telemetry.finish();
     failure.map_or(Ok(()), Err)
 }
 
-/// Prints the READY line: the only line a process writes to standard output.
+/// Prints the READY line, the only line that a process writes to standard output.
 fn announce(role: Role, number: u64, addresses: &[(&str, SocketAddr)]) -> anyhow::Result<()> {
     let addresses: BTreeMap<_, _> =
         addresses.iter().map(|(purpose, address)| ((*purpose).to_owned(), address.to_string())).collect();
-    let ready = Ready { role: role.name().to_owned(), number, pid: std::process::id(), addresses };
+    let ready = ReadyLine { role: role.name().to_owned(), number, pid: std::process::id(), addresses };
     tracing::info!(role = ready.role, number, addresses = ?ready.addresses, "serving");
-    // A closed standard output means nobody waits for the line; the process serves all the same.
+    // If standard output is closed, no parent waits for the line, and the process serves anyway.
     let _ = std::io::Write::write_all(&mut std::io::stdout(), format!("{}\n", ready.to_line()).as_bytes());
     Ok(())
 }

@@ -1,6 +1,6 @@
-//! Logs to stderr and, when configured, spans over OTLP with W3C trace context.
+//! Logs to stderr and, if configured, spans over OTLP with W3C trace context.
 //!
-//! Not here: which spans exist (each crate draws its own) and how their context crosses processes
+//! Not here: the spans (each crate creates its own), and their propagation between processes
 //! (`kvfleet_proto::trace_context`).
 
 use opentelemetry::trace::TracerProvider as _;
@@ -20,7 +20,7 @@ pub(super) struct Telemetry {
 }
 
 impl Telemetry {
-    /// Sends what is buffered. A collector that is gone costs a warning, never the process.
+    /// Exports the buffered spans. A missing collector only causes a warning.
     pub(super) fn finish(self) {
         if let Some(Err(cause)) = self.spans.map(|spans| spans.shutdown()) {
             tracing::warn!(%cause, "last spans were not exported");
@@ -28,20 +28,21 @@ impl Telemetry {
     }
 }
 
-/// Warnings that are no news: openraft gives one for each proposal whose proposer waits for its end alone, as ours do.
-const QUIET: &str = "openraft::raft::responder=error";
+/// Warnings to silence: openraft warns for each proposal with a single waiter, which all proposals
+/// here have.
+const SILENCED_WARNINGS: &str = "openraft::raft::responder=error";
 
-/// What is logged; whoever names openraft wants to see all of it.
+/// Log filter. A filter that names openraft gets all of its messages.
 fn filter(text: &str) -> Result<EnvFilter, Box<dyn std::error::Error>> {
     let filter = EnvFilter::try_new(text)?;
-    Ok(if text.contains("openraft") { filter } else { filter.add_directive(QUIET.parse()?) })
+    Ok(if text.contains("openraft") { filter } else { filter.add_directive(SILENCED_WARNINGS.parse()?) })
 }
 
-/// Installs the process's subscriber. Must run inside the runtime, which the exporter uses.
+/// Installs the global subscriber. Must run inside the runtime, which the exporter uses.
 pub(super) fn install(config: &ProcessConfig, service: &str) -> anyhow::Result<Telemetry> {
     let filter = filter(&config.log).map_err(|cause| {
         anyhow::anyhow!(
-            "process.log = {:?} is no log filter: {cause}; try \"info\" or \"kvfleet_router=debug\"",
+            "process.log = {:?} is not a log filter: {cause}; try \"info\" or \"kvfleet_router=debug\"",
             config.log
         )
     })?;
@@ -56,14 +57,14 @@ pub(super) fn install(config: &ProcessConfig, service: &str) -> anyhow::Result<T
         .with(text)
         .with(filter)
         .try_init()
-        .map_err(|cause| anyhow::anyhow!("logs are set up twice: {cause}"))?;
+        .map_err(|cause| anyhow::anyhow!("logging is already set up: {cause}"))?;
     Ok(Telemetry { spans })
 }
 
 fn exporter(endpoint: &str, service: &str) -> anyhow::Result<SdkTracerProvider> {
     opentelemetry::global::set_text_map_propagator(TraceContextPropagator::new());
     let exporter = SpanExporter::builder().with_tonic().with_endpoint(endpoint).build().map_err(|cause| {
-        anyhow::anyhow!("process.otlp = {endpoint:?} is no collector: {cause}; expected http://HOST:4317")
+        anyhow::anyhow!("process.otlp = {endpoint:?} is not a collector: {cause}; expected http://HOST:4317")
     })?;
     let resource = Resource::builder().with_service_name(service.to_owned()).build();
     Ok(SdkTracerProvider::builder().with_batch_exporter(exporter).with_resource(resource).build())

@@ -1,7 +1,7 @@
-//! Drives a replay: starts requests in a fair order and not before they arrive, carries out faults at
-//! their moments, gathers what was measured, and stops early when asked to, with what has ended so far.
+//! Runs a replay: starts requests in order and no earlier than they arrive, injects faults when
+//! due, collects measurements, and stops early on request, keeping the measurements so far.
 //!
-//! Not here: serving one request (`serve.rs`) and what a fault does (`faults.rs`).
+//! `serve.rs` serves a single request; `faults.rs` carries out a fault.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,156 +11,160 @@ use tokio::task::{Id, JoinError, JoinSet};
 use tokio_util::sync::CancellationToken;
 
 use super::faults::Faults;
-use super::measure::Measured;
+use super::measure::ReplayMeasurements;
 use super::order::Order;
-use super::prepare::Prepared;
+use super::prepare::PreparedRequest;
 use super::progress::Progress;
-use super::serve::{Ended, Served, Server};
-use super::visible::Visible;
+use super::save_positions::SavePositions;
+use super::serve::{EndedRequest, RequestDriver, RequestResult};
 use crate::args::Speed;
-use crate::cluster::{Cluster, cpu_time_of};
+use crate::cluster::{LocalCluster, cpu_time_of};
 
-/// How long requests under way get to end after Ctrl-C.
+/// How long running requests may continue after Ctrl-C.
 const INTERRUPT_GRACE: Duration = Duration::from_secs(2);
 
-/// Kinds of errors and reasons of misses are counted by text; further ones share one line.
+/// Distinct error and miss texts that are counted separately; all others are counted as `other`.
 const TEXTS_MAX: usize = 64;
 
-/// How to drive.
+/// How fast to start requests.
 #[derive(Clone, Debug)]
-pub(super) struct Pace {
-    /// Requests at a time.
+pub(super) struct ReplayPace {
+    /// Requests that run concurrently.
     pub(super) concurrency: usize,
-    /// How fast they are started.
+    /// Speed of arrivals.
     pub(super) speed: Speed,
 }
 
-impl Pace {
-    /// When a request arrives, since the start of the replay; nothing when it need not be waited for. At
-    /// the slowest pace the latest moment a trace can name is longer than any clock counts.
-    fn arrival(&self, request: &Prepared) -> Option<Duration> {
+impl ReplayPace {
+    /// Arrival of a request since the start of the replay; `None` if requests do not wait for their
+    /// arrival. At very low speeds the latest arrival a trace can hold overflows `Duration` and is
+    /// capped.
+    fn arrival(&self, request: &PreparedRequest) -> Option<Duration> {
         let Speed::Times(times) = self.speed else { return None };
         let arrival = Duration::from_micros(request.arrival_us).as_secs_f64() / times;
         Some(Duration::try_from_secs_f64(arrival).unwrap_or(Duration::MAX))
     }
 }
 
-/// A replay under way.
-pub(super) struct Drive {
-    pub(super) requests: Arc<Vec<Prepared>>,
-    pub(super) server: Arc<Server>,
-    pub(super) pace: Pace,
+/// A replay in progress.
+pub(super) struct ReplayDrive {
+    pub(super) requests: Arc<Vec<PreparedRequest>>,
+    pub(super) server: Arc<RequestDriver>,
+    pub(super) pace: ReplayPace,
     pub(super) faults: Faults,
     pub(super) progress: Progress,
     pub(super) stop: CancellationToken,
 }
 
-struct State {
+struct DriveState {
     started_at: Instant,
     started: usize,
     order: Order,
-    visible: Visible,
-    under_way: JoinSet<Ended>,
-    /// Which request a task serves, should it be lost.
+    visible: SavePositions,
+    tasks: JoinSet<EndedRequest>,
+    /// The request each task serves, for tasks that panic.
     request_of: HashMap<Id, usize>,
-    measured: Measured,
+    measurements: ReplayMeasurements,
 }
 
-impl Drive {
-    /// Runs to the end of the trace, to the stop, or until a router refuses. `cluster` is the one to break,
-    /// if it is ours.
-    pub(super) async fn run(mut self, mut cluster: Option<&mut Cluster>) -> Measured {
-        let mut state = State {
+impl ReplayDrive {
+    /// Runs until the trace ends, a stop is requested or a router refuses the replay. `cluster` is
+    /// the target of faults, if this command started it.
+    pub(super) async fn run(mut self, mut cluster: Option<&mut LocalCluster>) -> ReplayMeasurements {
+        let mut state = DriveState {
             started_at: Instant::now(),
             started: 0,
             order: Order::new(self.requests.len(), self.pace.concurrency),
-            visible: Visible::default(),
-            under_way: JoinSet::new(),
+            visible: SavePositions::default(),
+            tasks: JoinSet::new(),
             request_of: HashMap::new(),
-            measured: Measured::default(),
+            measurements: ReplayMeasurements::default(),
         };
-        let cpu_before = (cpu_time_of(std::process::id()), cluster.as_deref().map(Cluster::cpu_time));
+        let cpu_before = (cpu_time_of(std::process::id()), cluster.as_deref().map(LocalCluster::cpu_time));
         while !state.order.is_done() && !self.is_over(&state) {
-            if self.is_fault_next(&state) {
-                self.break_what_is_due(&mut state, cluster.as_deref_mut()).await;
+            if self.is_fault_due(&state) {
+                self.inject_due_faults(&mut state, cluster.as_deref_mut()).await;
             }
-            let looked = self.start_all_that_may(&mut state);
-            self.wait_for_one(&mut state, looked).await;
+            let checked_until = self.start_ready_requests(&mut state);
+            self.wait_for_event(&mut state, checked_until).await;
         }
         self.drain(&mut state).await;
-        let cpu_now = (cpu_time_of(std::process::id()), cluster.as_deref().map(Cluster::cpu_time));
-        state.measured.driver_cpu =
+        let cpu_now = (cpu_time_of(std::process::id()), cluster.as_deref().map(LocalCluster::cpu_time));
+        state.measurements.driver_cpu =
             cpu_now.0.unwrap_or_default().saturating_sub(cpu_before.0.unwrap_or_default());
-        state.measured.cluster_cpu =
+        state.measurements.cluster_cpu =
             cpu_now.1.zip(cpu_before.1).map(|(now, before)| now.saturating_sub(before));
         if state.order.is_done() {
-            self.break_what_is_due(&mut state, cluster).await;
+            self.inject_due_faults(&mut state, cluster).await;
         }
         let marks = self.faults.finish(&self.server.watch, &self.stop).await;
-        state.measured.faults = marks.done;
-        state.measured.faults_not_done = marks.not_done;
-        state.measured.faults_not_measured = marks.not_measured;
-        state.measured.interrupted = self.stop.is_cancelled();
+        state.measurements.faults = marks.done;
+        state.measurements.faults_not_done = marks.not_done;
+        state.measurements.faults_not_measured = marks.not_measured;
+        state.measurements.interrupted = self.stop.is_cancelled();
         self.progress.finish();
-        state.measured
+        state.measurements
     }
 
-    fn is_over(&self, state: &State) -> bool {
-        self.stop.is_cancelled() || state.measured.refused.is_some()
+    fn is_over(&self, state: &DriveState) -> bool {
+        self.stop.is_cancelled() || state.measurements.refused.is_some()
     }
 
-    /// Whether a fault comes before the next request. One at 100 % comes before none: it waits for the last
-    /// end, so that it costs no request and no time of the replay.
-    fn is_fault_next(&self, state: &State) -> bool {
+    /// Whether a fault is due before the next request. A fault at 100 % waits until all requests
+    /// have ended, so that it affects neither requests nor the replay time.
+    fn is_fault_due(&self, state: &DriveState) -> bool {
         state.started < self.requests.len() && self.faults.is_due(state.started)
     }
 
-    async fn break_what_is_due(&mut self, state: &mut State, cluster: Option<&mut Cluster>) {
+    async fn inject_due_faults(&mut self, state: &mut DriveState, cluster: Option<&mut LocalCluster>) {
         tokio::select! {
-            () = self.faults.due(state.started, state.started_at, &mut state.visible, cluster) => {}
+            () = self.faults.inject_due(state.started, state.started_at, &mut state.visible, cluster) => {}
             () = self.stop.cancelled() => {}
         }
     }
 
-    /// Starts requests until the next one has to wait for an end, its arrival or a fault. Answers the moment, since the
-    /// start of the replay, up to which arrivals were seen.
-    fn start_all_that_may(&self, state: &mut State) -> Duration {
+    /// Starts requests until the next one must wait for another to end, for its arrival or for a
+    /// fault. Returns the time since the start of the replay up to which arrivals were checked.
+    fn start_ready_requests(&self, state: &mut DriveState) -> Duration {
         let requests = &self.requests;
-        let looked = state.started_at.elapsed();
-        while !self.is_over(state) && !self.is_fault_next(state) {
+        let checked_until = state.started_at.elapsed();
+        while !self.is_over(state) && !self.is_fault_due(state) {
             let next = state.order.start_next(
                 |request| &requests[request].hashes,
-                |request| self.pace.arrival(&requests[request]).is_none_or(|arrival| arrival <= looked),
+                |request| {
+                    self.pace.arrival(&requests[request]).is_none_or(|arrival| arrival <= checked_until)
+                },
             );
             let Some(next) = next else { break };
             state.started += 1;
             let after = state.visible.needed(&requests[next].hashes);
             let (server, requests, begun) =
                 (Arc::clone(&self.server), Arc::clone(requests), state.started_at);
-            let task = state.under_way.spawn(async move {
+            let task = state.tasks.spawn(async move {
                 let served = server.serve(next, &requests[next], after).await;
-                Ended { request: next, at: begun.elapsed(), served }
+                EndedRequest { request: next, at: begun.elapsed(), served }
             });
             state.request_of.insert(task.id(), next);
         }
-        looked
+        checked_until
     }
 
-    /// When the next request arrives that had not when arrivals were `looked` at. One that arrived just since then is
-    /// waited for as well, in vain for no time: nobody else would wake the replay if no request is under way. One that
-    /// was seen waits for an end.
-    fn next_arrival(&self, state: &State, looked: Duration) -> Option<tokio::time::Instant> {
+    /// Arrival of the next request that had not arrived by `checked_until`. If it has arrived since
+    /// then, the wait ends at once: with no request running, no other event would wake the replay.
+    /// A request that had arrived by `checked_until` waits for another to end, so the result is
+    /// `None`.
+    fn next_arrival(&self, state: &DriveState, checked_until: Duration) -> Option<tokio::time::Instant> {
         let next = state.order.next_to_arrive()?;
         let arrival = self.pace.arrival(&self.requests[next])?;
         let moment = state.started_at.checked_add(arrival)?;
-        (arrival > looked).then(|| moment.into())
+        (arrival > checked_until).then(|| moment.into())
     }
 
-    async fn wait_for_one(&self, state: &mut State, looked: Duration) {
-        if self.is_fault_next(state) {
+    async fn wait_for_event(&self, state: &mut DriveState, checked_until: Duration) {
+        if self.is_fault_due(state) {
             return;
         }
-        let until = self.next_arrival(state, looked);
+        let until = self.next_arrival(state, checked_until);
         let next_moment = async {
             match until {
                 Some(until) => tokio::time::sleep_until(until).await,
@@ -168,56 +172,55 @@ impl Drive {
             }
         };
         tokio::select! {
-            Some(ended) = state.under_way.join_next_with_id() => self.take(state, ended),
+            Some(ended) = state.tasks.join_next_with_id() => self.record_end(state, ended),
             () = next_moment => {}
             () = self.stop.cancelled() => {}
         }
     }
 
-    /// After a stop, requests under way may end for a moment and then are dropped.
-    async fn drain(&self, state: &mut State) {
+    /// After a stop, waits briefly for running requests to end and then drops them.
+    async fn drain(&self, state: &mut DriveState) {
         let deadline = tokio::time::Instant::now() + INTERRUPT_GRACE;
-        while let Ok(Some(ended)) =
-            tokio::time::timeout_at(deadline, state.under_way.join_next_with_id()).await
-        {
-            self.take(state, ended);
+        while let Ok(Some(ended)) = tokio::time::timeout_at(deadline, state.tasks.join_next_with_id()).await {
+            self.record_end(state, ended);
         }
-        state.under_way.shutdown().await;
+        state.tasks.shutdown().await;
     }
 
-    fn take(&self, state: &mut State, ended: Result<(Id, Ended), JoinError>) {
+    fn record_end(&self, state: &mut DriveState, ended: Result<(Id, EndedRequest), JoinError>) {
         let id = ended.as_ref().map_or_else(JoinError::id, |(id, _)| *id);
         if let Some(request) = state.request_of.remove(&id) {
             state.order.end(request);
         }
         let Ok((_, ended)) = ended else {
-            count(&mut state.measured.errors, "a request's task was lost".to_owned(), 1);
-            state.measured.failed += 1;
+            count_text(&mut state.measurements.errors, "a request's task was lost".to_owned(), 1);
+            state.measurements.failed += 1;
             return;
         };
-        state.measured.wall = state.measured.wall.max(ended.at);
-        let Served { sample, saved_at, hit_blocks, errors, misses, refused, profile, .. } = ended.served;
-        errors.into_iter().for_each(|error| count(&mut state.measured.errors, error, 1));
-        misses.into_iter().for_each(|miss| count(&mut state.measured.misses, miss, 1));
+        state.measurements.wall = state.measurements.wall.max(ended.at);
+        let RequestResult { sample, saved_at, hit_blocks, errors, misses, refused, profile, .. } =
+            ended.served;
+        errors.into_iter().for_each(|error| count_text(&mut state.measurements.errors, error, 1));
+        misses.into_iter().for_each(|miss| count_text(&mut state.measurements.misses, miss, 1));
         if let Some(refused) = refused {
-            state.measured.refused.get_or_insert(refused);
+            state.measurements.refused.get_or_insert(refused);
         }
         let Some(mut sample) = sample else {
-            state.measured.failed += 1;
+            state.measurements.failed += 1;
             return;
         };
         sample.at = ended.at;
-        state.visible.saved(&self.requests[ended.request].hashes[hit_blocks..], &saved_at);
+        state.visible.record(&self.requests[ended.request].hashes[hit_blocks..], &saved_at);
         self.progress.ended(&sample);
-        if state.measured.profiles.len() < TEXTS_MAX {
-            state.measured.profiles.insert(profile);
+        if state.measurements.profiles.len() < TEXTS_MAX {
+            state.measurements.profiles.insert(profile);
         }
-        state.measured.samples.push(sample);
+        state.measurements.samples.push(sample);
     }
 }
 
-/// Counts by text, bounded: what comes from other processes must not grow our memory.
-fn count(counts: &mut std::collections::BTreeMap<String, u64>, text: String, by: u64) {
+/// Counts by text, with a bound on distinct texts because they come from other processes.
+fn count_text(counts: &mut std::collections::BTreeMap<String, u64>, text: String, by: u64) {
     let known = counts.len() < TEXTS_MAX || counts.contains_key(&text);
     *counts.entry(if known { text } else { "other".to_owned() }).or_default() += by;
 }
@@ -227,107 +230,108 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use kv_core::id::{IdentityDigest, TenantId};
     use kvfleet_client::{Client, ClientConfig};
-    use kvfleet_proto::tls::TlsFiles;
+    use kvfleet_net::tls::TlsFiles;
 
-    use super::super::watch::Watch;
+    use super::super::watch::FailureWatch;
     use super::*;
-    use crate::certificates::Authority;
+    use kvfleet_net::certificates::Authority;
 
-    /// A replay of so many requests on routers that nobody asks.
-    fn drive(requests: usize) -> Drive {
+    /// A replay of `requests` requests with a router address that refuses connections.
+    fn drive(requests: usize) -> ReplayDrive {
         let dir = tempfile::tempdir().unwrap();
         let files = Authority::open(dir.path()).unwrap().issue("admin").unwrap();
         let identity = TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load().unwrap();
-        let server = Server {
+        let server = RequestDriver {
             client: Client::new(ClientConfig::new(vec!["127.0.0.1:9".into()], identity.clone())).unwrap(),
             identity,
             digest: IdentityDigest([1; 16]),
             tenant: TenantId(0),
             block_tokens: 512,
-            watch: Arc::new(Watch::default()),
+            watch: Arc::new(FailureWatch::default()),
             time_scale: 1.0,
             instances: parking_lot::Mutex::default(),
         };
-        let request = Prepared {
+        let request = PreparedRequest {
             arrival_us: 0,
             hashes: vec![],
             input_tokens: 1,
             output_tokens: 1,
             category: kv_core::id::Category::default(),
         };
-        Drive {
+        ReplayDrive {
             requests: Arc::new(vec![request; requests]),
             faults: Faults::plan(&[], &[], requests, &server.watch),
             server: Arc::new(server),
-            pace: Pace { concurrency: 4, speed: Speed::Max },
+            pace: ReplayPace { concurrency: 4, speed: Speed::Max },
             progress: Progress::new(requests, true),
             stop: CancellationToken::new(),
         }
     }
 
-    fn state(drive: &Drive) -> State {
-        State {
+    fn state(drive: &ReplayDrive) -> DriveState {
+        DriveState {
             started_at: Instant::now(),
             started: 0,
             order: Order::new(drive.requests.len(), drive.pace.concurrency),
-            visible: Visible::default(),
-            under_way: JoinSet::new(),
+            visible: SavePositions::default(),
+            tasks: JoinSet::new(),
             request_of: HashMap::new(),
-            measured: Measured::default(),
+            measurements: ReplayMeasurements::default(),
         }
     }
 
     #[tokio::test]
-    async fn a_request_whose_task_is_lost_has_ended_and_failed() {
+    async fn lost_task_counts_as_a_failed_request() {
         let drive = drive(1);
         let mut state = state(&drive);
         let request = state.order.start_next(|_| &[], |_| true).unwrap();
-        let task = state.under_way.spawn(async { panic!("lost") });
+        let task = state.tasks.spawn(async { panic!("lost") });
         state.request_of.insert(task.id(), request);
-        drive.wait_for_one(&mut state, Duration::ZERO).await;
+        drive.wait_for_event(&mut state, Duration::ZERO).await;
         assert!(state.order.is_done(), "or the replay waits for ever");
-        assert_eq!(state.measured.failed, 1);
+        assert_eq!(state.measurements.failed, 1);
     }
 
     #[tokio::test]
-    async fn a_refusal_starts_nothing_more() {
+    async fn refusal_stops_further_starts() {
         let drive = drive(3);
         let mut state = state(&drive);
         let request = state.order.start_next(|_| &[], |_| true).unwrap();
-        let served = Served { refused: Some("why".into()), ..Served::default() };
-        let task = state.under_way.spawn(async move { Ended { request, at: Duration::ZERO, served } });
+        let served = RequestResult { refused: Some("why".into()), ..RequestResult::default() };
+        let task = state.tasks.spawn(async move { EndedRequest { request, at: Duration::ZERO, served } });
         state.request_of.insert(task.id(), request);
-        drive.wait_for_one(&mut state, Duration::ZERO).await;
-        drive.start_all_that_may(&mut state);
-        assert_eq!((state.started, state.measured.refused.as_deref()), (0, Some("why")));
+        drive.wait_for_event(&mut state, Duration::ZERO).await;
+        drive.start_ready_requests(&mut state);
+        assert_eq!((state.started, state.measurements.refused.as_deref()), (0, Some("why")));
     }
 
     #[tokio::test]
-    async fn a_request_that_arrives_while_nobody_looks_is_not_waited_for_in_vain() {
+    async fn starts_a_request_that_arrived_between_checks() {
         let mut drive = drive(1);
         let arrival = Duration::from_millis(1);
         drive.pace.speed = Speed::Times(1.0);
-        drive.requests = Arc::new(vec![Prepared { arrival_us: 1000, ..drive.requests[0].clone() }]);
+        drive.requests = Arc::new(vec![PreparedRequest { arrival_us: 1000, ..drive.requests[0].clone() }]);
         let mut state = state(&drive);
-        // Arrivals were looked at before it came, and it came before it is waited for: nothing else is under way.
+        // The request arrived after arrivals were checked and before the wait, and no other request
+        // is running.
         state.started_at = Instant::now() - 2 * arrival;
-        drive.wait_for_one(&mut state, Duration::ZERO).await;
-        let looked = drive.start_all_that_may(&mut state);
-        assert_eq!((state.started, looked > arrival), (1, true));
+        drive.wait_for_event(&mut state, Duration::ZERO).await;
+        let checked_until = drive.start_ready_requests(&mut state);
+        assert_eq!((state.started, checked_until > arrival), (1, true));
     }
 
     #[test]
-    fn no_arrival_and_no_pace_is_too_much_for_the_clock() {
-        let request = |arrival_us| Prepared {
+    fn extreme_arrivals_do_not_overflow() {
+        let request = |arrival_us| PreparedRequest {
             arrival_us,
             hashes: vec![],
             input_tokens: 1,
             output_tokens: 1,
             category: kv_core::id::Category::default(),
         };
-        let pace = |times| Pace { concurrency: 1, speed: Speed::Times(times) };
+        let pace = |times| ReplayPace { concurrency: 1, speed: Speed::Times(times) };
         assert_eq!(pace(2.0).arrival(&request(3_000_000)), Some(Duration::from_millis(1500)));
         assert_eq!(pace(1e-300).arrival(&request(u64::MAX)), Some(Duration::MAX));
-        assert_eq!(Pace { concurrency: 1, speed: Speed::Max }.arrival(&request(5)), None);
+        assert_eq!(ReplayPace { concurrency: 1, speed: Speed::Max }.arrival(&request(5)), None);
     }
 }

@@ -1,75 +1,75 @@
-//! What a replay measures, request by request, and what it adds up to.
+//! Measurements of a replay per request and in total.
 //!
-//! Not here: how it is written and drawn (`crate::report`). Modelled numbers are kept in fields of
-//! their own that say so.
+//! `crate::report` writes and plots them. Modelled values are kept in separate fields named
+//! `modelled`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use super::carried::Carried;
+use super::traffic::ReplayTraffic;
 use crate::cluster::PeakMemory;
 
-/// One request that ended.
+/// One completed request.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Sample {
-    /// Time since the first request was started.
+pub struct RequestSample {
+    /// Time since the first request started.
     pub at: Duration,
-    /// Blocks asked for.
+    /// Blocks requested.
     pub asked_blocks: u32,
-    /// Blocks served from GPU memory, DRAM, SSD.
+    /// Blocks served from GPU memory, DRAM and SSD.
     pub hit_blocks: TierBlocks,
-    /// Bytes that came from nodes, whatever became of them.
+    /// Bytes received from nodes, used or not.
     pub fetched_bytes: u64,
-    /// Of these, compared with what they must be, and right.
+    /// The part of `fetched_bytes` that was compared with the expected bytes and matched.
     pub verified_bytes: u64,
-    /// Of these, compared and wrong, or refused by their checks.
+    /// The part of `fetched_bytes` that did not match or failed its checksum.
     pub wrong_bytes: u64,
-    /// Blocks of the wrong bytes.
+    /// Blocks with wrong bytes.
     pub wrong_blocks: u32,
-    /// Of the bytes that came, those behind a gap: of no use, and so not compared.
+    /// The part of `fetched_bytes` behind a gap, and so neither usable nor compared.
     pub unused_bytes: u64,
     /// Bytes stored on nodes.
     pub saved_bytes: u64,
     /// Blocks stored on nodes.
     pub saved_blocks: u32,
-    /// Blocks that a node had already.
+    /// Blocks that the node already held.
     pub present_blocks: u32,
-    /// Blocks that no node took.
+    /// Blocks that no node accepted.
     pub refused_blocks: u32,
-    /// Time of the successful route call.
+    /// Duration of the successful route call.
     pub route_us: u64,
-    /// Time of the fetch, however it ended; nothing when there was nothing to fetch.
+    /// Duration of the fetch, whatever its outcome; `None` if the request fetched no block.
     pub fetch_us: Option<u64>,
-    /// Time of the save, however it ended; nothing when there was nothing to save.
+    /// Duration of the save, whatever its outcome; `None` if the request saved no block.
     pub save_us: Option<u64>,
-    /// Time from start to end as the caller sees it, retries included.
+    /// Duration from start to end as seen by the caller, including retries.
     pub total_us: u64,
-    /// The instance that served it.
+    /// The instance that served the request.
     pub instance: u32,
-    /// Predicted until its first token, in the time of the profile.
+    /// Predicted TTFT, in the time of the hardware profile.
     pub predicted_ttft_us: u64,
-    /// The prefill, where instances let compute take time.
+    /// The timed prefill, if instances simulate compute time.
     pub timed: Option<TimedPrefill>,
     /// Modelled, not measured.
     pub modelled: ModelledSample,
 }
 
-/// A prefill beside its load, as an instance measured it.
+/// A prefill overlapping its KV load, as measured by an instance.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TimedPrefill {
-    /// Waiting for the accelerator.
+    /// Time in the queue for the accelerator.
     pub queue_us: u64,
-    /// From its turn to its last layer.
+    /// From getting the accelerator to the last layer.
     pub prefill_us: u64,
-    /// Of that, time in which compute had nothing to do.
+    /// The part of `prefill_us` with compute idle.
     pub idle_us: u64,
-    /// What computing everything would have taken.
+    /// Compute time of the whole prompt without any cached block.
     pub recompute_us: u64,
-    /// Blocks that were computed although a node had them.
+    /// Blocks that were recomputed although a node held them.
     pub computed_blocks: u32,
-    /// Bytes that were loaded before its turn.
+    /// Bytes loaded before the prefill got the accelerator.
     pub read_buffer_bytes: u64,
-    /// Blocks stored from slices that left while later layers were computed.
+    /// Blocks saved from slices that were sent while later layers were still being computed.
     pub streamed_blocks: u32,
 }
 
@@ -85,99 +85,99 @@ pub struct TierBlocks {
 }
 
 impl TierBlocks {
-    /// All tiers together.
+    /// Blocks of all tiers.
     #[must_use]
     pub fn sum(&self) -> u32 {
         self.gpu + self.dram + self.ssd
     }
 }
 
-/// What the instance's hardware profile says a request would take on that hardware. Nothing here was
-/// measured. Waiting behind other requests is left out: how many wait here depends on how fast this machine
-/// moves bytes, and that is measured.
+/// What a request would take on the hardware described by the instance's profile; none of it is
+/// measured. Queueing is left out: how many requests wait depends on how fast this machine moves
+/// bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ModelledSample {
-    /// Moving the KV.
+    /// Transfer of the KV cache.
     pub transfer_us: u64,
-    /// Computing the rest.
+    /// Prefill of the blocks that were not hits.
     pub prefill_us: u64,
-    /// Computing the whole prompt, had nothing been cached.
+    /// Prefill of the whole prompt without any cached block.
     pub prefill_uncached_us: u64,
 }
 
 impl ModelledSample {
-    /// Modelled time to first token of a request that waits for no other.
+    /// Modelled TTFT of a request that does not queue.
     #[must_use]
     pub fn ttft_us(&self) -> u64 {
         self.transfer_us + self.prefill_us
     }
 }
 
-/// A fault that was carried out, with what was lost by it.
+/// A fault that was carried out, with its cost.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FaultMark {
-    /// Time since the first request was started.
+    /// Time since the first request started.
     pub at: Duration,
     /// `kill` or `restart`.
     pub kind: &'static str,
-    /// As typed: `node:2`, `router-leader`.
+    /// The target as given on the command line: `node:2`, `router-leader`.
     pub target: String,
-    /// The process it was: `node-2`, `router-1`.
+    /// The affected process: `node-2`, `router-1`.
     pub process: String,
-    /// Requests that had been started by then.
+    /// Number of requests started before the fault.
     pub at_request: usize,
     /// Milliseconds from SIGKILL until no router named the node any more.
     pub unrouted_ms: Option<f64>,
-    /// Milliseconds from SIGKILL until a new leader had committed a write.
+    /// Milliseconds from SIGKILL until a new leader committed a write.
     pub leader_ms: Option<f64>,
     /// Milliseconds from the start command until the process served.
     pub serving_ms: Option<f64>,
 }
 
-/// Everything a replay measured.
+/// All measurements of a replay.
 #[derive(Clone, Debug, Default)]
-pub struct Measured {
-    /// Ended requests in the order of their ends.
-    pub samples: Vec<Sample>,
-    /// Faults in the order of their moments.
+pub struct ReplayMeasurements {
+    /// Completed requests, in order of completion.
+    pub samples: Vec<RequestSample>,
+    /// Faults, in order of execution.
     pub faults: Vec<FaultMark>,
-    /// Faults asked for that were not carried out, and why.
+    /// Requested faults that were not carried out, with the reason.
     pub faults_not_done: Vec<String>,
     /// Kills whose cost could not be measured.
     pub faults_not_measured: Vec<String>,
-    /// Processes that ended although nobody asked them to, and how.
+    /// Processes that exited unexpectedly, and how.
     pub crashed: Vec<String>,
-    /// Why a router refused to serve this replay at all.
+    /// Why a router refused the whole replay.
     pub refused: Option<String>,
-    /// Names of the profiles under which instances modelled their compute.
+    /// Names of the hardware profiles used by the instances.
     pub profiles: BTreeSet<String>,
-    /// Failed attempts by kind; the request behind one may have ended well later.
+    /// Failed attempts by kind; a later attempt of the same request may have succeeded.
     pub errors: BTreeMap<String, u64>,
-    /// Sources that did not deliver all they were asked for, by reason.
+    /// Sources that did not deliver everything requested, by reason.
     pub misses: BTreeMap<String, u64>,
-    /// Requests that never ended well.
+    /// Requests that never succeeded.
     pub failed: u64,
     /// From the first start to the last end of a request.
     pub wall: Duration,
-    /// Processor time of all processes of the cluster; nothing for a cluster of someone else.
+    /// CPU time of all cluster processes; `None` for an external cluster.
     pub cluster_cpu: Option<Duration>,
-    /// What went over which path; nothing of a cluster of someone else.
-    pub carried: Carried,
-    /// Memory that the processes of the cluster had in place at most; nothing of a cluster of someone else.
+    /// Bytes by transport path; empty for an external cluster.
+    pub traffic: ReplayTraffic,
+    /// Peak resident memory of the cluster processes; empty for an external cluster.
     pub memory: Vec<PeakMemory>,
-    /// Processor time of this process.
+    /// CPU time of this process.
     pub driver_cpu: Duration,
-    /// Whether it was stopped before its end.
+    /// Whether the replay was stopped early.
     pub interrupted: bool,
 }
 
-impl Measured {
-    /// Sum of one quantity over all samples.
-    pub fn sum(&self, of: impl Fn(&Sample) -> u64) -> u64 {
+impl ReplayMeasurements {
+    /// Sum of `of` over all samples.
+    pub fn sum(&self, of: impl Fn(&RequestSample) -> u64) -> u64 {
         self.samples.iter().map(of).sum()
     }
 
-    /// Hits over accesses, 0 when nothing was asked.
+    /// Hits over requested blocks; 0 if none were requested.
     #[must_use]
     pub fn hit_rate(&self) -> f64 {
         let asked = self.sum(|sample| sample.asked_blocks.into());
@@ -186,7 +186,7 @@ impl Measured {
     }
 }
 
-/// `part / whole`, 0 for an empty whole.
+/// `part / whole`, or 0 if `whole` is 0.
 #[must_use]
 pub fn ratio(part: u64, whole: u64) -> f64 {
     // Counts of a replay stay far below 2^52.
@@ -195,7 +195,7 @@ pub fn ratio(part: u64, whole: u64) -> f64 {
     ratio
 }
 
-/// Percentiles of a set of numbers, by the nearest rank.
+/// Percentiles by nearest rank.
 #[derive(Clone, Debug, Default)]
 pub struct Percentiles {
     sorted: Vec<u64>,
@@ -210,7 +210,8 @@ impl FromIterator<u64> for Percentiles {
 }
 
 impl Percentiles {
-    /// The value that `share` (0 to 1) of all values do not exceed; 0 when there are none.
+    /// The smallest value that at least `share` (0 to 1) of all values do not exceed; 0 if there
+    /// are none.
     #[must_use]
     pub fn at(&self, share: f64) -> u64 {
         #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
@@ -218,7 +219,7 @@ impl Percentiles {
         self.sorted.get(rank.saturating_sub(1)).copied().unwrap_or_default()
     }
 
-    /// How many values there are.
+    /// Number of values.
     #[must_use]
     pub fn count(&self) -> usize {
         self.sorted.len()
@@ -230,7 +231,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn percentiles_are_values_that_occurred() {
+    fn percentiles_are_observed_values() {
         let hundred: Percentiles = (1..=100).rev().collect();
         assert_eq!((hundred.at(0.5), hundred.at(0.99), hundred.at(1.0)), (50, 99, 100));
         assert_eq!(hundred.at(0.0), 1);
@@ -239,14 +240,17 @@ mod tests {
     }
 
     #[test]
-    fn the_hit_rate_is_over_blocks() {
-        let sample = |asked_blocks, dram, ssd| Sample {
+    fn hit_rate_counts_blocks() {
+        let sample = |asked_blocks, dram, ssd| RequestSample {
             asked_blocks,
             hit_blocks: TierBlocks { gpu: 0, dram, ssd },
-            ..Sample::default()
+            ..RequestSample::default()
         };
-        let measured = Measured { samples: vec![sample(10, 3, 1), sample(2, 2, 0)], ..Measured::default() };
+        let measured = ReplayMeasurements {
+            samples: vec![sample(10, 3, 1), sample(2, 2, 0)],
+            ..ReplayMeasurements::default()
+        };
         assert!((measured.hit_rate() - 0.5).abs() < 1e-12);
-        assert!(Measured::default().hit_rate().abs() < 1e-12);
+        assert!(ReplayMeasurements::default().hit_rate().abs() < 1e-12);
     }
 }

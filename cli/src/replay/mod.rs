@@ -1,10 +1,10 @@
-//! `kvfleet replay`: serves a request trace on a cluster of real processes and reports what happened.
+//! `kvfleet replay`: serves a request trace on a cluster of real processes and reports the results.
 //!
-//! `prepare` reads and hashes the trace, `order` says what may start, `drive` starts it, `serve` serves
-//! one request, `faults` and `watch` break the cluster and measure what that costs. `crosscheck` serves the same requests
-//! in virtual time besides and compares. Not here: how the report is written and drawn (`crate::report`).
+//! `prepare` reads and hashes the trace, `order` decides what may start, `drive` starts requests,
+//! `serve` serves one request, `faults` and `watch` inject faults and measure their cost.
+//! `crosscheck` also runs the same requests in virtual time and compares. `crate::report` writes
+//! and plots the report.
 
-mod carried;
 mod crosscheck;
 mod drive;
 mod faults;
@@ -13,14 +13,16 @@ mod order;
 mod prepare;
 mod progress;
 mod run;
+mod save_positions;
 mod serve;
-mod visible;
+mod traffic;
 mod watch;
 
-pub use carried::{Carried, PathBytes};
-pub use crosscheck::run as crosscheck;
+pub use crosscheck::run_crosscheck as crosscheck;
 pub use measure::{
-    FaultMark, Measured, ModelledSample, Percentiles, Sample, TierBlocks, TimedPrefill, ratio,
+    FaultMark, ModelledSample, Percentiles, ReplayMeasurements, RequestSample, TierBlocks, TimedPrefill,
+    ratio,
 };
-pub use prepare::{Prepared, Reading, Workload, prepare, tenant_salt};
-pub use run::{Outcome, run};
+pub use prepare::{PreparedRequest, TraceSource, Workload, load_workload, tenant_salt};
+pub use run::{Outcome, run_replay};
+pub use traffic::{PathBytes, ReplayTraffic};

@@ -1,19 +1,19 @@
-//! In which order requests may start so that hits come out as if they had run one after the other.
+//! Start order of requests, such that hits come out as if requests had run one after the other.
 //!
-//! A request may overtake another unless it shares a block that the other one is the first to bring:
-//! such a block is not visible before that one has ended. With bounded capacity even touching a block
-//! matters to what is evicted, so there only one request runs at a time. A request that has not arrived
-//! yet neither starts nor keeps others from starting. Pure: no clock, no tasks.
+//! A request may overtake another unless it shares a block that the other is the first to contain:
+//! such a block is not visible until that request has ended. With bounded capacity, even a touch
+//! affects later evictions, so requests run one at a time. A request that has not arrived neither
+//! starts nor keeps others from starting. Free of I/O: no clock and no tasks.
 
 use std::collections::{BTreeSet, HashMap};
 
 use kv_core::id::BlockHash;
 
-/// Requests that may be known to wait at the same time, per request that may run. Bounds memory and
-/// keeps the order near the trace's.
+/// Waiting requests to track per concurrent request. Bounds memory and keeps the order close to
+/// that of the trace.
 const WAITING_PER_RUNNING: usize = 8;
 
-/// The order of one replay.
+/// The start order of one replay.
 #[derive(Debug)]
 pub(super) struct Order {
     requests: usize,
@@ -23,13 +23,14 @@ pub(super) struct Order {
     running: usize,
     is_ended: Vec<bool>,
     first_with: HashMap<BlockHash, usize>,
-    waits_for: HashMap<usize, usize>,
-    waited_for_by: HashMap<usize, Vec<usize>>,
-    free: BTreeSet<usize>,
+    open_dependencies: HashMap<usize, usize>,
+    dependents: HashMap<usize, Vec<usize>>,
+    ready: BTreeSet<usize>,
 }
 
 impl Order {
-    /// An order over requests `0..requests` of which `running_max` run at a time; 1 is the trace's own.
+    /// An order over requests `0..requests` with at most `running_max` running concurrently; with 1
+    /// it is the trace order.
     pub(super) fn new(requests: usize, running_max: usize) -> Self {
         Self {
             requests,
@@ -39,13 +40,13 @@ impl Order {
             running: 0,
             is_ended: vec![false; requests],
             first_with: HashMap::new(),
-            waits_for: HashMap::new(),
-            waited_for_by: HashMap::new(),
-            free: BTreeSet::new(),
+            open_dependencies: HashMap::new(),
+            dependents: HashMap::new(),
+            ready: BTreeSet::new(),
         }
     }
 
-    /// The next request that may start now, which then counts as running.
+    /// The next request that may start now; it then counts as running.
     pub(super) fn start_next<'a>(
         &mut self,
         blocks_of: impl Fn(usize) -> &'a [BlockHash],
@@ -57,22 +58,22 @@ impl Order {
         while self.next_to_arrive().is_some_and(&has_arrived) {
             self.admit(self.admitted, blocks_of(self.admitted));
         }
-        let next = self.free.pop_first()?;
+        let next = self.ready.pop_first()?;
         self.running += 1;
         Some(next)
     }
 
-    /// A running request has ended: those that waited only for it become free.
+    /// Ends a running request: requests that waited only for it may start.
     pub(super) fn end(&mut self, request: usize) {
         self.running -= 1;
         self.ended += 1;
         self.is_ended[request] = true;
-        for waiting in self.waited_for_by.remove(&request).unwrap_or_default() {
-            if let Some(left) = self.waits_for.get_mut(&waiting) {
+        for waiting in self.dependents.remove(&request).unwrap_or_default() {
+            if let Some(left) = self.open_dependencies.get_mut(&waiting) {
                 *left -= 1;
                 if *left == 0 {
-                    self.waits_for.remove(&waiting);
-                    self.free.insert(waiting);
+                    self.open_dependencies.remove(&waiting);
+                    self.ready.insert(waiting);
                 }
             }
         }
@@ -83,7 +84,7 @@ impl Order {
         self.ended == self.requests
     }
 
-    /// The request whose arrival is next to be waited for; nothing when none is left, or when enough wait.
+    /// The next request to wait for; `None` if no request is left or enough are waiting.
     pub(super) fn next_to_arrive(&self) -> Option<usize> {
         let waiting_max = if self.running_max == 1 { 1 } else { self.running_max * WAITING_PER_RUNNING };
         (self.admitted < self.requests && self.admitted - self.ended < waiting_max).then_some(self.admitted)
@@ -99,12 +100,12 @@ impl Order {
             }
         }
         if earlier.is_empty() {
-            self.free.insert(request);
+            self.ready.insert(request);
             return;
         }
-        self.waits_for.insert(request, earlier.len());
+        self.open_dependencies.insert(request, earlier.len());
         for first in earlier {
-            self.waited_for_by.entry(first).or_default().push(request);
+            self.dependents.entry(first).or_default().push(request);
         }
     }
 }
@@ -122,15 +123,16 @@ mod tests {
         order.start_next(|request| &blocks[request], |_| true)
     }
 
-    /// Starts all that may start at `now`, by a clock that is a number.
+    /// Starts every request that may start at time `now`.
     fn start_at(order: &mut Order, blocks: &[Vec<BlockHash>], arrivals: &[u64], now: u64) -> Vec<usize> {
         let mut next = || order.start_next(|request| &blocks[request], |request| arrivals[request] <= now);
         std::iter::from_fn(&mut next).collect()
     }
 
     #[test]
-    fn nothing_starts_before_it_arrives_and_nobody_waits_for_others_to_arrive() {
-        // 1 shares a block with 0 and waits for its end; 2 shares nothing and arrives late.
+    fn late_arrivals_do_not_block_others() {
+        // Request 1 shares a block with 0 and waits for its end; 2 shares no block and arrives
+        // late.
         let blocks = vec![vec![block(1)], vec![block(1)], vec![block(2)]];
         let arrivals = [0, 10, 1000];
         let mut order = Order::new(3, 4);
@@ -139,14 +141,14 @@ mod tests {
         assert_eq!(
             start_at(&mut order, &blocks, &arrivals, 20),
             [] as [usize; 0],
-            "2 does not take 1's turn"
+            "request 2 does not start in place of 1"
         );
         assert_eq!(order.next_to_arrive(), Some(2));
         order.end(0);
         assert_eq!(
             start_at(&mut order, &blocks, &arrivals, 30),
             [1],
-            "1 has arrived: 2's arrival is not its own"
+            "request 1 has arrived and need not wait for the arrival of 2"
         );
         assert_eq!(start_at(&mut order, &blocks, &arrivals, 999), [] as [usize; 0]);
         assert_eq!(start_at(&mut order, &blocks, &arrivals, 1000), [2]);
@@ -154,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn every_request_starts_at_its_arrival_while_there_is_room() {
+    fn requests_start_at_their_arrival() {
         let blocks: Vec<_> = (0..20).map(|number| vec![block(number)]).collect();
         let arrivals: Vec<u64> = (0..20).map(|number| number * 100).collect();
         let mut order = Order::new(20, 2);
@@ -168,7 +170,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_run_side_by_side() {
+    fn unrelated_requests_run_concurrently() {
         let blocks = vec![vec![block(1)], vec![block(2)], vec![block(3)]];
         let mut order = Order::new(3, 2);
         assert_eq!(start(&mut order, &blocks), Some(0));
@@ -179,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_child_waits_for_its_parent_and_others_overtake() {
+    fn shared_blocks_wait_for_the_first_request() {
         let blocks = vec![vec![block(1)], vec![block(1), block(2)], vec![block(3)]];
         let mut order = Order::new(3, 3);
         assert_eq!(start(&mut order, &blocks), Some(0));
@@ -190,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_block_of_an_ended_request_is_waited_for_by_nobody() {
+    fn ended_requests_block_nobody() {
         let blocks = vec![vec![block(1)], vec![block(1)], vec![block(1)]];
         let mut order = Order::new(3, 3);
         assert_eq!(start(&mut order, &blocks), Some(0));
@@ -200,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn one_at_a_time_is_the_order_of_the_trace() {
+    fn sequential_keeps_trace_order() {
         let blocks: Vec<_> = (0..9).map(|number| vec![block(number)]).collect();
         let mut order = Order::new(9, 1);
         for expected in 0..9 {
@@ -212,8 +214,8 @@ mod tests {
     }
 
     #[test]
-    fn every_request_starts_exactly_once_and_after_its_introducers() {
-        // A deterministic mix of shared and own blocks.
+    fn each_request_starts_once_after_its_dependencies() {
+        // A deterministic mix of shared and unshared blocks.
         let blocks: Vec<Vec<BlockHash>> =
             (0u8..200).map(|n| vec![block(n % 7), block(50 + n % 23), block(n)]).collect();
         let mut order = Order::new(200, 5);
@@ -221,9 +223,10 @@ mod tests {
         while !order.is_done() {
             while let Some(next) = start(&mut order, &blocks) {
                 for earlier in 0..next {
-                    let brings = |b: &BlockHash| !blocks[..earlier].iter().flatten().any(|other| other == b);
+                    let introduces =
+                        |b: &BlockHash| !blocks[..earlier].iter().flatten().any(|other| other == b);
                     let shared =
-                        blocks[earlier].iter().filter(|b| brings(b)).any(|b| blocks[next].contains(b));
+                        blocks[earlier].iter().filter(|b| introduces(b)).any(|b| blocks[next].contains(b));
                     assert!(!shared || ended.contains(&earlier), "{next} started before {earlier} ended");
                 }
                 running.push(next);

@@ -1,6 +1,6 @@
-//! A trace read and hashed, ready to be served.
+//! Reads a trace and hashes its blocks.
 //!
-//! Not here: the formats (`kvfleet_sim::trace`) and what a hash covers (`kv_core::prefix`).
+//! `kvfleet_sim::trace` parses the formats; `kv_core::prefix` defines what a hash covers.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -15,54 +15,55 @@ use kvfleet_sim::trace::Skipped;
 use crate::args::TraceFormat;
 use crate::trace::{open_trace, skipped_text};
 
-/// One request of a trace with the hashes of its blocks.
+/// One request of a trace with its block hashes.
 #[derive(Clone, Debug)]
-pub struct Prepared {
-    /// When it arrived, since the first request.
+pub struct PreparedRequest {
+    /// Arrival time since the first request.
     pub arrival_us: u64,
-    /// Its blocks in prefix order.
+    /// Block hashes in prefix order.
     pub hashes: Vec<BlockHash>,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub input_tokens: u32,
-    /// Tokens it generated.
+    /// Generated tokens.
     pub output_tokens: u32,
-    /// Its category.
+    /// Request category.
     pub category: Category,
 }
 
 /// A whole trace.
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
-    /// Requests in arrival order. Shared, because a trace may fill most of the memory.
-    pub requests: Arc<Vec<Prepared>>,
-    /// Distinct blocks of all requests.
+    /// Requests in arrival order. Shared because a trace may take most of the memory.
+    pub requests: Arc<Vec<PreparedRequest>>,
+    /// Number of distinct blocks in all requests.
     pub unique_blocks: u64,
-    /// Tokens of one block.
+    /// Tokens per block.
     pub block_tokens: u32,
-    /// Lines that were skipped in lenient reading, by reason.
+    /// Lines skipped by lenient reading, by reason.
     pub skipped: Skipped,
 }
 
-/// What to read and how.
+/// A trace file and how to read it.
 #[derive(Clone, Debug)]
-pub struct Reading<'a> {
-    /// The file.
+pub struct TraceSource<'a> {
+    /// The trace file.
     pub path: &'a Path,
-    /// Its format.
+    /// The format of the file.
     pub format: TraceFormat,
     /// Whether malformed lines are skipped and counted.
     pub lenient: bool,
-    /// How many requests are wanted; all when absent.
+    /// Maximum number of requests; all if absent.
     pub limit: Option<usize>,
-    /// Tokens of one block, when not what the format says.
+    /// Tokens per block, if different from the format's.
     pub block_tokens: Option<u32>,
     /// Tenant whose salt goes into the hashes.
     pub tenant: u32,
-    /// Layers of a block, part of the identity.
+    /// Layers per block; part of the identity.
     pub layers: u32,
 }
 
-/// The salt of a tenant of a local cluster. A fleet's salts are secrets of its own; a replay's are not.
+/// The salt of a tenant of a local cluster. In production, salts are secret; in a replay they are
+/// not.
 #[must_use]
 pub fn tenant_salt(tenant: u32) -> [u8; 32] {
     let mut salt = [0; 32];
@@ -71,25 +72,25 @@ pub fn tenant_salt(tenant: u32) -> [u8; 32] {
 }
 
 /// Reads and hashes a trace.
-pub fn prepare(reading: &Reading<'_>) -> anyhow::Result<Workload> {
-    let file = File::open(reading.path).map_err(|cause| {
-        anyhow::anyhow!("cannot read {}: {cause}; give the path of a trace", reading.path.display())
+pub fn load_workload(source: &TraceSource<'_>) -> anyhow::Result<Workload> {
+    let file = File::open(source.path).map_err(|cause| {
+        anyhow::anyhow!("cannot read {}: {cause}; give the path of a trace", source.path.display())
     })?;
-    let mut requests = open_trace(BufReader::new(file), reading.format, reading.lenient);
+    let mut requests = open_trace(BufReader::new(file), source.format, source.lenient);
     let mut workload = Workload::default();
     let mut prepared = vec![];
     let mut unique = HashSet::new();
     let mut hasher = None;
-    while reading.limit.is_none_or(|limit| prepared.len() < limit) {
+    while source.limit.is_none_or(|limit| prepared.len() < limit) {
         let Some(request) = requests.next() else { break };
-        let request = request.map_err(|error| anyhow::anyhow!("{}: {error}", reading.path.display()))?;
+        let request = request.map_err(|error| anyhow::anyhow!("{}: {error}", source.path.display()))?;
         if workload.block_tokens == 0 {
-            workload.block_tokens = reading.block_tokens.unwrap_or(request.block_tokens);
+            workload.block_tokens = source.block_tokens.unwrap_or(request.block_tokens);
         }
-        let hasher = hasher.get_or_insert_with(|| hasher_for(reading, workload.block_tokens));
+        let hasher = hasher.get_or_insert_with(|| hasher_for(source, workload.block_tokens));
         let hashes = hasher.chain_ids(&request.blocks);
         unique.extend(hashes.iter().copied());
-        prepared.push(Prepared {
+        prepared.push(PreparedRequest {
             arrival_us: request.arrival_us,
             hashes,
             input_tokens: request.input_tokens,
@@ -102,7 +103,7 @@ pub fn prepare(reading: &Reading<'_>) -> anyhow::Result<Workload> {
     if prepared.is_empty() {
         anyhow::bail!(
             "{}: no request to serve, skipped lines: {}; give a trace, and its format with --format",
-            reading.path.display(),
+            source.path.display(),
             skipped_text(&workload.skipped)
         );
     }
@@ -111,12 +112,12 @@ pub fn prepare(reading: &Reading<'_>) -> anyhow::Result<Workload> {
     Ok(workload)
 }
 
-fn hasher_for(reading: &Reading<'_>, block_tokens: u32) -> PrefixHasher {
-    let manifest = IdentityManifest { block_tokens, layers: reading.layers, ..IdentityManifest::default() };
-    PrefixHasher::new(&manifest, &tenant_salt(reading.tenant))
+fn hasher_for(source: &TraceSource<'_>, block_tokens: u32) -> PrefixHasher {
+    let manifest = IdentityManifest { block_tokens, layers: source.layers, ..IdentityManifest::default() };
+    PrefixHasher::new(&manifest, &tenant_salt(source.tenant))
 }
 
-fn start_at_zero(requests: &mut [Prepared]) {
+fn start_at_zero(requests: &mut [PreparedRequest]) {
     let first = requests.first().map_or(0, |request| request.arrival_us);
     for request in requests {
         request.arrival_us = request.arrival_us.saturating_sub(first);
@@ -131,8 +132,8 @@ mod tests {
 
     use super::*;
 
-    fn reading(path: &Path) -> Reading<'_> {
-        Reading {
+    fn source(path: &Path) -> TraceSource<'_> {
+        TraceSource {
             path,
             format: TraceFormat::Auto,
             lenient: false,
@@ -155,7 +156,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t.jsonl");
         std::fs::write(&path, TWO).unwrap();
-        let workload = prepare(&reading(&path)).unwrap();
+        let workload = load_workload(&source(&path)).unwrap();
         assert_eq!(workload.unique_blocks, 3);
         assert_eq!(workload.block_tokens, 512);
         assert_eq!(workload.requests[0].hashes, workload.requests[1].hashes[..2]);
@@ -167,33 +168,35 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t.jsonl");
         std::fs::write(&path, TWO).unwrap();
-        let ours = prepare(&reading(&path)).unwrap();
-        let theirs = prepare(&Reading { tenant: 1, ..reading(&path) }).unwrap();
+        let ours = load_workload(&source(&path)).unwrap();
+        let theirs = load_workload(&TraceSource { tenant: 1, ..source(&path) }).unwrap();
         assert_ne!(ours.requests[0].hashes[0], theirs.requests[0].hashes[0]);
     }
 
     #[test]
-    fn a_bad_line_is_named_with_its_file_or_skipped() {
+    fn malformed_lines_are_reported_or_skipped() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t.jsonl");
         std::fs::write(&path, format!("{TWO}not json\n")).unwrap();
         let here = dir.path().display().to_string();
-        says("a bad line, with its file", &prepare(&reading(&path)).unwrap_err(), &[&here]);
-        let workload = prepare(&Reading { lenient: true, ..reading(&path) }).unwrap();
+        says("a bad line, with its file", &load_workload(&source(&path)).unwrap_err(), &[&here]);
+        let workload = load_workload(&TraceSource { lenient: true, ..source(&path) }).unwrap();
         assert_eq!((workload.requests.len(), workload.skipped), (2, [(Reason::Malformed, 1)].into()));
         std::fs::write(&path, "not json\n").unwrap();
-        let error = prepare(&Reading { lenient: true, ..reading(&path) }).unwrap_err();
+        let error = load_workload(&TraceSource { lenient: true, ..source(&path) }).unwrap_err();
         says("nothing but bad lines, with --lenient", &error, &[&here]);
     }
 
     #[test]
-    fn an_empty_trace_and_an_absent_one_are_errors() {
+    fn empty_and_absent_traces_are_errors() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("t.jsonl");
         let here = dir.path().display().to_string();
-        says("a trace that is not there", &prepare(&reading(&path)).unwrap_err(), &[&here]);
-        says("a directory in place of a trace", &prepare(&reading(dir.path())).unwrap_err(), &[&here]);
+        says("a trace that is not there", &load_workload(&source(&path)).unwrap_err(), &[&here]);
+        says("a directory in place of a trace", &load_workload(&source(dir.path())).unwrap_err(), &[&here]);
         std::fs::write(&path, "").unwrap();
-        assert!(prepare(&reading(&path)).unwrap_err().to_string().contains("expected at least one request"));
+        assert!(
+            load_workload(&source(&path)).unwrap_err().to_string().contains("expected at least one request")
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! The keys of `report.json`. They are a contract: scripts read them, so they change only by addition.
+//! The keys of `report.json`. Scripts read them, so they change only by addition.
 
 use std::collections::BTreeMap;
 
@@ -6,197 +6,203 @@ use kvfleet_sim::trace::Skipped;
 use serde::Serialize;
 
 use crate::cluster::PeakMemory;
-use crate::replay::{FaultMark, Measured, PathBytes, Percentiles, Sample, TimedPrefill, ratio};
+use crate::replay::{
+    FaultMark, PathBytes, Percentiles, ReplayMeasurements, RequestSample, TimedPrefill, ratio,
+};
 
-/// What was replayed and how.
+/// The trace and the settings of a replay.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Config {
-    /// The trace's file.
+    /// The trace file.
     pub trace: String,
-    /// Requests in the file that were to be served.
+    /// Number of requests to serve.
     pub trace_requests: u64,
-    /// Distinct blocks among them.
+    /// Distinct blocks in these requests.
     pub unique_blocks: u64,
-    /// Lines that lenient reading skipped.
+    /// Lines skipped by lenient reading.
     pub skipped_lines: u64,
-    /// The same by reason.
+    /// Skipped lines by reason.
     pub skipped_lines_by_reason: Skipped,
-    /// Tokens of one block.
+    /// Tokens per block.
     pub block_tokens: u32,
-    /// Bytes of one block; 0 when the cluster was someone else's.
+    /// Bytes per block; 0 for an external cluster.
     pub block_bytes: u64,
-    /// Routers, nodes, instances.
+    /// Number of routers.
     pub routers: u32,
-    /// Storage nodes.
+    /// Number of storage nodes.
     pub nodes: u32,
-    /// Stand-in instances.
+    /// Number of emulated instances.
     pub instances: u32,
-    /// DRAM per node as asked for.
+    /// DRAM per node as given on the command line.
     pub dram: String,
-    /// SSD per node as asked for.
+    /// SSD per node as given on the command line.
     pub ssd: String,
-    /// The same in blocks.
+    /// DRAM per node in blocks.
     pub dram_blocks_per_node: u64,
-    /// The same in blocks.
+    /// SSD per node in blocks.
     pub ssd_blocks_per_node: u64,
     /// Eviction policy.
     pub policy: String,
     /// Fill levels.
     pub watermarks: String,
-    /// Requests at a time; 1 means in the trace's order.
+    /// Concurrent requests; 1 means trace order.
     pub concurrency: u64,
     /// Whether requests ran strictly one after the other.
     pub sequential: bool,
-    /// Speed.
+    /// Speed of arrivals.
     pub speed: String,
-    /// Share of the modelled compute time that computing took; 0 for none, or when the cluster was someone else's.
+    /// Ratio of emulated to modelled compute time; 0 if compute takes no time, or for an external
+    /// cluster.
     pub time_scale: f64,
-    /// Paths that block bytes were to take; empty when the cluster was someone else's.
+    /// Transport paths enabled for blocks; empty for an external cluster.
     pub transport: String,
     /// Tenant.
     pub tenant: u32,
-    /// Kills as asked for.
+    /// Kills as given on the command line.
     pub kill: Vec<String>,
-    /// Restarts as asked for.
+    /// Restarts as given on the command line.
     pub restart: Vec<String>,
     /// Version of this program.
     pub version: String,
 }
 
-/// What the report is about: its configuration and the names that go with it.
+/// The configuration of a replay and the names that go with it.
 #[derive(Clone, Debug)]
-pub struct Subject {
+pub struct ReportSubject {
     /// Configuration of the replay.
     pub config: Config,
     /// Seed.
     pub seed: u64,
-    /// Hardware profile of everything modelled.
+    /// Hardware profile of all modelled numbers.
     pub profile: String,
 }
 
 /// `report.json`. Everything outside `modelled` was measured.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
-    /// Requests that were to be served.
+    /// Number of requests to serve.
     pub requests: u64,
-    /// Requests that ended, by hit or by recompute.
+    /// Requests that succeeded, by hits or by recomputation.
     pub requests_ended: u64,
-    /// Requests that never ended well.
+    /// Requests that never succeeded.
     pub requests_failed: u64,
-    /// Whether it was stopped before its end.
+    /// Whether the replay was stopped early.
     pub interrupted: bool,
-    /// Blocks asked for by ended requests.
+    /// Blocks requested by completed requests.
     pub block_accesses: u64,
-    /// Of these, served from the cache.
+    /// The part of `block_accesses` served from the cache.
     pub block_hits: u64,
     /// `block_hits / block_accesses`.
     pub hit_rate: f64,
     /// Hits by tier.
     pub hits_by_tier: TierCounts,
-    /// Payload bytes that came from nodes, whatever became of them: verified, wrong or unused.
+    /// Payload bytes received from nodes: verified, wrong or unused.
     pub fetched_bytes: u64,
-    /// Of these, compared with what they must be, and right.
+    /// The part of `fetched_bytes` that was compared with the expected bytes and matched.
     pub verified_bytes: u64,
-    /// Of these, compared and wrong, or refused by their checks. Anything but 0 is a defect.
+    /// The part of `fetched_bytes` that did not match or failed its checksum. Anything but 0 is a
+    /// defect.
     pub wrong_bytes: u64,
-    /// Blocks of the wrong bytes.
+    /// Blocks with wrong bytes.
     pub wrong_blocks: u64,
-    /// Of the fetched bytes, those behind a gap: of no use to the request, and so not compared.
+    /// The part of `fetched_bytes` behind a gap, and so neither usable nor compared.
     pub unused_bytes: u64,
     /// Bytes stored on nodes.
     pub saved_bytes: u64,
     /// Blocks stored on nodes.
     pub saved_blocks: u64,
-    /// Blocks offered that a node had already.
+    /// Blocks offered to a node that already held them.
     pub present_blocks: u64,
-    /// Blocks that no node took.
+    /// Blocks that no node accepted.
     pub refused_blocks: u64,
-    /// Time of route calls, microseconds.
+    /// Duration of route calls, microseconds.
     pub route_us: Latency,
-    /// Time of fetches, however they ended, microseconds.
+    /// Duration of fetches, whatever their outcome, microseconds.
     pub fetch_us: Latency,
-    /// Time of saves, however they ended, microseconds.
+    /// Duration of saves, whatever their outcome, microseconds.
     pub save_us: Latency,
-    /// Time of requests as their caller sees them, microseconds.
+    /// Duration of requests as seen by the caller, microseconds.
     pub request_us: Latency,
     /// From the first start to the last end of a request, seconds.
     pub wall_s: f64,
-    /// Ended requests over wall time.
+    /// Completed requests over wall time.
     pub requests_per_s: f64,
-    /// Processor time, seconds.
+    /// CPU time, seconds.
     pub cpu: Cpu,
-    /// Encoded bytes of blocks by the path they went over, as the instances that run at the end count them; empty when
-    /// the cluster was someone else's.
+    /// Encoded bytes of blocks by transport path, as counted by the instances running at the end;
+    /// empty for an external cluster.
     pub paths: BTreeMap<String, PathTraffic>,
-    /// Which path each instance takes to each node at the end, and why.
+    /// The path each instance uses to each node at the end, with the reason.
     pub path_reasons: Vec<String>,
-    /// Memory of each process; empty when the cluster was someone else's.
+    /// Memory of each process; empty for an external cluster.
     pub memory: Vec<Memory>,
     /// Failed attempts by kind.
     pub errors: BTreeMap<String, u64>,
     /// Sources that did not deliver everything, by reason.
     pub misses: BTreeMap<String, u64>,
-    /// Processes killed, with what each kill cost.
-    pub kills: Vec<Fault>,
-    /// Processes started again.
-    pub restarts: Vec<Fault>,
-    /// Faults asked for that were not carried out, and why.
+    /// Killed processes, with the cost of each kill.
+    pub kills: Vec<FaultEntry>,
+    /// Restarted processes.
+    pub restarts: Vec<FaultEntry>,
+    /// Requested faults that were not carried out, with the reason.
     pub faults_not_done: Vec<String>,
     /// Kills whose cost could not be measured: their number is null.
     pub faults_not_measured: Vec<String>,
-    /// Processes that ended although nobody asked them to, and how.
+    /// Processes that exited unexpectedly, and how.
     pub crashed: Vec<String>,
-    /// Why a router refused to serve on, if one did.
+    /// Why a router refused to continue, if one did.
     pub refused: Option<String>,
-    /// Seed of the pauses between repeated route calls.
+    /// Seed of the delays between repeated route calls.
     pub seed: u64,
-    /// What was replayed and how.
+    /// The trace and the settings of the replay.
     pub config: Config,
-    /// Prefills beside their load; absent where compute took no time (`--time-scale 0`).
+    /// Timed prefills; absent if compute takes no time (`--time-scale 0`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub prefill: Option<Prefill>,
-    /// How far predicted times to first token were off, where compute takes time.
+    /// Error of predicted TTFT, if compute takes time.
     pub prediction: Option<PredictionError>,
-    /// What a hardware profile says, never measured.
+    /// Numbers of a hardware profile, never measured.
     pub modelled: Modelled,
 }
 
-/// Prefills of which compute took the time that the profile says, times `--time-scale`, one at a time on each instance.
+/// Prefills with emulated compute: it takes the profile's time multiplied by `--time-scale`, one
+/// prefill at a time per instance.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Prefill {
-    /// Waiting for the accelerator, microseconds.
+    /// Time in the queue for the accelerator, microseconds.
     pub queue_us: Latency,
-    /// From a request's turn to its last layer, microseconds.
+    /// From getting the accelerator to the last layer, microseconds.
     pub prefill_us: Latency,
-    /// Time of all of them over what computing everything would have taken.
+    /// Sum of prefill times over the sum of times for recomputing everything.
     pub over_recompute: f64,
-    /// The same of the request that did worst, of those whose computing would have taken a tenth of a second: it is never to be above
-    /// 1.02, but for what timers and other processes of the machine add.
+    /// The largest such ratio of one request, among those that would take at least 0.1 s to
+    /// recompute. It should not exceed 1.02, apart from delays by timers and other processes of the
+    /// machine.
     pub over_recompute_max: Option<f64>,
-    /// Share of the time in which compute had nothing to do.
+    /// Share of prefill time with compute idle.
     pub idle_share: f64,
-    /// Blocks that were computed although a node had them.
+    /// Blocks recomputed although a node held them.
     pub computed_blocks: u64,
-    /// Bytes that were loaded before their request's turn.
+    /// Bytes loaded before the prefill got the accelerator.
     pub read_buffer_bytes: u64,
-    /// Blocks stored from slices that left while later layers were computed.
+    /// Blocks saved from slices that were sent while later layers were still being computed.
     pub streamed_blocks: u64,
 }
 
-/// Below this, a timer that wakes a millisecond late is a share of the time that says nothing of waiting.
-const TELLING_US: u64 = 100_000;
+/// For shorter prefills, a timer that fires a millisecond late would dominate the ratio.
+const WORST_RECOMPUTE_MIN_US: u64 = 100_000;
 
 impl Prefill {
-    fn of(samples: &[Sample]) -> Option<Prefill> {
+    fn of(samples: &[RequestSample]) -> Option<Prefill> {
         let timed: Vec<TimedPrefill> = samples.iter().filter_map(|sample| sample.timed).collect();
         let sum = |of: fn(&TimedPrefill) -> u64| timed.iter().map(of).sum::<u64>();
         let over = |one: &TimedPrefill| ratio(one.prefill_us, one.recompute_us);
-        let telling = timed.iter().filter(|one| one.recompute_us >= TELLING_US);
+        let long_enough = timed.iter().filter(|one| one.recompute_us >= WORST_RECOMPUTE_MIN_US);
         (!timed.is_empty()).then(|| Prefill {
             queue_us: Latency::of(timed.iter().map(|one| one.queue_us)),
             prefill_us: Latency::of(timed.iter().map(|one| one.prefill_us)),
             over_recompute: ratio(sum(|one| one.prefill_us), sum(|one| one.recompute_us)),
-            over_recompute_max: telling.map(over).reduce(f64::max),
+            over_recompute_max: long_enough.map(over).reduce(f64::max),
             idle_share: ratio(sum(|one| one.idle_us), sum(|one| one.prefill_us)),
             computed_blocks: sum(|one| one.computed_blocks.into()),
             read_buffer_bytes: sum(|one| one.read_buffer_bytes),
@@ -205,29 +211,29 @@ impl Prefill {
     }
 }
 
-/// Predicted against observed times to first token, behind the requests by which routers learn.
+/// Predicted against observed TTFT, except for the first requests: routers learn from them.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PredictionError {
-    /// Requests that were judged.
+    /// Number of evaluated requests.
     pub requests: u64,
     /// Median of |predicted − observed| / observed.
     pub median: f64,
-    /// Mean of what was predicted over the mean of what was observed, less 1.
+    /// Mean prediction over mean observation, minus 1.
     pub bias: f64,
 }
 
-/// Requests that are not judged: what a router has to learn first.
-const LEARNING: usize = 200;
+/// Leading requests that are not evaluated, because routers still learn.
+const WARMUP_REQUESTS: usize = 200;
 
 impl PredictionError {
     #[expect(clippy::cast_precision_loss)]
-    fn of(samples: &[Sample]) -> Option<PredictionError> {
-        let pair = |sample: &Sample| {
+    fn of(samples: &[RequestSample]) -> Option<PredictionError> {
+        let pair = |sample: &RequestSample| {
             let timed = sample.timed?;
             let observed = (timed.queue_us + timed.prefill_us) as f64;
             Some((sample.predicted_ttft_us as f64, observed.max(1.0)))
         };
-        let pairs: Vec<(f64, f64)> = samples.iter().skip(LEARNING).filter_map(pair).collect();
+        let pairs: Vec<(f64, f64)> = samples.iter().skip(WARMUP_REQUESTS).filter_map(pair).collect();
         let mut relative: Vec<f64> =
             pairs.iter().map(|(predicted, observed)| (predicted - observed).abs() / observed).collect();
         relative.sort_by(f64::total_cmp);
@@ -249,7 +255,7 @@ pub struct TierCounts {
     pub ssd: u64,
 }
 
-/// Percentiles of a time.
+/// Percentiles of a duration.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Latency {
     /// Median.
@@ -260,7 +266,7 @@ pub struct Latency {
     pub p99: u64,
     /// Largest.
     pub max: u64,
-    /// How many were measured.
+    /// Number of measured values.
     pub count: usize,
 }
 
@@ -277,18 +283,19 @@ impl Latency {
     }
 }
 
-/// Processor time.
+/// CPU time.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct Cpu {
-    /// Routers, nodes and instances; absent when the cluster was someone else's.
+    /// Routers, nodes and instances; absent for an external cluster.
     pub cluster_s: Option<f64>,
     /// This process.
     pub driver_s: f64,
-    /// `cluster_s` over the gigabytes (10^9) of all `paths` together: the price of a path where all went over one.
+    /// `cluster_s` over the gigabytes (10^9) of all `paths` together; the cost of a path if only
+    /// one was used.
     pub cluster_s_per_gb: Option<f64>,
 }
 
-/// What went over a path, in encoded bytes.
+/// Encoded bytes of blocks transferred over a path.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct PathTraffic {
     /// From nodes.
@@ -304,10 +311,10 @@ impl From<&PathBytes> for PathTraffic {
 }
 
 impl Cpu {
-    fn of(measured: &Measured) -> Self {
+    fn of(measured: &ReplayMeasurements) -> Self {
         let cluster_s = measured.cluster_cpu.map(|cpu| cpu.as_secs_f64());
         #[expect(clippy::cast_precision_loss)]
-        let gigabytes = measured.carried.total_bytes() as f64 / 1e9;
+        let gigabytes = measured.traffic.total_bytes() as f64 / 1e9;
         Self {
             cluster_s,
             driver_s: measured.driver_cpu.as_secs_f64(),
@@ -316,19 +323,19 @@ impl Cpu {
     }
 }
 
-/// Part of its bound by which a process may exceed it: what the allocator keeps between pieces that are in use.
+/// A process may exceed its limit by 1/`MEMORY_MARGIN`, for memory that the allocator retains.
 const MEMORY_MARGIN: u64 = 10;
 
-/// Memory that a process had in place at most.
+/// Peak resident memory of a process.
 #[derive(Clone, Debug, Serialize)]
 pub struct Memory {
     /// The process.
     pub process: String,
-    /// Most of it so far, in bytes.
+    /// Peak so far, in bytes.
     pub peak_bytes: u64,
-    /// What it may take with its configuration, in bytes; null where no configuration says.
+    /// The limit that follows from its configuration, in bytes; null if there is none.
     pub bytes_max: Option<u64>,
-    /// Whether it took more than that and a tenth. `true` is a defect.
+    /// Whether the peak exceeds the limit by more than a tenth. `true` is a defect.
     pub is_over: bool,
 }
 
@@ -344,26 +351,26 @@ impl From<&PeakMemory> for Memory {
     }
 }
 
-/// A fault with what was lost by it. A number that does not apply, or has none, is null.
+/// A fault with its cost. Numbers that do not apply or could not be measured are null.
 #[derive(Clone, Debug, Serialize)]
-pub struct Fault {
-    /// As asked for.
+pub struct FaultEntry {
+    /// Target as given on the command line.
     pub target: String,
-    /// The process it was.
+    /// The affected process.
     pub process: String,
     /// Seconds into the replay.
     pub at_s: f64,
-    /// Requests started by then.
+    /// Number of requests started before the fault.
     pub at_request: usize,
     /// Killed node: milliseconds until no router named it any more.
     pub unrouted_ms: Option<f64>,
-    /// Killed leader: milliseconds until a new one had committed a write.
+    /// Killed leader: milliseconds until a new leader committed a write.
     pub leader_ms: Option<f64>,
-    /// Restart: milliseconds until it served.
+    /// Restart: milliseconds until the process served.
     pub serving_ms: Option<f64>,
 }
 
-impl From<&FaultMark> for Fault {
+impl From<&FaultMark> for FaultEntry {
     fn from(mark: &FaultMark) -> Self {
         Self {
             target: mark.target.clone(),
@@ -377,31 +384,33 @@ impl From<&FaultMark> for Fault {
     }
 }
 
-/// What the named profile says the same requests would have taken on that hardware.
+/// What the same requests would have taken on the hardware of the named profile.
 #[derive(Clone, Debug, Serialize)]
 pub struct Modelled {
-    /// Name of the instances' hardware profile; names, where they differ.
+    /// Name of the instances' hardware profile, or names if they differ.
     pub profile: String,
-    /// Always the same words, so that nobody takes these numbers for measurements.
+    /// A constant note, so that these numbers are not mistaken for measurements.
     pub note: &'static str,
-    /// Time to first token of requests that wait for no other, microseconds.
+    /// TTFT of requests that do not queue, microseconds.
     pub ttft_us: Latency,
-    /// Prefill of what was not cached, microseconds.
+    /// Prefill of blocks that were not hits, microseconds.
     pub prefill_us: Latency,
-    /// Prefill of whole prompts, had nothing been cached, microseconds.
+    /// Prefill of whole prompts without any cached block, microseconds.
     pub prefill_uncached_us: Latency,
     /// Share of all prefill time that the cache saved.
     pub prefill_saved_share: f64,
 }
 
 impl Report {
-    /// Adds a replay up.
+    /// The report of a replay.
     #[must_use]
-    pub fn new(subject: Subject, measured: &Measured) -> Self {
-        let sum = |of: fn(&Sample) -> u64| measured.sum(of);
-        let latency = |of: fn(&Sample) -> Option<u64>| Latency::of(measured.samples.iter().filter_map(of));
-        let faults =
-            |kind| measured.faults.iter().filter(move |mark| mark.kind == kind).map(Fault::from).collect();
+    pub fn new(subject: ReportSubject, measured: &ReplayMeasurements) -> Self {
+        let sum = |of: fn(&RequestSample) -> u64| measured.sum(of);
+        let latency =
+            |of: fn(&RequestSample) -> Option<u64>| Latency::of(measured.samples.iter().filter_map(of));
+        let faults = |kind| {
+            measured.faults.iter().filter(move |mark| mark.kind == kind).map(FaultEntry::from).collect()
+        };
         let ended = measured.samples.len() as u64;
         let wall_s = measured.wall.as_secs_f64();
         #[expect(clippy::cast_precision_loss)]
@@ -435,8 +444,8 @@ impl Report {
             wall_s,
             requests_per_s,
             cpu: Cpu::of(measured),
-            paths: measured.carried.bytes.iter().map(|(path, bytes)| (path.clone(), bytes.into())).collect(),
-            path_reasons: measured.carried.reasons.clone(),
+            paths: measured.traffic.bytes.iter().map(|(path, bytes)| (path.clone(), bytes.into())).collect(),
+            path_reasons: measured.traffic.reasons.clone(),
             memory: measured.memory.iter().map(Memory::from).collect(),
             errors: measured.errors.clone(),
             misses: measured.misses.clone(),
@@ -456,8 +465,8 @@ impl Report {
 }
 
 impl Modelled {
-    fn new(profile: String, measured: &Measured) -> Self {
-        let latency = |of: fn(&Sample) -> u64| Latency::of(measured.samples.iter().map(of));
+    fn new(profile: String, measured: &ReplayMeasurements) -> Self {
+        let latency = |of: fn(&RequestSample) -> u64| Latency::of(measured.samples.iter().map(of));
         let prefill = measured.sum(|sample| sample.modelled.prefill_us);
         let uncached = measured.sum(|sample| sample.modelled.prefill_uncached_us);
         Self {
@@ -477,8 +486,8 @@ mod tests {
     use super::*;
     use crate::replay::TierBlocks;
 
-    fn measured() -> Measured {
-        let sample = Sample {
+    fn measured() -> ReplayMeasurements {
+        let sample = RequestSample {
             asked_blocks: 4,
             hit_blocks: TierBlocks { gpu: 0, dram: 2, ssd: 1 },
             fetched_bytes: 300,
@@ -486,7 +495,7 @@ mod tests {
             saved_bytes: 100,
             route_us: 10,
             fetch_us: Some(20),
-            ..Sample::default()
+            ..RequestSample::default()
         };
         let mark = FaultMark {
             at: std::time::Duration::from_millis(1500),
@@ -498,30 +507,34 @@ mod tests {
             leader_ms: None,
             serving_ms: None,
         };
-        Measured { samples: vec![sample.clone(), sample], faults: vec![mark], ..Measured::default() }
+        ReplayMeasurements {
+            samples: vec![sample.clone(), sample],
+            faults: vec![mark],
+            ..ReplayMeasurements::default()
+        }
     }
 
     #[test]
-    fn processor_time_is_set_against_all_that_went_over_paths() {
+    fn cpu_per_gb_counts_all_paths() {
         let bytes = [("quic", 1_500_000_000, 250_000_000), ("tcp", 250_000_000, 0)];
         let bytes = bytes.map(|(path, fetched, saved)| (path.to_owned(), PathBytes { fetched, saved }));
-        let carried = crate::replay::Carried { bytes: bytes.into(), reasons: vec!["why".to_owned()] };
+        let traffic = crate::replay::ReplayTraffic { bytes: bytes.into(), reasons: vec!["why".to_owned()] };
         let cluster_cpu = Some(std::time::Duration::from_secs(3));
-        let subject = || Subject { config: Config::default(), seed: 7, profile: String::new() };
+        let subject = || ReportSubject { config: Config::default(), seed: 7, profile: String::new() };
         let json = |measured| serde_json::to_value(Report::new(subject(), &measured)).unwrap();
-        let told = json(Measured { carried, cluster_cpu, ..measured() });
-        assert_eq!(told["cpu"]["cluster_s_per_gb"], 1.5);
-        assert_eq!(told["paths"]["quic"]["saved_bytes"], 250_000_000);
+        let reported = json(ReplayMeasurements { traffic, cluster_cpu, ..measured() });
+        assert_eq!(reported["cpu"]["cluster_s_per_gb"], 1.5);
+        assert_eq!(reported["paths"]["quic"]["saved_bytes"], 250_000_000);
         assert_eq!(
-            (&told["paths"]["tcp"]["fetched_bytes"], &told["path_reasons"][0]),
+            (&reported["paths"]["tcp"]["fetched_bytes"], &reported["path_reasons"][0]),
             (&250_000_000.into(), &"why".into())
         );
-        assert!(json(Measured { cluster_cpu, ..measured() })["cpu"]["cluster_s_per_gb"].is_null());
+        assert!(json(ReplayMeasurements { cluster_cpu, ..measured() })["cpu"]["cluster_s_per_gb"].is_null());
     }
 
     #[test]
-    fn the_stable_keys_are_there() {
-        let subject = Subject { config: Config::default(), seed: 7, profile: "laptop-emulated".into() };
+    fn has_the_stable_keys() {
+        let subject = ReportSubject { config: Config::default(), seed: 7, profile: "laptop-emulated".into() };
         let json = serde_json::to_value(Report::new(subject, &measured())).unwrap();
         for key in [
             "requests",
@@ -557,8 +570,8 @@ mod tests {
     }
 
     #[test]
-    fn modelled_numbers_live_in_their_own_object() {
-        let subject = Subject { config: Config::default(), seed: 7, profile: "h100-8b".into() };
+    fn modelled_numbers_have_a_separate_object() {
+        let subject = ReportSubject { config: Config::default(), seed: 7, profile: "h100-8b".into() };
         let json = serde_json::to_value(Report::new(subject, &measured())).unwrap();
         assert_eq!(json["modelled"]["profile"], "h100-8b");
         let outside =
@@ -567,19 +580,20 @@ mod tests {
     }
 
     #[test]
-    fn predictions_are_judged_behind_what_routers_learn_from() {
-        let sample = |predicted_ttft_us, queue_us, prefill_us| Sample {
+    fn prediction_error_skips_warmup_requests() {
+        let sample = |predicted_ttft_us, queue_us, prefill_us| RequestSample {
             predicted_ttft_us,
             timed: Some(TimedPrefill { queue_us, prefill_us, ..TimedPrefill::default() }),
-            ..Sample::default()
+            ..RequestSample::default()
         };
-        let mut samples = vec![sample(9_000, 1, 1); LEARNING];
+        let mut samples = vec![sample(9_000, 1, 1); WARMUP_REQUESTS];
         samples.extend([sample(220, 120, 80), sample(300, 200, 200), sample(440, 0, 400)]);
         let error = PredictionError::of(&samples).unwrap();
         assert_eq!(error.requests, 3);
         assert!((error.median - 0.1).abs() < 1e-9 && (error.bias + 0.04).abs() < 1e-9, "{error:?}");
-        assert_eq!(PredictionError::of(&samples[..LEARNING]), None);
-        let untimed = vec![Sample { predicted_ttft_us: 1, ..Sample::default() }; LEARNING + 1];
+        assert_eq!(PredictionError::of(&samples[..WARMUP_REQUESTS]), None);
+        let untimed =
+            vec![RequestSample { predicted_ttft_us: 1, ..RequestSample::default() }; WARMUP_REQUESTS + 1];
         assert_eq!(PredictionError::of(&untimed), None, "compute takes no time");
     }
 }

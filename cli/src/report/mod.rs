@@ -1,6 +1,6 @@
 //! The report of a replay: `report.json` with stable keys, plots, and a table on standard output.
 //!
-//! What was measured and what a hardware profile says never share an object, a table or a plot.
+//! Measured values and values from a hardware profile never share an object, a table or a plot.
 
 mod json;
 mod plots;
@@ -8,13 +8,17 @@ mod table;
 
 use std::path::{Path, PathBuf};
 
-use crate::replay::Measured;
+use crate::replay::ReplayMeasurements;
 
-pub use json::{Config, Report, Subject};
+pub use json::{Config, Report, ReportSubject};
 pub(crate) use plots::{Axes, Canvas, PALETTE};
 
-/// Writes `report.json` and the plots into `directory`, and says what was written.
-pub fn write(directory: &Path, report: &Report, measured: &Measured) -> anyhow::Result<Vec<PathBuf>> {
+/// Writes `report.json` and the plots into `directory`; returns the paths written.
+pub fn write(
+    directory: &Path,
+    report: &Report,
+    measured: &ReplayMeasurements,
+) -> anyhow::Result<Vec<PathBuf>> {
     std::fs::create_dir_all(directory).map_err(|cause| {
         anyhow::anyhow!("cannot make {}: {cause}; choose another --report", directory.display())
     })?;
@@ -26,7 +30,7 @@ pub fn write(directory: &Path, report: &Report, measured: &Measured) -> anyhow::
     Ok(written)
 }
 
-/// The table that ends a replay.
+/// The table printed at the end of a replay.
 #[must_use]
 pub fn table(report: &Report) -> String {
     table::render(report)

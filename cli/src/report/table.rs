@@ -1,8 +1,8 @@
-//! The table on standard output that ends a replay.
+//! The table printed at the end of a replay.
 
 use std::fmt::Write;
 
-use super::json::{Fault, Latency, Memory, PathTraffic, PredictionError, Report};
+use super::json::{FaultEntry, Latency, Memory, PathTraffic, PredictionError, Report};
 use super::plots::human_bytes;
 use crate::trace::skipped_text;
 
@@ -12,12 +12,12 @@ const LABEL_CHARS: usize = 16;
 /// The whole table.
 pub(super) fn render(report: &Report) -> String {
     let mut out = String::new();
-    requests(&mut out, report);
-    blocks(&mut out, report);
-    times(&mut out, report);
-    prefill(&mut out, report);
-    faults(&mut out, report);
-    modelled(&mut out, report);
+    request_rows(&mut out, report);
+    block_rows(&mut out, report);
+    time_rows(&mut out, report);
+    prefill_rows(&mut out, report);
+    fault_rows(&mut out, report);
+    modelled_rows(&mut out, report);
     out
 }
 
@@ -26,7 +26,7 @@ fn row(out: &mut String, label: &str, text: &str) {
     let _ = writeln!(out, "  {label:LABEL_CHARS$} {text}");
 }
 
-fn requests(out: &mut String, report: &Report) {
+fn request_rows(out: &mut String, report: &Report) {
     let _ = writeln!(out, "measured");
     let mut text = format!(
         "{} of {} ended in {:.1} s ({:.0}/s)",
@@ -53,12 +53,12 @@ fn requests(out: &mut String, report: &Report) {
         row(out, "  REFUSED", why);
     }
     row(out, "cpu", &format!("{cluster}{:.1} s this process", report.cpu.driver_s));
-    paths(out, report);
-    memory(out, report);
+    path_rows(out, report);
+    memory_rows(out, report);
 }
 
-/// What went over which path, and what it cost.
-fn paths(out: &mut String, report: &Report) {
+/// Bytes by transport path, and their CPU cost.
+fn path_rows(out: &mut String, report: &Report) {
     let used = report.paths.iter().filter(|(_, bytes)| bytes.fetched_bytes + bytes.saved_bytes > 0);
     let text = |(path, bytes): (&String, &PathTraffic)| {
         let (fetched, saved) = (human_bytes(bytes.fetched_bytes), human_bytes(bytes.saved_bytes));
@@ -71,14 +71,14 @@ fn paths(out: &mut String, report: &Report) {
     let cost = report.cpu.cluster_s_per_gb.map(|cost| format!("{cost:.2} CPU-seconds of the cluster a GB"));
     all.extend(cost);
     row(out, "paths", &all.join("; "));
-    // Where there was nothing to choose, there is nothing to explain.
+    // With a single path there was no choice to explain.
     for reason in report.path_reasons.iter().filter(|_| report.paths.len() > 1) {
         row(out, "  why", reason);
     }
 }
 
-/// The fullest process that has a bound, and every one above it.
-fn memory(out: &mut String, report: &Report) {
+/// The process closest to its memory limit, and every process above its limit.
+fn memory_rows(out: &mut String, report: &Report) {
     let text = |memory: &Memory, most: u64| {
         format!("{} {} of {}", memory.process, human_bytes(memory.peak_bytes), human_bytes(most))
     };
@@ -86,15 +86,15 @@ fn memory(out: &mut String, report: &Report) {
         row(out, "  MEMORY OVER", &text(memory, memory.bytes_max.unwrap_or_default()));
     }
     let bounded = report.memory.iter().filter_map(|memory| Some((memory, memory.bytes_max?)));
-    // Parts of a thousandth: which is fullest, not how full.
+    // In thousandths, precise enough to find the fullest.
     let fullest =
         bounded.max_by_key(|(memory, most)| memory.peak_bytes.saturating_mul(1000) / (*most).max(1));
     if let Some((memory, most)) = fullest {
-        row(out, "memory", &format!("{} that it may take, at most", text(memory, most)));
+        row(out, "memory", &format!("{}, the fullest process", text(memory, most)));
     }
 }
 
-fn blocks(out: &mut String, report: &Report) {
+fn block_rows(out: &mut String, report: &Report) {
     let tiers = report.hits_by_tier;
     let text = format!(
         "{:.2} %  ({} of {} blocks; {} DRAM, {} SSD)",
@@ -117,7 +117,7 @@ fn blocks(out: &mut String, report: &Report) {
     );
     row(out, "bytes", &text);
     if report.unused_bytes > 0 {
-        row(out, "  of no use", &format!("{} came behind a gap", human_bytes(report.unused_bytes)));
+        row(out, "  unused", &format!("{} received behind a gap", human_bytes(report.unused_bytes)));
     }
     for (reason, count) in &report.misses {
         row(out, "  short fetches", &format!("{count} x {reason}"));
@@ -127,7 +127,7 @@ fn blocks(out: &mut String, report: &Report) {
     }
 }
 
-fn times(out: &mut String, report: &Report) {
+fn time_rows(out: &mut String, report: &Report) {
     let all = [
         ("route", report.route_us),
         ("fetch", report.fetch_us),
@@ -135,27 +135,27 @@ fn times(out: &mut String, report: &Report) {
         ("request", report.request_us),
     ];
     for (label, latency) in all {
-        row(out, label, &times_of(latency));
+        row(out, label, &percentiles_text(latency));
     }
 }
 
-fn prefill(out: &mut String, report: &Report) {
+fn prefill_rows(out: &mut String, report: &Report) {
     let Some(prefill) = &report.prefill else { return };
-    row(out, "prefill", &times_of(prefill.prefill_us));
+    row(out, "prefill", &percentiles_text(prefill.prefill_us));
     let worst = prefill.over_recompute_max.map_or(String::new(), |worst| format!(", {worst:.2} at worst"));
     let text = format!(
-        "{:.2} of computing all{worst}; compute idle {:.1} %, {} blocks computed in place of waiting, {} ahead; {} blocks saved layer by layer",
+        "{:.2} of recompute time{worst}; compute idle {:.1} %, {} blocks recomputed instead of loaded, {} preloaded; {} blocks saved layer by layer",
         prefill.over_recompute,
         100.0 * prefill.idle_share,
         prefill.computed_blocks,
         human_bytes(prefill.read_buffer_bytes),
         prefill.streamed_blocks
     );
-    row(out, "  beside its load", &text);
-    row(out, "  behind others", &times_of(prefill.queue_us));
+    row(out, "  with KV load", &text);
+    row(out, "  queue wait", &percentiles_text(prefill.queue_us));
     if let Some(PredictionError { requests, median, bias }) = report.prediction {
         let text = format!(
-            "off by {:.1} % at the median, {:+.1} % in sum, over {requests} requests behind the first 200",
+            "off by {:.1} % at the median, {:+.1} % in sum, over {requests} requests after the first 200",
             100.0 * median,
             100.0 * bias
         );
@@ -163,7 +163,7 @@ fn prefill(out: &mut String, report: &Report) {
     }
 }
 
-fn times_of(latency: Latency) -> String {
+fn percentiles_text(latency: Latency) -> String {
     format!(
         "p50 {}  p90 {}  p99 {}  max {}  ({})",
         human_us(latency.p50),
@@ -174,7 +174,7 @@ fn times_of(latency: Latency) -> String {
     )
 }
 
-fn faults(out: &mut String, report: &Report) {
+fn fault_rows(out: &mut String, report: &Report) {
     for fault in &report.kills {
         row(out, "killed", &fault_text(fault));
     }
@@ -189,7 +189,7 @@ fn faults(out: &mut String, report: &Report) {
     }
 }
 
-fn fault_text(fault: &Fault) -> String {
+fn fault_text(fault: &FaultEntry) -> String {
     let mut text = format!("{} at {:.1} s", fault.process, fault.at_s);
     let mut add = |what: &str, ms: Option<f64>| {
         if let Some(ms) = ms {
@@ -202,14 +202,14 @@ fn fault_text(fault: &Fault) -> String {
     text
 }
 
-fn modelled(out: &mut String, report: &Report) {
+fn modelled_rows(out: &mut String, report: &Report) {
     let modelled = &report.modelled;
     let _ = writeln!(out, "modelled under profile {} (not measured)", modelled.profile);
-    row(out, "TTFT, no queue", &times_of(modelled.ttft_us));
+    row(out, "TTFT, no queue", &percentiles_text(modelled.ttft_us));
     row(out, "prefill saved", &format!("{:.1} % of all prefill time", 100.0 * modelled.prefill_saved_share));
 }
 
-/// Microseconds in the unit a person would choose.
+/// Microseconds in a readable unit.
 fn human_us(us: u64) -> String {
     #[expect(clippy::cast_precision_loss)]
     let exact = us as f64;
@@ -225,31 +225,31 @@ mod tests {
     use kvfleet_errors_doc::says;
     use kvfleet_sim::trace::Reason;
 
-    use super::super::json::{Config, Subject};
+    use super::super::json::{Config, ReportSubject};
     use super::*;
-    use crate::replay::Measured;
+    use crate::replay::ReplayMeasurements;
 
     #[test]
-    fn the_table_says_what_is_measured_and_what_is_not() {
-        let subject = Subject { config: Config::default(), seed: 1, profile: "h100-8b".into() };
-        let text = render(&Report::new(subject, &Measured::default()));
+    fn separates_measured_from_modelled() {
+        let subject = ReportSubject { config: Config::default(), seed: 1, profile: "h100-8b".into() };
+        let text = render(&Report::new(subject, &ReplayMeasurements::default()));
         assert!(text.starts_with("measured\n"), "{text}");
         assert!(text.contains("modelled under profile h100-8b (not measured)"), "{text}");
         assert!(text.contains("0 wrong"), "{text}");
     }
 
     #[test]
-    fn what_is_wrong_is_loud() {
-        use crate::replay::Sample;
-        let wrong = Sample { wrong_bytes: 163_840, wrong_blocks: 10, ..Sample::default() };
-        let measured = Measured {
+    fn highlights_defects() {
+        use crate::replay::RequestSample;
+        let wrong = RequestSample { wrong_bytes: 163_840, wrong_blocks: 10, ..RequestSample::default() };
+        let measured = ReplayMeasurements {
             samples: vec![wrong],
             crashed: vec!["node-1 ended: signal 9".into()],
             faults_not_done: vec!["kill node:2@50%: why".into()],
             faults_not_measured: vec!["kill router-leader (router-1)".into()],
-            ..Measured::default()
+            ..ReplayMeasurements::default()
         };
-        let subject = Subject { config: Config::default(), seed: 1, profile: String::new() };
+        let subject = ReportSubject { config: Config::default(), seed: 1, profile: String::new() };
         let text = render(&Report::new(subject, &measured));
         for part in ["163840 WRONG in 10 blocks", "CRASHED", "NOT DONE", "NOT MEASURED"] {
             assert!(text.contains(part), "{part}: {text}");
@@ -257,17 +257,17 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_were_skipped_are_counted_by_reason() {
+    fn counts_skipped_lines_by_reason() {
         let skipped = [(Reason::Malformed, 2), (Reason::Unsorted, 1)].into();
         let config = Config { skipped_lines: 3, skipped_lines_by_reason: skipped, ..Config::default() };
-        let subject = Subject { config, seed: 1, profile: "h100-8b".into() };
-        let text = render(&Report::new(subject, &Measured::default()));
+        let subject = ReportSubject { config, seed: 1, profile: "h100-8b".into() };
+        let text = render(&Report::new(subject, &ReplayMeasurements::default()));
         let line = text.lines().find(|line| line.contains("skipped")).unwrap_or_default();
         says("bad lines in a replay, with --lenient", &line, &[]);
     }
 
     #[test]
-    fn times_are_in_readable_units() {
+    fn formats_times() {
         assert_eq!([human_us(999), human_us(1_500), human_us(2_500_000)], ["999 us", "1.5 ms", "2.50 s"]);
     }
 }

@@ -1,18 +1,19 @@
-//! `kvfleet trace joins`: what a node hits that joins in the middle of a trace, blind and told what the fleet saw.
+//! `kvfleet trace joins`: hit rates of a node that joins in the middle of a trace, with and without
+//! the fleet's reuse statistics.
 //!
-//! Not here: the fleets (`kvfleet_sim::joining`).
+//! `kvfleet_sim::joining` runs the fleets.
 
 use std::fmt::Write;
 
 use kv_core::evict;
-use kvfleet_sim::generate::{Kind, Spec};
-use kvfleet_sim::joining::{Joining, Plan, join};
+use kvfleet_sim::generate::{TraceSpec, TrafficKind};
+use kvfleet_sim::join::{JoinPlan, JoinResult, simulate_join};
 use kvfleet_sim::policies::Traffic;
 
 use super::read_trace;
 use crate::args::JoinsArgs;
 
-/// Has a node join every trace at every capacity, and says what came out.
+/// Lets a node join in every trace at every capacity and prints the results.
 pub(super) fn run(args: &JoinsArgs) -> anyhow::Result<()> {
     if !evict::NAMES.contains(&args.policy.as_str()) {
         anyhow::bail!("policy {} is unknown: choose one of {}", args.policy, evict::NAMES.join(", "));
@@ -21,12 +22,13 @@ pub(super) fn run(args: &JoinsArgs) -> anyhow::Result<()> {
     for path in &args.files {
         let name =
             path.file_stem().map_or_else(|| "trace".to_owned(), |stem| stem.to_string_lossy().into_owned());
-        all.push(joined(&[Traffic::recorded(&name, read_trace(path)?)], args));
+        all.push(join_results(&[Traffic::recorded(&name, read_trace(path)?)], args));
     }
-    for kind in Kind::ALL.into_iter().filter(|_| args.seeds > 0) {
-        let of = |seed| Spec { block_tokens: args.block_tokens, ..Spec::new(kind, seed, args.requests) };
+    for kind in TrafficKind::ALL.into_iter().filter(|_| args.seeds > 0) {
+        let of =
+            |seed| TraceSpec { block_tokens: args.block_tokens, ..TraceSpec::new(kind, seed, args.requests) };
         let traffic: Vec<Traffic> = (1..=args.seeds).map(|seed| Traffic::generated(of(seed))).collect();
-        all.push(joined(&traffic, args));
+        all.push(join_results(&traffic, args));
     }
     if all.is_empty() {
         anyhow::bail!("nothing to replay: name a trace, or generate some with --seeds 1");
@@ -44,17 +46,17 @@ pub(super) fn run(args: &JoinsArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Per capacity, what came of each seed.
-fn joined(traffic: &[Traffic], args: &JoinsArgs) -> Vec<Vec<Joining>> {
+/// Results of every seed, by capacity.
+fn join_results(traffic: &[Traffic], args: &JoinsArgs) -> Vec<Vec<JoinResult>> {
     let at = |&capacity_share: &f64| {
-        let plan = Plan { policy: &args.policy, nodes: args.nodes, capacity_share, first: &args.first };
-        traffic.iter().filter_map(|traffic| join(traffic, &plan)).collect()
+        let plan = JoinPlan { policy: &args.policy, nodes: args.nodes, capacity_share, first: &args.first };
+        traffic.iter().filter_map(|traffic| simulate_join(traffic, &plan)).collect()
     };
     args.capacities.iter().map(at).collect()
 }
 
-/// Mean, least and greatest of a quantity over seeds, in points.
-fn spread(seeds: &[Joining], of: impl Fn(&Joining) -> f64) -> (f64, f64, f64) {
+/// Mean, minimum and maximum over seeds, in percentage points.
+fn mean_and_range(seeds: &[JoinResult], of: impl Fn(&JoinResult) -> f64) -> (f64, f64, f64) {
     let points: Vec<f64> = seeds.iter().map(|joining| 100.0 * of(joining)).collect();
     let mean = points.iter().sum::<f64>() / points.len().max(1) as f64;
     let (least, most) = (points.iter().copied().reduce(f64::min), points.iter().copied().reduce(f64::max));
@@ -65,22 +67,23 @@ fn gain_text((mean, least, most): (f64, f64, f64)) -> String {
     format!("{mean:+.2} ({least:+.2} to {most:+.2})")
 }
 
-fn tables(all: &[Vec<Vec<Joining>>], args: &JoinsArgs) -> String {
+fn tables(all: &[Vec<Vec<JoinResult>>], args: &JoinsArgs) -> String {
     let mut out = format!(
         "{} nodes of policy {}, and one that joins in the middle; hit rates in points, gains with the least and the greatest of any seed\n\n",
         args.nodes, args.policy
     );
     out.push_str("| traffic | capacity | its first requests | blind | told | gain |\n");
     out.push_str("| --- | ---: | ---: | ---: | ---: | ---: |\n");
-    let places: Vec<&Vec<Joining>> = all.iter().flatten().filter(|seeds| !seeds.is_empty()).collect();
-    for seeds in &places {
+    let points: Vec<&Vec<JoinResult>> = all.iter().flatten().filter(|seeds| !seeds.is_empty()).collect();
+    for seeds in &points {
         for at in 0..args.first.len() {
             let requests = seeds.iter().map(|joining| joining.first[at].requests).max().unwrap_or(0);
             let (blind, told) = (
-                spread(seeds, |joining| joining.first[at].blind).0,
-                spread(seeds, |joining| joining.first[at].told).0,
+                mean_and_range(seeds, |joining| joining.first[at].blind).0,
+                mean_and_range(seeds, |joining| joining.first[at].told).0,
             );
-            let gain = gain_text(spread(seeds, |joining| joining.first[at].told - joining.first[at].blind));
+            let gain =
+                gain_text(mean_and_range(seeds, |joining| joining.first[at].told - joining.first[at].blind));
             let (traffic, share) = (&seeds[0].traffic, 100.0 * seeds[0].capacity_share);
             let _ = writeln!(out, "| {traffic} | {share} % | {requests} | {blind:.2} | {told:.2} | {gain} |");
         }
@@ -89,9 +92,9 @@ fn tables(all: &[Vec<Vec<Joining>>], args: &JoinsArgs) -> String {
         "\n| traffic | capacity | all nodes over the whole trace, nobody told | all told | gain |\n",
     );
     out.push_str("| --- | ---: | ---: | ---: | ---: |\n");
-    for seeds in &places {
-        let [alone, told] = [0, 1].map(|at| spread(seeds, |joining| joining.fleet[at]).0);
-        let gain = gain_text(spread(seeds, |joining| joining.fleet[1] - joining.fleet[0]));
+    for seeds in &points {
+        let [alone, told] = [0, 1].map(|at| mean_and_range(seeds, |joining| joining.fleet[at]).0);
+        let gain = gain_text(mean_and_range(seeds, |joining| joining.fleet[1] - joining.fleet[0]));
         let (traffic, share) = (&seeds[0].traffic, 100.0 * seeds[0].capacity_share);
         let _ = writeln!(out, "| {traffic} | {share} % | {alone:.2} | {told:.2} | {gain} |");
     }
@@ -114,17 +117,18 @@ mod tests {
     }
 
     #[test]
-    fn the_table_shows_what_the_lines_say() {
-        let place = tempfile::tempdir().unwrap();
-        let out = place.path().join("joins.jsonl");
+    fn table_matches_the_json_lines() {
+        let directory = tempfile::tempdir().unwrap();
+        let out = directory.path().join("joins.jsonl");
         let mut args =
             args(&["--requests", "200", "--seeds", "1", "--capacities", "0.02", "--first", "5,10"]);
         args.out = Some(out.clone());
         run(&args).unwrap();
         let lines = std::fs::read_to_string(&out).unwrap();
         assert_eq!(lines.lines().count(), 3, "a line for each kind");
-        let seed = |kind| Traffic::generated(Spec { block_tokens: 64, ..Spec::new(kind, 1, 200) });
-        let all: Vec<_> = Kind::ALL.into_iter().map(|kind| joined(&[seed(kind)], &args)).collect();
+        let seed = |kind| Traffic::generated(TraceSpec { block_tokens: 64, ..TraceSpec::new(kind, 1, 200) });
+        let all: Vec<_> =
+            TrafficKind::ALL.into_iter().map(|kind| join_results(&[seed(kind)], &args)).collect();
         let same = all.iter().flatten().flatten().map(|joining| serde_json::to_string(joining).unwrap());
         assert!(same.eq(lines.lines()), "the same arguments give the same figures");
         let text = tables(&all, &args);
@@ -133,7 +137,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_done_is_said() {
+    fn rejects_invalid_arguments() {
         let mut unknown = args(&["--seeds", "0"]);
         assert!(run(&unknown).unwrap_err().to_string().contains("name a trace"));
         unknown.policy = "clairvoyant".into();

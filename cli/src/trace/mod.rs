@@ -1,6 +1,7 @@
-//! `kvfleet trace stats`, `gen`, `policies`, `joins`, `routers` and `regret`, and how every command opens a trace.
+//! `kvfleet trace stats`, `gen`, `policies`, `joins`, `routers` and `regret`, and opening traces
+//! for all commands.
 //!
-//! Not here: the formats, the statistics and the generator (`kvfleet-sim`).
+//! `kvfleet-sim` holds the formats, the statistics and the generator.
 
 mod generate;
 mod joins;
@@ -32,7 +33,7 @@ pub fn run(command: &TraceCommand) -> anyhow::Result<()> {
     }
 }
 
-/// Opens a trace in the format asked for.
+/// Opens a trace in the given format.
 pub(crate) fn open_trace<R: BufRead>(input: R, format: TraceFormat, lenient: bool) -> Reader<R> {
     let format = match format {
         TraceFormat::Auto => Format::Detect,
@@ -42,7 +43,7 @@ pub(crate) fn open_trace<R: BufRead>(input: R, format: TraceFormat, lenient: boo
     read(input, format, if lenient { Strictness::Lenient } else { Strictness::Strict })
 }
 
-/// All requests of a trace, in whichever format it is.
+/// All requests of a trace in any supported format.
 fn read_trace(path: &Path) -> anyhow::Result<Vec<Request>> {
     let shown = path.display();
     let file = File::open(path)
@@ -51,7 +52,7 @@ fn read_trace(path: &Path) -> anyhow::Result<Vec<Request>> {
     requests.map_err(|error| anyhow::anyhow!("{shown}: {error}"))
 }
 
-/// What a lenient reader left out, for a person: `3 (2 malformed JSON, 1 unsorted timestamp)`.
+/// Describes lines skipped by a lenient reader: `3 (2 malformed JSON, 1 unsorted timestamp)`.
 pub(crate) fn skipped_text(skipped: &Skipped) -> String {
     let reasons: Vec<_> = skipped.iter().map(|(reason, count)| format!("{count} {reason}")).collect();
     format!("{} ({})", skipped.values().sum::<u64>(), reasons.join(", "))

@@ -1,16 +1,16 @@
 //! Plots of a trace: reuse times per category, skew, hit rate against capacity.
 //!
-//! Not here: the numbers (`stats.rs`) and the look (`crate::report`).
+//! `stats.rs` computes the numbers; `crate::report` defines the look.
 
 use std::path::{Path, PathBuf};
 
-use kvfleet_sim::stats::{Point, ReuseTimes};
+use kvfleet_sim::stats::{CurvePoint, ReuseTimes};
 use plotters::prelude::SeriesLabelPosition;
 
 use super::stats::TraceStats;
 use crate::report::{Axes, Canvas, PALETTE};
 
-/// Curves drawn beside the one of the whole trace; more cannot be told apart.
+/// Category curves drawn next to that of the whole trace; more would be indistinguishable.
 const CATEGORIES_DRAWN: usize = 6;
 
 /// Right end of the reuse-time axis in powers of ten above 0.1 s: 10^5 s is more than a day.
@@ -55,7 +55,7 @@ fn decades(seconds: f64) -> f64 {
     (seconds.max(0.1) / 0.1).log10().min(DECADES)
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the drawing library asks for it")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "required by the plotting library")]
 fn time_label(decades: &f64) -> String {
     let seconds = 0.1 * 10f64.powf(*decades);
     if seconds < 1.0 { format!("{seconds:.1} s") } else { format!("{seconds:.0} s") }
@@ -77,13 +77,14 @@ fn skew(path: &Path, stats: &TraceStats) -> anyhow::Result<()> {
     };
     let mut canvas = Canvas::new(path, &axes, &percent, &percent)?;
     let start = std::iter::once((0.0, 0.0));
-    let points: Vec<_> = start.chain(of.skew.iter().map(|Point { x, y }| (100.0 * x, 100.0 * y))).collect();
+    let points: Vec<_> =
+        start.chain(of.skew.iter().map(|CurvePoint { x, y }| (100.0 * x, 100.0 * y))).collect();
     canvas.line("this trace", PALETTE[0], &points)?;
     canvas.line("if every block were alike", PALETTE[6], &[(0.0, 0.0), (100.0, 100.0)])?;
     canvas.finish(SeriesLabelPosition::LowerRight)
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the drawing library asks for it")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "required by the plotting library")]
 fn percent(value: &f64) -> String {
     format!("{value:.0}")
 }

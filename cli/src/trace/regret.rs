@@ -1,18 +1,19 @@
-//! `kvfleet trace regret`: what better knowledge would be worth to the production scheduler, as JSON lines or as a table.
+//! `kvfleet trace regret`: what better knowledge would gain for the production scheduler, as JSON
+//! lines or a table.
 //!
-//! Not here: the fleet and the search (`kvfleet_sim::fleet`, `kvfleet_sim::routers`).
+//! `kvfleet_sim::fleet` and `kvfleet_sim::routers` run the fleet and the search.
 
 use kv_core::schedule::{HardwareProfile, PROFILES};
-use kvfleet_sim::fleet::{Setup, Workload};
-use kvfleet_sim::routers::{Draw, Knowledge, Regret, Shares, capacity, regret};
+use kvfleet_sim::fleet::{FleetSetup, Workload};
+use kvfleet_sim::routers::{GapShares, Knowledge, LoadDraw, OracleGap, capacity, oracle_gap};
 
 use super::read_trace;
 use crate::args::RegretArgs;
 
-/// Instances for each copy of a trace, as in `kvfleet trace routers`.
+/// Instances per copy of a trace, as in `kvfleet trace routers`.
 const INSTANCES_PER_COPY: u32 = 4;
 
-/// Runs every load and says what came out.
+/// Runs every load and prints the results.
 pub(super) fn run(args: &RegretArgs) -> anyhow::Result<()> {
     let Some(profile) = HardwareProfile::by_name(&args.profile) else {
         let known: Vec<_> = PROFILES.iter().map(|profile| profile.name).collect();
@@ -24,22 +25,24 @@ pub(super) fn run(args: &RegretArgs) -> anyhow::Result<()> {
         anyhow::bail!("nothing to serve: {} has no request, or --limit is 0", args.file.display());
     }
     let workload = Workload::new(&trace, u64::from(args.instances.div_ceil(INSTANCES_PER_COPY)));
-    let setup = Setup::new(args.instances, profile, workload.block_tokens);
+    let setup = FleetSetup::new(args.instances, profile, workload.block_tokens);
     let capacity_per_s = capacity(&workload, &setup, args.seed);
-    let draws = Draw::all(args.draws, args.seed);
+    let draws = LoadDraw::all(args.draws, args.seed);
     for load in &args.loads {
         let load = (*load, capacity_per_s);
-        let Some(regret) = regret(&workload, &setup, load, args.window as usize, &draws) else { continue };
+        let Some(regret) = oracle_gap(&workload, &setup, load, args.window as usize, &draws) else {
+            continue;
+        };
         if args.json {
             println!("{}", serde_json::to_string(&regret)?);
         } else {
-            show(&regret, args, capacity_per_s);
+            print_table(&regret, args, capacity_per_s);
         }
     }
     Ok(())
 }
 
-fn show(regret: &Regret, args: &RegretArgs, capacity_per_s: f64) {
+fn print_table(regret: &OracleGap, args: &RegretArgs, capacity_per_s: f64) {
     let (share, instances) = (regret.load * 100.0, args.instances);
     println!(
         "{instances} instances at {share:.0} % of {capacity_per_s:.2} requests/s, {} requests",
@@ -47,21 +50,21 @@ fn show(regret: &Regret, args: &RegretArgs, capacity_per_s: f64) {
     );
     println!("| known | mean TTFT | P50 | P90 | P99 | prompt tokens not computed |");
     println!("| --- | ---: | ---: | ---: | ---: | ---: |");
-    for one in &regret.knowing {
-        let known = match one.knowledge {
-            Knowledge::AsItComes => "what has come".to_owned(),
-            Knowledge::Fresh => "loads and blocks as they are".to_owned(),
-            Knowledge::TrueTimes => "and true times".to_owned(),
+    for point in &regret.knowing {
+        let known = match point.knowledge {
+            Knowledge::AsItComes => "as delivered".to_owned(),
+            Knowledge::Fresh => "current loads and blocks".to_owned(),
+            Knowledge::TrueTimes => "and actual times".to_owned(),
             Knowledge::ToCome => format!("and the next {} requests, best found", regret.window),
         };
-        let (ttft, saved) = (one.ttft, one.saved * 100.0);
+        let (ttft, saved) = (point.ttft, point.saved * 100.0);
         println!(
             "| {known} | {:.0} ms | {:.0} ms | {:.0} ms | {:.0} ms | {saved:.1} % |",
             ttft.mean_ms, ttft.p50_ms, ttft.p90_ms, ttft.p99_ms,
         );
     }
-    let of = |share: fn(&Shares) -> f64| {
-        let [median, least, greatest] = regret.spread(share).map(|share| share * 100.0);
+    let of = |share: fn(&GapShares) -> f64| {
+        let [median, least, greatest] = regret.median_and_range(share).map(|share| share * 100.0);
         match regret.drawn.len() {
             0 => format!("{median:.1} %"),
             _ => format!("{median:.1} % ({least:.1} to {greatest:.1})"),

@@ -1,6 +1,6 @@
-//! `kvfleet trace stats`: what a trace is like, as tables or JSON, with plots.
+//! `kvfleet trace stats`: the characteristics of a trace as tables or JSON, with plots.
 //!
-//! Not here: the statistics (`kvfleet_sim::stats`) and their drawing (`plots.rs`).
+//! `kvfleet_sim::stats` computes them and `plots.rs` draws them.
 
 use std::fmt::Write;
 use std::fs::File;
@@ -15,10 +15,10 @@ use serde::Serialize;
 use super::{open_trace, plots, skipped_text};
 use crate::args::StatsArgs;
 
-/// Rows of reuse times shown per category; all of them are in the JSON.
+/// Rows of reuse times shown per category; the JSON holds all of them.
 const CATEGORIES_SHOWN: usize = 8;
 
-/// Everything that is said about a trace.
+/// Everything reported about a trace.
 #[derive(Debug, Serialize)]
 pub(super) struct TraceStats {
     pub(super) file: String,
@@ -30,10 +30,10 @@ pub(super) struct TraceStats {
     pub(super) published: Vec<Claim>,
 }
 
-/// Reads, characterises, prints.
+/// Reads the trace and prints its characteristics.
 pub(super) fn run(args: &StatsArgs) -> anyhow::Result<()> {
     let (requests, skipped) = read_all(args)?;
-    let stats = gather(args, &requests, skipped);
+    let stats = trace_stats(args, &requests, skipped);
     if let Some(directory) = &args.plots {
         for file in plots::draw_all(directory, &stats)? {
             eprintln!("wrote {}", file.display());
@@ -66,7 +66,7 @@ fn read_all(args: &StatsArgs) -> anyhow::Result<(Vec<Request>, Skipped)> {
     Ok((requests, reader.skipped().clone()))
 }
 
-fn gather(args: &StatsArgs, requests: &[Request], skipped: Skipped) -> TraceStats {
+fn trace_stats(args: &StatsArgs, requests: &[Request], skipped: Skipped) -> TraceStats {
     let characteristics = characterise(requests.iter().cloned());
     let policies: Vec<&str> = kv_core::evict::NAMES.iter().copied().chain([OPTIMAL]).collect();
     TraceStats {
@@ -89,10 +89,10 @@ fn gather(args: &StatsArgs, requests: &[Request], skipped: Skipped) -> TraceStat
 fn render(stats: &TraceStats) -> String {
     let mut out = String::new();
     overview(&mut out, stats);
-    reuse(&mut out, &stats.characteristics);
-    kinds(&mut out, &stats.characteristics);
-    capacity(&mut out, &stats.capacity_curve);
-    published(&mut out, &stats.published);
+    reuse_table(&mut out, &stats.characteristics);
+    kinds_table(&mut out, &stats.characteristics);
+    capacity_table(&mut out, &stats.capacity_curve);
+    published_table(&mut out, &stats.published);
     out
 }
 
@@ -133,7 +133,7 @@ fn overview(out: &mut String, stats: &TraceStats) {
     }
 }
 
-fn reuse(out: &mut String, of: &Characteristics) {
+fn reuse_table(out: &mut String, of: &Characteristics) {
     let _ = writeln!(
         out,
         "\nreuse time        turn  reuses     mean s    P50 s    P90 s   <10 s  <10 min  fit off by"
@@ -157,7 +157,7 @@ fn reuse(out: &mut String, of: &Characteristics) {
     }
 }
 
-fn kinds(out: &mut String, of: &Characteristics) {
+fn kinds_table(out: &mut String, of: &Characteristics) {
     let _ = writeln!(out, "\ntype              requests  share   multi-turn  share of hits");
     for kind in of.kinds.iter().filter(|kind| kind.requests > 0) {
         let _ = writeln!(
@@ -172,7 +172,7 @@ fn kinds(out: &mut String, of: &Characteristics) {
     }
 }
 
-fn capacity(out: &mut String, points: &[CapacityPoint]) {
+fn capacity_table(out: &mut String, points: &[CapacityPoint]) {
     let _ = write!(out, "\nhit rate at capacity (share of unique blocks)\n  {:15}", "policy");
     for share in SHARES {
         let _ = write!(out, " {:>7}", format!("{:.0} %", 100.0 * share));
@@ -187,7 +187,7 @@ fn capacity(out: &mut String, points: &[CapacityPoint]) {
     }
 }
 
-fn published(out: &mut String, claims: &[Claim]) {
+fn published_table(out: &mut String, claims: &[Claim]) {
     if claims.is_empty() {
         return;
     }

@@ -1,15 +1,15 @@
-//! Nonsense in, a message out that says what was wrong, where, and what to do.
+//! Error messages for invalid input: each names the fault, its place and the remedy.
 
 use std::net::TcpListener;
 
-use kvfleet::certificates::Authority;
 use kvfleet_errors_doc::says;
+use kvfleet_net::certificates::Authority;
 
-use crate::support::Place;
+use crate::support::Workspace;
 
 #[test]
-fn an_unknown_config_key_names_the_nearest_for_every_process() {
-    let place = Place::new();
+fn unknown_keys_suggest_the_nearest_for_every_process() {
+    let place = Workspace::new();
     let cases = [
         ("router", "votres", "voters"),
         ("node", "dram_byte", "dram_bytes"),
@@ -25,8 +25,8 @@ fn an_unknown_config_key_names_the_nearest_for_every_process() {
 }
 
 #[test]
-fn wrong_values_say_what_was_expected() {
-    let place = Place::new();
+fn invalid_values_name_the_expected_ones() {
+    let place = Workspace::new();
     place.run(&["node", "--set", "block_bytes=lots"]).refused(&[
         "flag --set",
         "block_bytes",
@@ -38,8 +38,8 @@ fn wrong_values_say_what_was_expected() {
 }
 
 #[test]
-fn absent_and_foreign_certificates_are_named() {
-    let place = Place::new();
+fn names_missing_and_foreign_certificates() {
+    let place = Workspace::new();
     let files = Authority::open(&place.path("ours")).unwrap().issue("node-1").unwrap();
     let theirs = Authority::open(&place.path("theirs")).unwrap().issue("node-1").unwrap();
     let node = |ca: &std::path::Path, cert: &std::path::Path| {
@@ -65,8 +65,8 @@ fn absent_and_foreign_certificates_are_named() {
 }
 
 #[test]
-fn malformed_traces_are_refused_by_line_or_skipped() {
-    let place = Place::new();
+fn refuses_or_skips_malformed_trace_lines() {
+    let place = Workspace::new();
     place.trace(5);
     let mut text = std::fs::read_to_string(place.path("trace.jsonl")).unwrap();
     text.push_str("{\"timestamp\": \"soon\"}\n");
@@ -83,8 +83,8 @@ fn malformed_traces_are_refused_by_line_or_skipped() {
 }
 
 #[test]
-fn impossible_wishes_are_refused_before_anything_starts() {
-    let place = Place::new();
+fn refuses_impossible_arguments_before_starting() {
+    let place = Workspace::new();
     place.trace(5);
     let refused =
         |words: &[&str]| place.run(&[&["replay", "trace.jsonl"], words].concat()).refused(&[]).to_owned();
@@ -106,8 +106,8 @@ fn impossible_wishes_are_refused_before_anything_starts() {
 }
 
 #[test]
-fn a_taken_port_is_named() {
-    let place = Place::new();
+fn names_a_taken_port() {
+    let place = Workspace::new();
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     place
@@ -132,8 +132,8 @@ fn a_taken_port_is_named() {
 }
 
 #[test]
-fn a_cluster_that_is_not_there_is_said_to_be_unreachable() {
-    let place = Place::new();
+fn reports_an_unreachable_cluster() {
+    let place = Workspace::new();
     Authority::open(&place.path("tls")).unwrap().issue("admin").unwrap();
     let ran = place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "tls"]);
     says("a router that does not run", &ran.refused(&[]), &[]);
@@ -141,15 +141,15 @@ fn a_cluster_that_is_not_there_is_said_to_be_unreachable() {
     let words = ["replay", "trace.jsonl", "--cluster", "127.0.0.1:9,127.0.0.1:10", "--tls-dir", "tls"];
     let begun = std::time::Instant::now();
     says("a replay on a cluster of which no router answers", &place.run(&words).refused(&[]), &[]);
-    assert!(begun.elapsed() < std::time::Duration::from_secs(30), "no request is tried before");
+    assert!(begun.elapsed() < std::time::Duration::from_secs(30), "no request is attempted first");
     says("no cluster named", &place.run(&["status"]).refused(&[]), &[]);
     let ran = place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "nowhere"]);
     says("a directory without certificates", &ran.refused(&[]), &[]);
 }
 
 #[test]
-fn a_cluster_named_in_the_environment_is_not_replayed_on() {
-    let place = Place::new();
+fn replays_ignore_the_environment_cluster() {
+    let place = Workspace::new();
     place.trace(5);
     let elsewhere = ("KVFLEET_CLUSTER", "127.0.0.1:9");
     let words = ["replay", "trace.jsonl", "--kill", "node:9@50%"];
@@ -159,8 +159,8 @@ fn a_cluster_named_in_the_environment_is_not_replayed_on() {
 }
 
 #[test]
-fn the_help_says_what_exit_statuses_mean() {
-    let place = Place::new();
+fn help_explains_exit_statuses() {
+    let place = Workspace::new();
     for words in [&["--help"][..], &["replay", "--help"], &["demo", "--help"]] {
         let said = place.run(words).ok();
         assert!(said.contains("Exit status") && said.contains("130"), "{said}");

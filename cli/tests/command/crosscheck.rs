@@ -1,11 +1,11 @@
-//! The live cross-check without time: a real fleet and one in virtual time decide alike, request by request.
+//! The live cross-check in lockstep: a real fleet and a simulated one decide every request alike.
 
 use serde_json::Value;
 
-use crate::support::Place;
+use crate::support::Workspace;
 
-/// One run in lockstep, each request of which must be the same on both sides.
-fn alike(place: &Place, words: &[&str]) -> Value {
+/// Runs one cross-check in lockstep and asserts that both sides agree on every request.
+fn assert_alike(place: &Workspace, words: &[&str]) -> Value {
     let fixed = ["crosscheck", "--lockstep", "--json", "--block-bytes", "4KiB", "--routers", "1"];
     let ran = place.run(&[&fixed[..], words].concat());
     println!("{}", ran.all());
@@ -24,29 +24,30 @@ fn alike(place: &Place, words: &[&str]) -> Value {
 }
 
 #[test]
-fn a_real_fleet_and_one_in_virtual_time_decide_alike_where_time_plays_no_part() {
-    let place = Place::new();
+fn real_and_simulated_fleets_decide_alike_in_lockstep() {
+    let place = Workspace::new();
     let roomy = ["--nodes", "3", "--instances", "3", "--requests", "200"];
-    let all = alike(&place, &roomy);
+    let all = assert_alike(&place, &roomy);
     assert_eq!(all["seed"], 1);
     assert!(all["real"]["own_node"].as_f64().unwrap() > 5.0, "{all:#}");
-    // Caches so small that what is evicted decides where the next request goes, and the same requests with room for all.
+    // The caches are small enough that evictions decide routing. A second run with ample room
+    // compares.
     let agent = ["--nodes", "2", "--instances", "2", "--requests", "120", "--policy", "lru"];
     let agent = [&agent[..], &["--kind", "agent", "--profile", "h100-8b", "--seed", "3"]].concat();
     let recomputed = |room: &[&str]| {
-        let compared = alike(&place, &[&agent[..], room].concat());
+        let compared = assert_alike(&place, &[&agent[..], room].concat());
         compared["real"]["recomputed"].as_f64().unwrap()
     };
     let (roomy, tight) = (recomputed(&[]), recomputed(&["--dram", "60b"]));
     assert!(
         tight > roomy + 1.0,
-        "{tight} % against {roomy} %: nothing was evicted that would have been used"
+        "{tight} % recomputed against {roomy} %: no eviction hit a block that was needed later"
     );
 }
 
 #[test]
-fn what_cannot_be_had_in_virtual_time_is_refused_before_a_request_is_sent() {
-    let place = Place::new();
+fn refuses_settings_that_cannot_be_simulated() {
+    let place = Workspace::new();
     let words = ["crosscheck", "--lockstep", "--requests", "5", "--routers", "1", "--nodes", "1"];
     let ran = place.run(&[&words[..], &["--instances", "1", "--set", "router.windows=true"]].concat());
     ran.refused(&["router.windows is on", "leave it out"]);

@@ -1,4 +1,4 @@
-//! Starting, looking at, interrupting: nothing may be left behind.
+//! Starting, inspecting and interrupting a cluster: no process or directory may remain.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -6,33 +6,33 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-use kvfleet::certificates::Authority;
 use kvfleet_errors_doc::says;
+use kvfleet_net::certificates::Authority;
+use kvfleet_net::tls::TlsFiles;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_client::InstanceClient;
-use kvfleet_proto::tls::TlsFiles;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 use tonic::Code;
 use tonic::transport::Endpoint;
 
-use crate::support::{Place, Ran, until};
+use crate::support::{CommandOutput, Workspace, until};
 
 fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), signal).unwrap();
 }
 
-fn assert_nothing_left(place: &Place) {
-    until("every process is gone", || place.processes().is_empty());
+fn assert_nothing_left(place: &Workspace) {
+    until("every process has exited", || place.processes().is_empty());
     assert_eq!(place.leftovers(), Vec::<std::path::PathBuf>::new());
 }
 
-/// `kvfleet up --json`, ready, with what it said.
-fn up(place: &Place) -> (Child, Value) {
+/// Starts `kvfleet up --json` and returns its first line.
+fn up(place: &Workspace) -> (Child, Value) {
     up_with(place, &[])
 }
 
-fn up_with(place: &Place, more: &[&str]) -> (Child, Value) {
+fn up_with(place: &Workspace, more: &[&str]) -> (Child, Value) {
     let words = ["up", "--json", "--nodes", "2", "--instances", "2", "--dram", "8MiB", "--ssd", "8MiB"];
     let mut child = place.command(&[&words[..], more].concat()).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
@@ -41,8 +41,8 @@ fn up_with(place: &Place, more: &[&str]) -> (Child, Value) {
 }
 
 #[test]
-fn up_serves_until_it_is_told_to_stop() {
-    let place = Place::new();
+fn up_serves_until_stopped() {
+    let place = Workspace::new();
     let (mut child, said) = up_with(&place, &["--tenant", "3"]);
     let routers: Vec<_> = said["routers"].as_array().unwrap().iter().map(|r| r.as_str().unwrap()).collect();
     let tls = said["tls_dir"].as_str().unwrap();
@@ -52,7 +52,7 @@ fn up_serves_until_it_is_told_to_stop() {
     assert_eq!(
         status["routers"].as_array().unwrap().len(),
         3,
-        "one address is enough to see all: {status:#}"
+        "one address suffices to see all routers: {status:#}"
     );
     assert_eq!(status["nodes"].as_array().unwrap().len(), 2, "{status:#}");
     assert_eq!(status["instances"].as_array().unwrap().len(), 2, "{status:#}");
@@ -69,8 +69,9 @@ fn up_serves_until_it_is_told_to_stop() {
     assert_nothing_left(&place);
 }
 
-/// A status by whoever has the certificate of the tenant that `up` was told of, whom an instance answers for it.
-fn as_tenant(place: &Place, said: &Value) -> Ran {
+/// A status command with a tenant's certificate from `up`; an instance accepts the same
+/// certificate.
+fn as_tenant(place: &Workspace, said: &Value) -> CommandOutput {
     let certificate = Path::new(said["tenants"][0].as_str().unwrap());
     let (from, to) = (certificate.parent().unwrap(), place.path("tenant"));
     std::fs::create_dir(&to).unwrap();
@@ -83,13 +84,14 @@ fn as_tenant(place: &Place, said: &Value) -> Ran {
     let processes = said["processes"].as_array().unwrap();
     let instance = processes.iter().find(|process| process["role"] == "instance").unwrap();
     let address = instance["addresses"]["grpc"].as_str().unwrap();
-    tokio::runtime::Runtime::new().unwrap().block_on(at_instance(address, &files));
+    tokio::runtime::Runtime::new().unwrap().block_on(assert_tenant_rights(address, &files));
     let cluster = said["routers"][0].as_str().unwrap();
     place.run(&["status", "--cluster", cluster, "--tls-dir", "tenant"])
 }
 
-/// An instance runs requests of the caller's own tenant: this one lacks only what to run.
-async fn at_instance(address: &str, files: &TlsFiles) {
+/// An instance runs requests of the caller's own tenant only. This request fails for lack of a
+/// prompt.
+async fn assert_tenant_rights(address: &str, files: &TlsFiles) {
     let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
     let endpoint = endpoint.tls_config(files.load().unwrap().client_tls()).unwrap();
     let mut instance = InstanceClient::new(endpoint.connect().await.unwrap());
@@ -102,8 +104,8 @@ async fn at_instance(address: &str, files: &TlsFiles) {
     assert_eq!(status.unwrap_err().code(), Code::PermissionDenied);
 }
 
-/// Pins and quotas go through, whoever leads.
-fn administer(place: &Place, cluster: &str, tls: &str) {
+/// Pins and quotas succeed through any router.
+fn administer(place: &Workspace, cluster: &str, tls: &str) {
     let reach = ["--cluster", cluster, "--tls-dir", tls];
     let hash = "00".repeat(16);
     let pin = ["pin", "--pin", "7", "--owner", "me", hash.as_str()];
@@ -121,8 +123,8 @@ fn administer(place: &Place, cluster: &str, tls: &str) {
     assert!(place.run(&[&quota[..], &reach].concat()).ok().contains("1048576 bytes"));
 }
 
-/// A node is found by its number, through whichever router knows it.
-fn inspect(place: &Place, cluster: &str, tls: &str) {
+/// A node is found by its number through any router that knows it.
+fn inspect(place: &Workspace, cluster: &str, tls: &str) {
     let inspect = |words: &[&str]| {
         let all = [&["node", "inspect", "--cluster", cluster, "--tls-dir", tls], words].concat();
         place.run(&all)
@@ -137,7 +139,7 @@ fn inspect(place: &Place, cluster: &str, tls: &str) {
 
 #[test]
 fn every_process_shows_metrics() {
-    let place = Place::new();
+    let place = Workspace::new();
     let (mut child, said) = up(&place);
     for process in said["processes"].as_array().unwrap() {
         let address = process["addresses"]["metrics"].as_str().unwrap();
@@ -160,8 +162,8 @@ fn get(address: &str, path: &str) -> String {
 }
 
 #[test]
-fn a_terminal_that_is_gone_stops_everything() {
-    let place = Place::new();
+fn a_closed_terminal_stops_everything() {
+    let place = Workspace::new();
     let (mut child, _) = up(&place);
     signal(&child, Signal::HUP);
     assert!(child.wait().unwrap().success());
@@ -169,26 +171,26 @@ fn a_terminal_that_is_gone_stops_everything() {
 }
 
 #[test]
-fn a_second_ctrl_c_ends_at_once_and_leaves_nothing() {
-    let place = Place::new();
+fn a_second_ctrl_c_stops_at_once() {
+    let place = Workspace::new();
     let (mut child, _) = up(&place);
-    // A node that does not hear SIGTERM holds up the orderly end.
+    // A stopped node cannot react to SIGTERM and delays the orderly shutdown.
     let node = Pid::from_raw(place.pid_of("node-1").unwrap()).unwrap();
     kill_process(node, Signal::STOP).unwrap();
     signal(&child, Signal::INT);
-    until("the orderly end has begun", || place.pid_of("instance-1").is_none());
+    until("the orderly shutdown has begun", || place.pid_of("instance-1").is_none());
     signal(&child, Signal::INT);
     assert_eq!(child.wait().unwrap().code(), Some(130));
     assert_nothing_left(&place);
 }
 
-/// Open without waiting for the other end, as Linux numbers it.
+/// `O_NONBLOCK` on Linux: open without waiting for the other end.
 const O_NONBLOCK: i32 = 0o4000;
 
 #[test]
-fn a_process_whose_start_hangs_does_not_outlive_its_parent() {
-    let place = Place::new();
-    // A certificate that nobody ever writes: reading it hangs.
+fn a_hanging_start_ends_with_its_parent() {
+    let place = Workspace::new();
+    // A certificate pipe without a writer: reading it blocks.
     let pipe = place.path("ca.pem");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
     let files = Authority::open(&place.path("tls")).unwrap().issue("instance-1").unwrap();
@@ -205,18 +207,18 @@ fn a_process_whose_start_hangs_does_not_outlive_its_parent() {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let mut child = place.command(&words).stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
     let mut writer = None;
-    until("it reads the certificate", || {
-        // Fails as long as nobody reads.
+    until("the process reads the certificate", || {
+        // Fails while there is no reader.
         writer = File::options().write(true).custom_flags(O_NONBLOCK).open(&pipe).ok();
         writer.is_some()
     });
     drop(child.stdin.take());
-    until("it is gone", || child.try_wait().unwrap().is_some());
-    assert_eq!(child.wait().unwrap().code(), Some(1), "ended by force");
+    until("the process has exited", || child.try_wait().unwrap().is_some());
+    assert_eq!(child.wait().unwrap().code(), Some(1), "terminated by force");
 }
 
-/// The text with every identity shown as dots.
-fn identities(text: &str) -> String {
+/// Replaces every identity in the text by an ellipsis.
+fn mask_identities(text: &str) -> String {
     let is_identity = |word: &str| word.len() == 32 && word.bytes().all(|byte| byte.is_ascii_hexdigit());
     let shown = |word: &str| {
         if is_identity(word.trim_end_matches([':', ';'])) { "…".to_owned() } else { word.to_owned() }
@@ -225,8 +227,8 @@ fn identities(text: &str) -> String {
 }
 
 #[test]
-fn a_replay_with_other_blocks_than_the_clusters_is_told_which_flag() {
-    let place = Place::new();
+fn replay_explains_a_block_size_mismatch() {
+    let place = Workspace::new();
     place.trace(20);
     let (mut child, said) = up_with(&place, &["--block-tokens", "16"]);
     let routers: Vec<_> = said["routers"].as_array().unwrap().iter().map(|r| r.as_str().unwrap()).collect();
@@ -234,11 +236,14 @@ fn a_replay_with_other_blocks_than_the_clusters_is_told_which_flag() {
     let words = ["replay", "trace.jsonl", "--quiet", "--cluster", &routers, "--tls-dir", tls];
     let varying: Vec<&str> = routers.split(',').collect();
     let refused = place.run(&words);
-    let message = identities(refused.refused(&[]));
+    let message = mask_identities(refused.refused(&[]));
     says("a replay with blocks of another size than the cluster's", &message, &varying);
     let theirs = [&words[..], &["--block-tokens", "16", "--profile", "h100-8b"]].concat();
     let text = place.run(&theirs).ok();
-    assert!(text.contains("modelled under profile laptop-emulated"), "the instances' own: {text}");
+    assert!(
+        text.contains("modelled under profile laptop-emulated"),
+        "the instances' own profile is used: {text}"
+    );
     let strangers = Authority::open(&place.path("strangers")).unwrap();
     strangers.issue("admin").unwrap();
     let strange = place.path("strangers");
@@ -250,16 +255,16 @@ fn a_replay_with_other_blocks_than_the_clusters_is_told_which_flag() {
 
 #[test]
 fn children_do_not_outlive_a_killed_parent() {
-    let place = Place::new();
+    let place = Workspace::new();
     let (mut child, _) = up(&place);
     assert!(!place.processes().is_empty());
     child.kill().unwrap();
     child.wait().unwrap();
-    until("every process is gone", || place.processes().is_empty());
+    until("every process has exited", || place.processes().is_empty());
 }
 
-/// What to say to run a node alone.
-fn node_words(place: &Place) -> Vec<String> {
+/// Arguments to run a single node.
+fn node_arguments(place: &Workspace) -> Vec<String> {
     let files = Authority::open(&place.path("tls")).unwrap().issue("node-1").unwrap();
     let keys = [
         format!("tls.ca={}", files.ca.display()),
@@ -271,8 +276,8 @@ fn node_words(place: &Place) -> Vec<String> {
     std::iter::once("node".to_owned()).chain(keys.into_iter().map(|key| format!("--set={key}"))).collect()
 }
 
-/// Starts it and waits until it serves.
-fn serving(command: &mut Command) -> Child {
+/// Starts a command and waits until it is ready.
+fn start_ready(command: &mut Command) -> Child {
     let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
@@ -281,14 +286,14 @@ fn serving(command: &mut Command) -> Child {
 }
 
 #[test]
-fn a_process_takes_as_many_open_files_as_it_may() {
-    let place = Place::new();
-    let words = node_words(&place);
+fn raises_the_limit_of_open_files() {
+    let place = Workspace::new();
+    let words = node_arguments(&place);
     let node = place.command(&words.iter().map(String::as_str).collect::<Vec<_>>());
-    // A shell lowers its limits and becomes the node.
+    // A shell lowers its limits and then becomes the node.
     let mut command = place.command_of("sh");
     command.args(["-c", "ulimit -Sn 200 && ulimit -Hn 900 && exec \"$0\" \"$@\""]);
-    let mut child = serving(command.arg(node.get_program()).args(node.get_args()));
+    let mut child = start_ready(command.arg(node.get_program()).args(node.get_args()));
     let limits = std::fs::read_to_string(format!("/proc/{}/limits", child.id())).unwrap();
     let files = limits.lines().find(|line| line.starts_with("Max open files")).unwrap();
     let numbers: Vec<&str> = files.split_whitespace().filter(|word| word.parse::<u64>().is_ok()).collect();
@@ -299,21 +304,21 @@ fn a_process_takes_as_many_open_files_as_it_may() {
 
 #[test]
 fn a_process_stops_at_ctrl_c() {
-    let place = Place::new();
-    let words = node_words(&place);
-    let mut child = serving(&mut place.command(&words.iter().map(String::as_str).collect::<Vec<_>>()));
+    let place = Workspace::new();
+    let words = node_arguments(&place);
+    let mut child = start_ready(&mut place.command(&words.iter().map(String::as_str).collect::<Vec<_>>()));
     signal(&child, Signal::INT);
     assert!(child.wait().unwrap().success());
     let mut log = String::new();
     child.stderr.take().unwrap().read_to_string(&mut log).unwrap();
     let line = log.lines().find(|line| line.contains("stopping")).unwrap_or(&log);
-    // The time stands before it.
+    // The timestamp precedes the message.
     says("Ctrl-C on a process that serves", &line.split_once(' ').unwrap_or_default().1, &[]);
 }
 
-/// A replay that would take hours, interrupted as soon as `is_time` says so: how it ended, and what it said.
-fn interrupted(is_time: impl Fn(&Place) -> bool) -> (Place, Ran) {
-    let place = Place::new();
+/// Interrupts a long replay once `is_time` returns true, and returns its output.
+fn interrupted_replay(is_time: impl Fn(&Workspace) -> bool) -> (Workspace, CommandOutput) {
+    let place = Workspace::new();
     place.trace(200);
     let words = [
         "replay",
@@ -327,14 +332,14 @@ fn interrupted(is_time: impl Fn(&Place) -> bool) -> (Place, Ran) {
         "4KiB",
     ];
     let child = place.command(&words).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    until("it is time", || is_time(&place));
+    until("the moment of the interrupt", || is_time(&place));
     signal(&child, Signal::INT);
-    let ran = Ran::of(&child.wait_with_output().unwrap());
+    let ran = CommandOutput::of(&child.wait_with_output().unwrap());
     (place, ran)
 }
 
-/// How many requests ended, from the table that ends every replay; and what differs from run to run in it.
-fn requests_row(ran: &Ran) -> (&str, [String; 2]) {
+/// The requests row of the final table, and its parts that vary between runs.
+fn requests_row(ran: &CommandOutput) -> (&str, [String; 2]) {
     let row = ran.out.lines().find(|line| line.trim_start().starts_with("requests"));
     let row = row.unwrap_or_else(|| panic!("no table: {}", ran.all())).trim();
     let (ended, times) = row.split_once(" ended in ").unwrap_or((row, ""));
@@ -344,13 +349,13 @@ fn requests_row(ran: &Ran) -> (&str, [String; 2]) {
 }
 
 #[test]
-fn ctrl_c_during_a_replay_reports_what_ended_and_leaves_nothing() {
-    // Instances have written their logs: the cluster is about to serve, or does already.
-    let (place, ran) = interrupted(|place| {
+fn ctrl_c_during_a_replay_reports_and_cleans_up() {
+    // The last instance has written its log: the cluster is serving or about to.
+    let (place, ran) = interrupted_replay(|place| {
         let clusters = place.leftovers();
         clusters.iter().any(|dir| dir.join("logs/instance-3.log").metadata().is_ok_and(|log| log.len() > 0))
     });
-    assert_eq!(ran.code, Some(2), "an interrupted replay is no success: {}", ran.all());
+    assert_eq!(ran.code, Some(2), "an interrupted replay must fail: {}", ran.all());
     says("Ctrl-C during a replay, at once", &ran.err, &[]);
     let (row, varying) = requests_row(&ran);
     says("Ctrl-C during a replay, in its report", &row, &varying.each_ref().map(String::as_str));
@@ -361,8 +366,8 @@ fn ctrl_c_during_a_replay_reports_what_ended_and_leaves_nothing() {
 }
 
 #[test]
-fn ctrl_c_during_the_start_leaves_nothing() {
-    let (place, ran) = interrupted(|place| !place.leftovers().is_empty());
+fn ctrl_c_during_the_start_cleans_up() {
+    let (place, ran) = interrupted_replay(|place| !place.leftovers().is_empty());
     assert_nothing_left(&place);
     let (row, varying) = requests_row(&ran);
     says("Ctrl-C while a replay starts its cluster", &row, &varying.each_ref().map(String::as_str));

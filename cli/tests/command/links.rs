@@ -1,7 +1,8 @@
-//! An instance tells of its links by itself, and the router prices by it: a node behind a throttled relay is told to be slow,
-//! and is passed over.
+//! An instance reports its measured links and the router prices with them. A node behind a
+//! throttled relay is measured as slow and skipped.
 //!
-//! Not here: what a price rests on (`kv_core::schedule`), and reports of a router that is away (`client/src/tests`).
+//! Not here: the inputs of a price (`kv_core::schedule`), and reports to an unreachable router
+//! (`client/src/tests`).
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -10,28 +11,28 @@ use std::time::Duration;
 use kv_core::id::Tier;
 use kv_core::schedule::LinkPath;
 use kvfleet::calls::{RouterCalls, channel, run_on_instance};
-use kvfleet::certificates::{Authority, CertificateFiles};
 use kvfleet::cluster::{LAYERS, manifest};
-use kvfleet::instance::{Instance, InstanceConfig, TlsPaths};
+use kvfleet_engine::mock::{Instance, InstanceConfig, TlsPaths};
+use kvfleet_net::certificates::{Authority, CertificateFiles};
+use kvfleet_net::tls::{Identity, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::identity::IdentitySection;
 use kvfleet_proto::pb;
-use kvfleet_proto::tls::{Identity, TlsFiles};
 use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
 use prometheus::Registry;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::Instant;
 
-/// Longest a test waits for something that must happen; far above what it takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout for each wait, far above the expected duration.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 const BLOCK_BYTES: u64 = 64 * 1024;
 const BLOCK_TOKENS: u32 = 512;
-/// 3 MiB, of which an estimate still rests on enough half a minute later.
+/// 3 MiB: enough samples to keep an estimate valid half a minute later.
 const BLOCKS: u32 = 48;
 
-/// What comes through the relay in a second.
+/// Rate limit of the relay, in bytes per second.
 const THROTTLED_BYTES_PER_S: u64 = 4_000_000;
 
 async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnMut() -> F) -> T {
@@ -43,10 +44,10 @@ async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl FnM
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, found).await.unwrap_or_else(|_| panic!("waited in vain for {what}"))
+    tokio::time::timeout(TIMEOUT, found).await.unwrap_or_else(|_| panic!("timed out waiting for {what}"))
 }
 
-/// Passes connections to `to` on, and what comes back no faster than it may.
+/// Forwards connections to `to` and limits the rate of the replies.
 async fn relay(listener: TcpListener, to: SocketAddr) {
     while let Ok((near, _)) = listener.accept().await {
         let far = TcpStream::connect(to).await.unwrap();
@@ -114,13 +115,13 @@ async fn instance(files: &CertificateFiles, router: &str) -> Instance {
     Instance::start(config, &Registry::new()).await.unwrap()
 }
 
-/// What a prompt of so many blocks is asked of an instance with.
-struct Engine {
+/// Sends requests with a prompt of `BLOCKS` blocks to an instance.
+struct InstanceCaller {
     address: String,
     identity: Identity,
 }
 
-impl Engine {
+impl InstanceCaller {
     async fn run(&self, decision: pb::Decision) -> pb::RunReply {
         let request = pb::RunRequest {
             request: 1,
@@ -155,7 +156,7 @@ fn hashes() -> Vec<u8> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_throttled_node_is_told_to_be_slow_and_is_passed_over() {
+async fn a_throttled_node_is_measured_as_slow_and_skipped() {
     let place = tempfile::tempdir().unwrap();
     let files = Authority::open(&place.path().join("tls")).unwrap().issue("router-1").unwrap();
     let CertificateFiles { ca, cert, key } = files.clone();
@@ -173,11 +174,11 @@ async fn a_throttled_node_is_told_to_be_slow_and_is_passed_over() {
     })
     .await;
     assert!(nodes[1].data_address.starts_with("127.0.0.2:"), "{nodes:?}");
-    let engine = Engine { address: instance.local_addr().to_string(), identity };
+    let engine = InstanceCaller { address: instance.local_addr().to_string(), identity };
     for node in &nodes {
         engine.save_to(node).await;
     }
-    let rates = until("both links to be told", || async {
+    let rates = until("both links to be reported", || async {
         for node in &nodes {
             engine.fetch_from(node).await;
         }
@@ -192,12 +193,12 @@ async fn a_throttled_node_is_told_to_be_slow_and_is_passed_over() {
         Some((rate(1)?, rate(2)?))
     })
     .await;
-    println!("{rates:?} bytes a second");
-    // Frames are somewhat longer than what is in them, and a buffer may come at once.
+    println!("{rates:?} bytes per second");
+    // Frames are somewhat longer than their payload, and one buffer may pass at once.
     assert!(rates.1 <= THROTTLED_BYTES_PER_S * 5 / 4, "{rates:?}");
     assert!(rates.0 > 2 * rates.1, "{rates:?}");
 
-    let decision = until("a decision that knows of it", || async {
+    let decision = until("a decision that uses the measured links", || async {
         let request = pb::RouteRequest {
             request: 1,
             hashes: hashes(),

@@ -1,10 +1,10 @@
-//! The built `kvfleet` binary from outside: clusters of real processes that are replayed on, broken,
-//! interrupted and given nonsense.
+//! Tests of the built `kvfleet` binary: real process clusters that replay, fail, get interrupted
+//! and receive invalid input.
 #![allow(clippy::unwrap_used)]
 
 mod bad_input;
 mod crosscheck;
-mod doors;
+mod gateway;
 mod lifecycle;
 mod links;
 mod prefill;

@@ -1,4 +1,5 @@
-//! What whoever runs processes asks of them: whether they live, whether they are ready, and to drain before they are stopped.
+//! Probes and drain requests, as an orchestrator sends them: liveness, readiness, and drain before
+//! a stop.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Stdio};
@@ -7,30 +8,30 @@ use kvfleet_errors_doc::says;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::support::{Place, Ran, until};
+use crate::support::{CommandOutput, Workspace, until};
 
-/// A cluster, which ends with its test however that ends.
-struct Up(Child);
+/// A cluster that is killed when its test ends.
+struct RunningCluster(Child);
 
-impl Drop for Up {
+impl Drop for RunningCluster {
     fn drop(&mut self) {
-        let _ = self.0.kill(); // it may have ended; its processes follow it
+        let _ = self.0.kill(); // The process may have exited already; its children follow it.
         let _ = self.0.wait();
     }
 }
 
-/// A cluster whose processes may be asked to drain.
-fn up(place: &Place) -> (Up, Value) {
+/// A cluster with drain listeners on its routers and nodes.
+fn up(place: &Workspace) -> (RunningCluster, Value) {
     let free = ["router.process.drain_listen=127.0.0.1:0", "node.process.drain_listen=127.0.0.1:0"];
     let words = ["up", "--json", "--nodes", "2", "--instances", "1", "--dram", "8MiB"];
     let words = [&words[..], &["--set", free[0], "--set", free[1]]].concat();
     let mut child = place.command(&words).stdout(Stdio::piped()).spawn().unwrap();
     let mut line = String::new();
     BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    (Up(child), serde_json::from_str(&line).unwrap())
+    (RunningCluster(child), serde_json::from_str(&line).unwrap())
 }
 
-fn down(mut up: Up) {
+fn down(mut up: RunningCluster) {
     let child = &mut up.0;
     kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), Signal::TERM).unwrap();
     assert!(child.wait().unwrap().success());
@@ -45,15 +46,15 @@ fn address<'said>(process: &'said Value, purpose: &str) -> &'said str {
     process["addresses"][purpose].as_str().unwrap_or_else(|| panic!("no {purpose} in {process:#}"))
 }
 
-fn probe(place: &Place, what: &str, process: &Value) -> Ran {
+fn probe(place: &Workspace, what: &str, process: &Value) -> CommandOutput {
     place.run(&["probe", what, "--address", address(process, "metrics")])
 }
 
-fn drain(place: &Place, process: &Value) -> Ran {
+fn drain(place: &Workspace, process: &Value) -> CommandOutput {
     place.run(&["drain", "--address", address(process, "drain"), "--within", "20s", "--linger", "1ms"])
 }
 
-fn status(place: &Place, said: &Value) -> Value {
+fn status(place: &Workspace, said: &Value) -> Value {
     let routers: Vec<_> =
         said["routers"].as_array().unwrap().iter().map(|one| one.as_str().unwrap()).collect();
     let tls = said["tls_dir"].as_str().unwrap();
@@ -61,21 +62,21 @@ fn status(place: &Place, said: &Value) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// The router that leads the control group, as the others say.
+/// The leader of the control group, as the routers report it.
 fn leader(status: &Value) -> u64 {
     let lines = status["routers"].as_array().unwrap().iter();
     lines.map(|router| router["leader"].as_u64().unwrap()).max().unwrap()
 }
 
 #[test]
-fn a_router_that_drains_hands_over_what_it_leads_and_is_not_ready_any_more() {
-    let place = Place::new();
+fn a_draining_router_hands_over_and_is_unready() {
+    let place = Workspace::new();
     let (child, said) = up(&place);
     for process in said["processes"].as_array().unwrap() {
         assert!(probe(&place, "live", process).ok().contains("ok"));
         until("every process is ready", || probe(&place, "ready", process).code == Some(0));
     }
-    until("somebody leads", || leader(&status(&place, &said)) > 0);
+    until("a leader is elected", || leader(&status(&place, &said)) > 0);
     let old = leader(&status(&place, &said));
     let routers = processes(&said, "router");
     let of = |number: u64| *routers.iter().find(|process| process["number"] == number).unwrap();
@@ -84,18 +85,18 @@ fn a_router_that_drains_hands_over_what_it_leads_and_is_not_ready_any_more() {
     assert_eq!(ran.code, Some(2), "{}", ran.all());
     says("a probe of a router that drains", &ran.refused(&[]), &[]);
     probe(&place, "live", of(old)).ok();
-    // Nobody elects it again, and the others are ready under the new one.
-    until("another leads", || ![0, old].contains(&leader(&status(&place, &said))));
+    // The drained router is not elected again, and the others are ready under the new leader.
+    until("another router leads", || ![0, old].contains(&leader(&status(&place, &said))));
     for other in routers.iter().filter(|process| process["number"] != old) {
         until("the others are ready", || probe(&place, "ready", other).code == Some(0));
     }
-    assert!(drain(&place, of(old)).ok().contains("leads nothing"), "may be said again");
+    assert!(drain(&place, of(old)).ok().contains("leads nothing"), "drain is idempotent");
     down(child);
 }
 
 #[test]
-fn a_node_that_drains_leaves_the_cluster_and_lives_until_it_is_stopped() {
-    let place = Place::new();
+fn a_draining_node_leaves_the_cluster() {
+    let place = Workspace::new();
     let (child, said) = up(&place);
     let nodes = processes(&said, "node");
     for node in &nodes {
@@ -114,7 +115,7 @@ fn a_node_that_drains_leaves_the_cluster_and_lives_until_it_is_stopped() {
     down(child);
 }
 
-/// The manifests that give commands to whoever runs processes, each with the configuration of its processes.
+/// Manifests with commands for the orchestrator, each with its process configuration.
 const MANIFESTS: [(&str, &str, &str); 2] = [
     (
         "router",
@@ -124,7 +125,7 @@ const MANIFESTS: [(&str, &str, &str); 2] = [
     ("node", include_str!("../../../deploy/base/nodes.yaml"), include_str!("../../../deploy/base/node.toml")),
 ];
 
-/// Commands of a manifest, each behind what it is for.
+/// The commands in a manifest with their purposes.
 fn commands(manifest: &str) -> Vec<(&str, Vec<&str>)> {
     let (mut found, mut what) = (Vec::new(), "");
     for line in manifest.lines().map(str::trim) {
@@ -137,9 +138,9 @@ fn commands(manifest: &str) -> Vec<(&str, Vec<&str>)> {
     found
 }
 
-/// Runs a command as it stands in a manifest against a process of this machine, whose ports are others. Nobody waits for those who would send
-/// there: what comes behind the answer is none of this.
-fn as_given(place: &Place, command: &[&str], config: &str, process: &Value) -> Ran {
+/// Runs a manifest's command against a local process with other ports. `--linger` is 1 ms because
+/// no endpoint removal has to spread here.
+fn run_manifest_command(place: &Workspace, command: &[&str], config: &str, process: &Value) -> CommandOutput {
     let config: toml::Table = config.parse().unwrap();
     let port = |address: &str| address.rsplit_once(':').unwrap().1.parse::<u16>().unwrap();
     let purpose_of = |given: &str| {
@@ -147,7 +148,7 @@ fn as_given(place: &Place, command: &[&str], config: &str, process: &Value) -> R
             let purpose = key.strip_suffix("_listen")?;
             (port(value.as_str().unwrap()) == port(given)).then(|| purpose.to_owned())
         });
-        found.unwrap_or_else(|| panic!("{given} is nothing that the configuration listens at"))
+        found.unwrap_or_else(|| panic!("the configuration has no listener at {given}"))
     };
     assert_eq!(command[0], "/usr/local/bin/kvfleet");
     let mut words: Vec<String> = command[1..].iter().map(|word| (*word).to_owned()).collect();
@@ -162,22 +163,22 @@ fn as_given(place: &Place, command: &[&str], config: &str, process: &Value) -> R
 }
 
 #[test]
-fn the_manifests_own_commands_find_processes_alive_and_ready_and_drain_them() {
-    let place = Place::new();
+fn manifest_commands_probe_and_drain() {
+    let place = Workspace::new();
     let (child, said) = up(&place);
     for (role, manifest, config) in MANIFESTS {
         let commands = commands(manifest);
         let names: Vec<_> = commands.iter().map(|(what, _)| *what).collect();
         assert_eq!(names, ["startupProbe", "livenessProbe", "readinessProbe", "preStop"], "of {role}");
         let process = processes(&said, role)[0];
-        let asks = |at: usize| as_given(&place, &commands[at].1, config, process);
+        let asks = |at: usize| run_manifest_command(&place, &commands[at].1, config, process);
         let [startup, live, ready, drain] = [0, 1, 2, 3];
-        until("it is ready", || asks(ready).code == Some(0));
+        until("the process is ready", || asks(ready).code == Some(0));
         assert!(asks(startup).ok().contains("ok") && asks(live).ok().contains("ok"));
         let drained = asks(drain).ok();
         let what = if role == "router" { "leads nothing" } else { "has left" };
         assert!(drained.contains(what), "{drained}");
-        // It gets no more work, and is not started again for that.
+        // A draining process gets no more work and is not restarted for that.
         assert_eq!(asks(ready).code, Some(2));
         asks(live).ok();
     }
@@ -185,8 +186,8 @@ fn the_manifests_own_commands_find_processes_alive_and_ready_and_drain_them() {
 }
 
 #[test]
-fn nobody_there_is_no_answer() {
-    let place = Place::new();
+fn no_listener_is_no_answer() {
+    let place = Workspace::new();
     let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let ran = place.run(&["probe", "ready", "--address", &closed]);
     assert_eq!(ran.code, Some(1), "{}", ran.all());
@@ -196,8 +197,8 @@ fn nobody_there_is_no_answer() {
 }
 
 #[test]
-fn whoever_answers_something_else_is_no_process_of_ours() {
-    let place = Place::new();
+fn a_foreign_answer_is_an_error() {
+    let place = Workspace::new();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let other = std::thread::spawn(move || {
@@ -213,14 +214,14 @@ fn whoever_answers_something_else_is_no_process_of_ours() {
 }
 
 #[test]
-fn a_configuration_is_checked_without_starting_anything() {
-    let place = Place::new();
+fn check_validates_without_starting() {
+    let place = Workspace::new();
     let valid = "data_dir = \"d\"\n[[voters]]\nid = 2\naddress = \"r:1\"\n[tls]\nca = \"a\"\ncert = \"b\"\nkey = \"c\"\n";
     std::fs::write(place.path("router.toml"), valid).unwrap();
     let check = ["router", "--check", "--config", "router.toml", "--id-from-ordinal"];
     let said = place.run(&[&check[..], &["kvfleet-router-1"]].concat()).ok();
     assert_eq!(said.trim(), "router 2: the configuration is valid");
-    assert!(!place.path("d").exists(), "nothing was made");
+    assert!(!place.path("d").exists(), "the check created the data directory");
     place.run(&[&check[..], &["kvfleet-router-2"]].concat()).refused(&["voters", "id 3"]);
     let ran = place.run(&[&check[..], &["kvfleet"]].concat());
     says("a router's name without a number", &ran.refused(&[]), &[]);
@@ -231,8 +232,8 @@ fn a_configuration_is_checked_without_starting_anything() {
 }
 
 #[test]
-fn a_request_to_drain_is_taken_on_the_loopback_only() {
-    let place = Place::new();
+fn drain_listens_on_loopback_only() {
+    let place = Workspace::new();
     let ran = place.run(&["node", "--check", "--drain-listen", "0.0.0.0:7419"]);
     says("draining for everybody", &ran.refused(&[]), &[]);
     place.run(&["node", "--check", "--drain-listen", "here"]).refused(&["process.drain_listen"]);

@@ -1,4 +1,4 @@
-//! Replays: hit rates equal to what they must be, faults survived, reports complete.
+//! Replays: exact hit rates, survived faults, complete reports.
 
 use std::io::BufReader;
 
@@ -8,9 +8,9 @@ use kvfleet_sim::trace::{Format, Request, Strictness, read};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use crate::support::{Place, until};
+use crate::support::{Workspace, until};
 
-/// What must hold of every replay.
+/// Asserts the invariants of every replay.
 fn assert_sound(report: &Value) {
     assert_eq!(report["requests_ended"], report["requests"], "{report:#}");
     assert_eq!(report["requests_failed"], 0, "{report:#}");
@@ -23,14 +23,14 @@ fn assert_sound(report: &Value) {
     }
 }
 
-fn requests(place: &Place) -> Vec<Request> {
+fn requests(place: &Workspace) -> Vec<Request> {
     let file = std::fs::File::open(place.path("trace.jsonl")).unwrap();
     read(BufReader::new(file), Format::Detect, Strictness::Strict).map(Result::unwrap).collect()
 }
 
 #[test]
-fn with_room_for_everything_every_possible_hit_is_one() {
-    let place = Place::new();
+fn unbounded_capacity_yields_every_possible_hit() {
+    let place = Workspace::new();
     place.trace(300);
     let stats: Value =
         serde_json::from_str(&place.run(&["trace", "stats", "trace.jsonl", "--json"]).ok()).unwrap();
@@ -40,14 +40,14 @@ fn with_room_for_everything_every_possible_hit_is_one() {
     assert_eq!(report["block_hits"], stats["characteristics"]["ideal_hits"], "{report:#}");
     assert!(report["block_hits"].as_u64().unwrap() > 0);
     let hits = report["block_hits"].as_u64().unwrap();
-    assert_eq!(report["fetched_bytes"].as_u64().unwrap(), hits * 4096, "a hit is a block that came");
-    assert_eq!(report["verified_bytes"], report["fetched_bytes"], "and every one was compared");
+    assert_eq!(report["fetched_bytes"].as_u64().unwrap(), hits * 4096, "every hit is one fetched block");
+    assert_eq!(report["verified_bytes"], report["fetched_bytes"], "every fetched byte is verified");
     assert_eq!(place.leftovers(), Vec::<std::path::PathBuf>::new());
 }
 
 #[test]
-fn a_bounded_cluster_is_one_exact_lru() {
-    let place = Place::new();
+fn a_bounded_cluster_is_an_exact_lru() {
+    let place = Workspace::new();
     place.trace(300);
     let requests = requests(&place);
     let words =
@@ -61,14 +61,14 @@ fn a_bounded_cluster_is_one_exact_lru() {
     assert_eq!(
         both["block_hits"].as_u64().unwrap(),
         expected.block_hits,
-        "two tiers are one LRU of their sum"
+        "two tiers act as one LRU of their total size"
     );
     assert!(both["hits_by_tier"]["ssd"].as_u64().unwrap() > 0, "{both:#}");
 }
 
 #[test]
-fn a_killed_node_and_a_killed_leader_cost_time_and_nothing_else() {
-    let place = Place::new();
+fn kills_cost_only_time() {
+    let place = Workspace::new();
     place.trace(300);
     let report =
         place.replay(&["--block-bytes", "4KiB", "--kill", "node:2@30%", "--kill", "router-leader@60%"]);
@@ -89,8 +89,8 @@ fn a_killed_node_and_a_killed_leader_cost_time_and_nothing_else() {
 }
 
 #[test]
-fn a_killed_node_that_comes_back_serves_again() {
-    let place = Place::new();
+fn a_restarted_node_serves_again() {
+    let place = Workspace::new();
     place.trace(200);
     let faults = ["--kill", "node:1@40%", "--restart", "node:1@60%", "--kill", "instance:2@50%"];
     let report = place.replay(&[&["--block-bytes", "4KiB"], &faults[..]].concat());
@@ -100,30 +100,34 @@ fn a_killed_node_that_comes_back_serves_again() {
 }
 
 #[test]
-fn a_kill_whose_cost_has_no_number_is_no_success() {
-    let place = Place::new();
+fn an_unmeasurable_kill_fails_the_replay() {
+    let place = Workspace::new();
     place.trace(20);
     let alone = ["--routers", "1", "--nodes", "1", "--instances", "1", "--block-bytes", "4KiB"];
-    // After the only router, none will lead.
+    // After the only router dies, no leader follows.
     let (report, code) = place.replay_with_code(&[&alone[..], &["--kill", "router-leader@100%"]].concat());
-    assert_eq!(report["requests_ended"], 20, "a fault at 100 % comes after the last end: {report:#}");
+    assert_eq!(report["requests_ended"], 20, "a fault at 100 % comes after the last request: {report:#}");
     let number = |value: &Value| value.as_f64().unwrap();
     let at_s = number(&report["kills"][0]["at_s"]);
-    assert!(number(&report["wall_s"]) <= at_s, "and is no time of the replay: {report:#}");
+    assert!(
+        number(&report["wall_s"]) <= at_s,
+        "the fault does not count into the replay's duration: {report:#}"
+    );
     assert!(report["kills"][0]["leader_ms"].is_null(), "{report:#}");
     assert_eq!(report["faults_not_measured"].as_array().unwrap().len(), 1, "{report:#}");
     assert_eq!(code, Some(2));
 }
 
 #[test]
-fn a_crash_and_a_fault_that_did_not_happen_are_no_success() {
-    let place = Place::new();
+fn crashes_and_missed_faults_fail_the_replay() {
+    let place = Workspace::new();
     place.trace(300);
     let words = ["replay", "trace.jsonl", "--quiet", "--report", "report", "--speed", "500x"];
-    // The same instance twice: the second kill finds nobody.
+    // The same instance twice: the second kill finds no process.
     let kills = ["--kill", "instance:2@1%", "--kill", "instance:2@2%", "--block-bytes", "4KiB"];
     let mut child = place.command(&[&words[..], &kills].concat()).spawn().unwrap();
-    // It lives for some 50 ms, too short to be seen alive for certain; that it served stays in its log.
+    // The process lives for some 50 ms, too short to observe reliably, but its log records that it
+    // served.
     until("the first fault is carried out", || {
         place.log_of("instance-2").contains("serving") && place.pid_of("instance-2").is_none()
     });

@@ -1,23 +1,23 @@
-//! What survives: SSD blocks of a node, the index of the routers.
+//! State that survives restarts: SSD blocks of a node and the routers' index.
 
 use kvfleet::args::TraceFormat;
 use kvfleet::calls::RouterCalls;
-use kvfleet::cluster::{Cluster, LAYERS, NodeCapacity, name};
+use kvfleet::cluster::{LAYERS, LocalCluster, NodeCapacity, process_name};
 use kvfleet::process::Role;
-use kvfleet::replay::{Reading, prepare};
+use kvfleet::replay::{TraceSource, load_workload};
 use kvfleet_proto::pb;
 
-use crate::support::{Place, shape};
+use crate::support::{Workspace, shape};
 
-/// Prefixes whose holders are compared.
+/// Number of prefixes to compare holders of.
 const PREFIXES: usize = 1000;
 
-fn replay_on(place: &Place, cluster: &Cluster) -> serde_json::Value {
+fn replay_on(place: &Workspace, cluster: &LocalCluster) -> serde_json::Value {
     let (routers, tls) = (cluster.router_addresses().join(","), cluster.certificates());
     place.replay(&["--cluster", &routers, "--tls-dir", tls.to_str().unwrap(), "--concurrency", "4"])
 }
 
-/// Runs of holders for many prefixes, as one router sees them.
+/// Holder runs for many prefixes, as one router sees them.
 async fn lookups(router: &RouterCalls, prefixes: &[Vec<u8>]) -> Vec<Vec<pb::HolderRun>> {
     let mut answers = vec![];
     for prefix in prefixes {
@@ -27,8 +27,8 @@ async fn lookups(router: &RouterCalls, prefixes: &[Vec<u8>]) -> Vec<Vec<pb::Hold
     answers
 }
 
-fn prefixes(place: &Place) -> Vec<Vec<u8>> {
-    let workload = prepare(&Reading {
+fn prefixes(place: &Workspace) -> Vec<Vec<u8>> {
+    let workload = load_workload(&TraceSource {
         path: &place.path("trace.jsonl"),
         format: TraceFormat::Auto,
         lenient: false,
@@ -45,11 +45,11 @@ fn prefixes(place: &Place) -> Vec<Vec<u8>> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_ssd_blocks_of_a_restarted_node_are_hits_again() {
-    let place = Place::new();
+async fn ssd_blocks_survive_a_node_restart() {
+    let place = Workspace::new();
     place.trace(120);
     let capacity = NodeCapacity { dram_blocks: 100, ssd_blocks: 20_000 };
-    let mut cluster = Cluster::start(shape(&place, capacity)).await.unwrap();
+    let mut cluster = LocalCluster::start(shape(&place, capacity)).await.unwrap();
     let first = tokio::task::block_in_place(|| replay_on(&place, &cluster));
     for number in [1, 2] {
         cluster.kill((Role::Node, number)).await.unwrap();
@@ -63,22 +63,22 @@ async fn the_ssd_blocks_of_a_restarted_node_are_hits_again() {
     assert!(second["hits_by_tier"]["ssd"].as_u64().unwrap() > 0, "first {first:#} second {second:#}");
     assert!(
         second["block_hits"].as_u64().unwrap() > first["block_hits"].as_u64().unwrap(),
-        "what the first replay left on SSD must be hits of the second: {first:#} {second:#}"
+        "SSD blocks of the first replay must be hits of the second: {first:#} {second:#}"
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn restarted_routers_know_what_they_knew() {
-    let place = Place::new();
+async fn routers_recover_their_index() {
+    let place = Workspace::new();
     place.trace(300);
     let capacity = NodeCapacity { dram_blocks: 20_000, ssd_blocks: 0 };
-    let mut cluster = Cluster::start(shape(&place, capacity)).await.unwrap();
+    let mut cluster = LocalCluster::start(shape(&place, capacity)).await.unwrap();
     tokio::task::block_in_place(|| replay_on(&place, &cluster));
     let prefixes = prefixes(&place);
-    assert_eq!(prefixes.len(), PREFIXES, "the trace is long enough");
+    assert_eq!(prefixes.len(), PREFIXES, "the trace has too few prefixes");
     let routers = || RouterCalls::all(&cluster.router_addresses(), &cluster.identity().unwrap()).unwrap();
     let before = lookups(&routers()[0], &prefixes).await;
-    assert!(before.iter().all(|runs| !runs.is_empty()), "everything saved is known");
+    assert!(before.iter().all(|runs| !runs.is_empty()), "a saved prefix is unknown");
     for number in [1, 2, 3] {
         cluster.kill((Role::Router, number)).await.unwrap();
     }
@@ -89,7 +89,11 @@ async fn restarted_routers_know_what_they_knew() {
     let routers = RouterCalls::all(&cluster.router_addresses(), &cluster.identity().unwrap()).unwrap();
     for (number, router) in (1..).zip(&routers) {
         let after = lookups(router, &prefixes).await;
-        assert!(before == after, "{} answers otherwise than before", name((Role::Router, number)));
+        assert!(
+            before == after,
+            "{} answers differently after the restart",
+            process_name((Role::Router, number))
+        );
     }
     cluster.stop().await;
 }

@@ -1,4 +1,4 @@
-//! Running the binary in a directory of its own, so that tests do not meet and leftovers are seen.
+//! Runs the binary in a separate directory, so that tests stay isolated and leftovers are visible.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -6,18 +6,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::{Duration, Instant};
 
-use kvfleet::cluster::{NodeCapacity, Shape};
+use kvfleet::cluster::{ClusterShape, NodeCapacity};
 use serde_json::Value;
 
-/// Longest a test waits for something that must happen; far above what it takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Timeout for each wait, far above the expected duration.
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A place for one test.
-pub(crate) struct Place {
+/// A temporary directory for one test.
+pub(crate) struct Workspace {
     dir: tempfile::TempDir,
 }
 
-impl Place {
+impl Workspace {
     pub(crate) fn new() -> Self {
         let place = Self { dir: tempfile::tempdir().unwrap() };
         std::fs::create_dir(place.temporary()).unwrap();
@@ -28,7 +28,7 @@ impl Place {
         self.dir.path().join(name)
     }
 
-    /// Where the binary makes its temporary directories.
+    /// The binary's directory for temporary files.
     pub(crate) fn temporary(&self) -> PathBuf {
         self.path("tmp")
     }
@@ -39,10 +39,10 @@ impl Place {
         command
     }
 
-    /// Another program, run in the same way.
+    /// Another program, run in the same environment.
     pub(crate) fn command_of(&self, program: impl AsRef<OsStr>) -> Command {
         let mut command = Command::new(program);
-        // What steers the tests is no configuration of the program.
+        // Variables that control the tests must not configure the program.
         for (variable, _) in std::env::vars().filter(|(variable, _)| variable.starts_with("KVFLEET_")) {
             command.env_remove(variable);
         }
@@ -50,16 +50,16 @@ impl Place {
         command
     }
 
-    /// The same with a variable in the environment.
-    pub(crate) fn run_with(&self, variable: (&str, &str), words: &[&str]) -> Ran {
-        Ran::of(&self.command(words).env(variable.0, variable.1).output().unwrap())
+    /// Runs the binary with one environment variable set.
+    pub(crate) fn run_with(&self, variable: (&str, &str), words: &[&str]) -> CommandOutput {
+        CommandOutput::of(&self.command(words).env(variable.0, variable.1).output().unwrap())
     }
 
-    pub(crate) fn run(&self, words: &[&str]) -> Ran {
-        Ran::of(&self.command(words).output().unwrap())
+    pub(crate) fn run(&self, words: &[&str]) -> CommandOutput {
+        CommandOutput::of(&self.command(words).output().unwrap())
     }
 
-    /// A small deterministic trace with conversations that come back.
+    /// Generates a small deterministic trace with recurring conversations.
     pub(crate) fn trace(&self, requests: usize) -> PathBuf {
         let path = self.path("trace.jsonl");
         let count = requests.to_string();
@@ -83,12 +83,12 @@ impl Place {
         path
     }
 
-    /// Replays `trace` with further words and returns the report.
+    /// Replays `trace` with extra arguments and returns the report.
     pub(crate) fn replay(&self, words: &[&str]) -> Value {
         self.replay_with_code(words).0
     }
 
-    /// The same with the exit status.
+    /// Like [`Self::replay`], with the exit status.
     pub(crate) fn replay_with_code(&self, words: &[&str]) -> (Value, Option<i32>) {
         let report = self.path("report");
         let mut all = vec!["replay", "trace.jsonl", "--quiet", "--report", "report"];
@@ -101,18 +101,18 @@ impl Place {
         (json, ran.code)
     }
 
-    /// Whether any process runs with a command line that names this place.
+    /// Command lines of all running processes that name this workspace.
     pub(crate) fn processes(&self) -> Vec<String> {
         self.command_lines().into_values().collect()
     }
 
-    /// The number of the process with this configuration, once it runs.
+    /// Process ID of the process with this configuration, if it runs.
     pub(crate) fn pid_of(&self, name: &str) -> Option<i32> {
         let config = format!("/{name}.toml");
         self.command_lines().into_iter().find_map(|(pid, line)| line.contains(&config).then_some(pid))
     }
 
-    /// What the process of this name has written into its log in a temporary cluster, so far.
+    /// Log so far of the named process in a temporary cluster.
     pub(crate) fn log_of(&self, name: &str) -> String {
         let clusters = self.leftovers();
         let logs = clusters.iter().map(|cluster| cluster.join("logs").join(format!("{name}.log")));
@@ -137,36 +137,36 @@ pub(crate) fn binary() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_kvfleet"))
 }
 
-/// Waits until something is so.
+/// Waits until the condition holds.
 pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !is_so() {
-        assert!(begun.elapsed() < PATIENCE, "waited in vain until {what}");
+        assert!(begun.elapsed() < TIMEOUT, "timed out waiting until {what}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// A cluster for tests that break it themselves.
-pub(crate) fn shape(place: &Place, capacity: NodeCapacity) -> Shape {
-    Shape {
+/// A cluster for tests that inject their own faults.
+pub(crate) fn shape(place: &Workspace, capacity: NodeCapacity) -> ClusterShape {
+    ClusterShape {
         routers: 3,
         nodes: 2,
         instances: 2,
         layers: kvfleet::cluster::LAYERS,
         capacity,
         data_dir: Some(place.path("cluster")),
-        ..Shape::small(binary().to_owned())
+        ..ClusterShape::small(binary().to_owned())
     }
 }
 
-/// What a run of the binary said.
-pub(crate) struct Ran {
+/// Exit status and output of one run of the binary.
+pub(crate) struct CommandOutput {
     pub(crate) code: Option<i32>,
     pub(crate) out: String,
     pub(crate) err: String,
 }
 
-impl Ran {
+impl CommandOutput {
     pub(crate) fn of(output: &Output) -> Self {
         Self {
             code: output.status.code(),
@@ -184,7 +184,7 @@ impl Ran {
         self.out
     }
 
-    /// Asserts failure with a message that holds every one of `parts`, and returns the whole message.
+    /// Asserts failure with a message that contains every one of `parts`, and returns the message.
     pub(crate) fn refused(&self, parts: &[&str]) -> &str {
         assert!(!matches!(self.code, Some(0) | None), "{}", self.all());
         assert!(!self.err.contains("panicked"), "{}", self.all());

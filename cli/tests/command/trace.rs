@@ -2,11 +2,11 @@
 
 use kvfleet_errors_doc::says;
 
-use crate::support::Place;
+use crate::support::Workspace;
 
 #[test]
 fn the_same_seed_gives_the_same_bytes() {
-    let place = Place::new();
+    let place = Workspace::new();
     let generate =
         |kind, seed| place.run(&["trace", "gen", "--kind", kind, "--seed", seed, "--requests", "50"]).ok();
     for kind in ["consumer", "business", "agent"] {
@@ -18,8 +18,8 @@ fn the_same_seed_gives_the_same_bytes() {
 }
 
 #[test]
-fn of_kinds_of_traffic_that_are_none_those_that_are_some_are_named() {
-    let place = Place::new();
+fn unknown_kinds_list_the_valid_ones() {
+    let place = Workspace::new();
     let asks: [&[&str]; 4] = [
         &["trace", "gen", "--kind"],
         &["trace", "stats", "trace.jsonl", "--compare"],
@@ -36,8 +36,8 @@ fn of_kinds_of_traffic_that_are_none_those_that_are_some_are_named() {
 }
 
 #[test]
-fn statistics_come_as_tables_as_json_and_as_plots() {
-    let place = Place::new();
+fn statistics_as_tables_json_and_plots() {
+    let place = Workspace::new();
     place.trace(200);
     let text =
         place.run(&["trace", "stats", "trace.jsonl", "--plots", "plots", "--compare", "consumer"]).ok();
@@ -57,8 +57,8 @@ fn statistics_come_as_tables_as_json_and_as_plots() {
 }
 
 #[test]
-fn all_policies_are_replayed_into_a_document_with_plots_or_json_lines() {
-    let place = Place::new();
+fn policies_as_document_or_json() {
+    let place = Workspace::new();
     place.trace(100);
     let few = ["trace", "policies", "trace.jsonl", "--requests", "40", "--seeds", "1"];
     place.run(&[&few[..], &["--out", "docs"]].concat()).ok();
@@ -69,15 +69,15 @@ fn all_policies_are_replayed_into_a_document_with_plots_or_json_lines() {
         assert!(std::fs::read_to_string(plot).unwrap().contains("</svg>"), "{name}");
     }
     let lines = place.run(&[&few[..], &["--json", "--threads", "1"]].concat()).ok();
-    // Every policy and the bound, at nine capacities, on one trace and three kinds of generated traffic; and of these
-    // what can be known.
+    // Every policy and the upper bound at nine capacities, on one trace and three generated
+    // workloads. Three workloads also have the realizable bound.
     assert_eq!(lines.lines().count(), (kv_core::evict::NAMES.len() + 1) * 9 * 4 + 9 * 3);
     place.run(&["trace", "policies", "--judge", "magic"]).refused(&["magic", "workload"]);
 }
 
 #[test]
-fn all_routers_serve_a_trace_into_a_document_or_json_lines() {
-    let place = Place::new();
+fn routers_as_document_or_json() {
+    let place = Workspace::new();
     place.trace(60);
     let few = ["trace", "routers", "trace.jsonl", "--instances", "2", "--loads", "0.5,0.9"];
     place.run(&[&few[..], &["--out", "docs"]].concat()).ok();
@@ -97,7 +97,7 @@ fn all_routers_serve_a_trace_into_a_document_or_json_lines() {
         let plot = std::fs::read_to_string(place.path("docs").join("routers").join(name)).unwrap();
         assert!(plot.contains("</svg>") && document.contains(&format!("](routers/{name})")), "{name}");
     }
-    // What took long is not run again for the document.
+    // Saved rows rebuild the document without another run.
     std::fs::write(place.path("rows.jsonl"), &lines).unwrap();
     place.run(&["trace", "routers", "--rows", "rows.jsonl", "--out", "again"]).ok();
     assert_eq!(std::fs::read_to_string(place.path("again").join("ROUTERS.md")).unwrap(), document);
@@ -109,14 +109,18 @@ fn all_routers_serve_a_trace_into_a_document_or_json_lines() {
 }
 
 #[test]
-fn what_better_knowledge_is_worth_is_told_as_a_table_or_json_lines() {
-    let place = Place::new();
+fn regret_as_table_or_json() {
+    let place = Workspace::new();
     place.trace(60);
     let few = ["trace", "regret", "trace.jsonl", "--limit", "40", "--instances", "2", "--loads", "0.5,0.9"];
     let tables = place.run(&few).ok();
     assert_eq!(tables.matches("| and true times |").count(), 2, "{tables}");
     let lines = place.run(&[&few[..], &["--json"]].concat()).ok();
-    assert_eq!(lines, place.run(&[&few[..], &["--json"]].concat()).ok(), "the same seed says the same");
+    assert_eq!(
+        lines,
+        place.run(&[&few[..], &["--json"]].concat()).ok(),
+        "the same seed gives the same output"
+    );
     for line in lines.lines() {
         let row: serde_json::Value = serde_json::from_str(line).unwrap();
         assert_eq!((&row["requests"], row["knowing"].as_array().unwrap().len()), (&40.into(), 4), "{row}");

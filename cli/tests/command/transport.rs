@@ -1,10 +1,11 @@
-//! Replays over each transport: the bytes go where they were sent, all of them right, and the report says so.
+//! Replays over each transport: bytes take the requested path, arrive intact, and the report says
+//! so.
 
 use serde_json::Value;
 
-use crate::support::Place;
+use crate::support::Workspace;
 
-fn replay(place: &Place, words: &[&str]) -> Value {
+fn replay(place: &Workspace, words: &[&str]) -> Value {
     let shape = ["--block-bytes", "4KiB", "--routers", "1", "--nodes", "2", "--instances", "2"];
     let report = place.replay(&[&shape[..], words].concat());
     for wrong in ["wrong_bytes", "wrong_blocks", "requests_failed"] {
@@ -14,14 +15,14 @@ fn replay(place: &Place, words: &[&str]) -> Value {
     report
 }
 
-/// Encoded bytes that were fetched over a path; nothing when the report does not name it.
+/// Encoded bytes that were fetched over a path; `None` if the report lacks the path.
 fn fetched(report: &Value, path: &str) -> Option<u64> {
     report["paths"].get(path)?["fetched_bytes"].as_u64()
 }
 
 #[test]
-fn blocks_go_over_the_transport_that_was_asked_for() {
-    let place = Place::new();
+fn blocks_use_the_requested_transport() {
+    let place = Workspace::new();
     place.trace(200);
     for (words, path, other) in [
         (&["--transport", "tcp"][..], "tcp", "quic"),
@@ -30,7 +31,7 @@ fn blocks_go_over_the_transport_that_was_asked_for() {
     ] {
         let report = replay(&place, words);
         assert_eq!(report["config"]["transport"], path);
-        // Frames are longer than the blocks in them.
+        // Frames are longer than their blocks.
         assert!(fetched(&report, path) > report["fetched_bytes"].as_u64(), "{report:#}");
         assert_eq!(fetched(&report, other), None, "{report:#}");
         assert!(report["paths"][path]["saved_bytes"].as_u64() > report["saved_bytes"].as_u64());
@@ -39,15 +40,15 @@ fn blocks_go_over_the_transport_that_was_asked_for() {
 }
 
 #[test]
-fn auto_survives_a_kill_and_says_which_path_it_took_and_why() {
-    let place = Place::new();
+fn auto_survives_a_kill_and_explains_its_path() {
+    let place = Workspace::new();
     place.trace(300);
-    // It is what is done where nothing is said.
+    // `auto` is the default.
     let report = replay(&place, &["--kill", "node:2@50%", "--restart", "node:2@70%"]);
     assert_eq!(report["config"]["transport"], "auto");
     let paths = ["shm", "quic", "tcp"].map(|path| fetched(&report, path).unwrap());
     assert!(paths.iter().sum::<u64>() > report["fetched_bytes"].as_u64().unwrap(), "{report:#}");
-    assert!(paths[0] > paths[1] + paths[2], "every node is of this host: {report:#}");
+    assert!(paths[0] > paths[1] + paths[2], "every node is on this host: {report:#}");
     let reasons = report["path_reasons"].as_array().unwrap();
     assert!(
         reasons.iter().any(|reason| reason.as_str().unwrap().contains(" over shm: nearer")),
@@ -56,8 +57,8 @@ fn auto_survives_a_kill_and_says_which_path_it_took_and_why() {
 }
 
 #[test]
-fn rdma_that_is_not_there_is_named_before_anything_is_served() {
-    let place = Place::new();
+fn missing_rdma_is_reported_before_serving() {
+    let place = Workspace::new();
     place.trace(2);
     let nowhere = ["--set", "instance.rdma.device=nowhere", "--set", "node.rdma.device=nowhere"];
     let words = ["replay", "trace.jsonl", "--quiet", "--transport", "rdma", "--routers", "1", "--nodes", "1"];
@@ -66,10 +67,10 @@ fn rdma_that_is_not_there_is_named_before_anything_is_served() {
     let missing =
         if is_built { "no such device" } else { "built without RDMA: build it with --features rdma" };
     assert!(ran.code != Some(0) && ran.all().contains(missing), "{}", ran.all());
-    // A node that asks for what was left out does not start either.
+    // A node that enables RDMA without the feature fails to start too.
     let enabled = ["--transport", "tcp", "--set", "node.rdma.enabled=true"];
     let words = ["replay", "trace.jsonl", "--quiet", "--routers", "1", "--nodes", "1", "--instances", "1"];
     let ran = place.run(&[&words[..], &enabled, &nowhere].concat());
-    assert_eq!(ran.code == Some(0), is_built, "without a device it serves: {}", ran.all());
+    assert_eq!(ran.code == Some(0), is_built, "the node serves without a device: {}", ran.all());
     assert!(is_built || ran.all().contains("rdma.enabled is true: this program was built without RDMA"));
 }

@@ -1,9 +1,9 @@
-//! What a queue knows: the operations in flight, and what is to be polled.
+//! State of a queue: the operations in flight, and the completions to poll.
 //!
-//! An [`Operating`] is shared by everything that may still touch what the caller gave. Its end is told by its `Drop`,
-//! so after the last of them, once, and whatever happened to them.
+//! An [`InFlightOperation`] is shared by everything that may still touch the caller's memory. Its
+//! `Drop` reports the end: after the last reference, exactly once, and in every case.
 //!
-//! Not here: what operations do (`operation.rs`).
+//! Not here: running operations (`operation.rs`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -11,65 +11,67 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Notify;
 
-use super::{Completion, Ended, Operation, Outcome, Progress, QueueLimits, Submission, SubmitError};
-use crate::{BlockRoom, HeldLease};
+use super::{
+    Completion, Operation, OperationEnd, OperationOutcome, Progress, QueueLimits, Submission, SubmitError,
+};
+use crate::{HeldLease, SliceBuffer};
 
-/// Longest wait; more is the same as none, and would overflow the clock.
+/// Longest wait, to avoid overflow of the clock; a longer one would have no effect.
 const WAIT_MAX: Duration = Duration::from_secs(3600);
 
-/// What the caller says to an operation in flight. One task hears each.
+/// Requests of the caller to an operation in flight. One task waits for each.
 #[derive(Default)]
-pub(super) struct Signals {
+pub(super) struct OperationSignals {
     pub(super) cancel: Notify,
     pub(super) begin: Notify,
 }
 
-struct Entry {
-    signals: Arc<Signals>,
+struct InFlightEntry {
+    signals: Arc<OperationSignals>,
     blocks: usize,
 }
 
-struct State<R> {
-    /// To be polled, the oldest first.
+struct QueueState<R> {
+    /// Completions to poll, the oldest first.
     ready: VecDeque<Completion<R>>,
-    /// By tag, until the end was polled.
-    in_flight: BTreeMap<u64, Entry>,
-    /// Blocks of those.
+    /// Operations by tag, until their end is polled.
+    in_flight: BTreeMap<u64, InFlightEntry>,
+    /// Blocks of the operations in flight.
     blocks: usize,
-    /// Operations whose end was not told yet.
+    /// Operations with an end not yet reported.
     running: usize,
     is_closed: bool,
 }
 
-/// A queue, as its operations know it.
-pub(super) struct Shared<R> {
+/// A queue as shared with its operations.
+pub(super) struct SharedQueue<R> {
     limits: QueueLimits,
-    state: Mutex<State<R>>,
-    /// Something is to be polled, an operation ended, or the queue was closed.
+    state: Mutex<QueueState<R>>,
+    /// Notified when a completion is available, an operation ended, or the queue was closed.
     changed: Condvar,
 }
 
-impl<R> Shared<R> {
-    pub(super) fn new(limits: QueueLimits) -> Arc<Shared<R>> {
-        let state = State {
+impl<R> SharedQueue<R> {
+    pub(super) fn new(limits: QueueLimits) -> Arc<SharedQueue<R>> {
+        let state = QueueState {
             ready: VecDeque::new(),
             in_flight: BTreeMap::new(),
             blocks: 0,
             running: 0,
             is_closed: false,
         };
-        Arc::new(Shared { limits, state: Mutex::new(state), changed: Condvar::new() })
+        Arc::new(SharedQueue { limits, state: Mutex::new(state), changed: Condvar::new() })
     }
 
-    fn state(&self) -> MutexGuard<'_, State<R>> {
+    fn lock(&self) -> MutexGuard<'_, QueueState<R>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes a batch into flight, or nothing of it.
-    pub(super) fn enter(
+    /// Admits a whole batch, or none of it.
+    pub(super) fn admit(
         self: &Arc<Self>,
         batch: &[Submission<R>],
-    ) -> Result<Vec<Arc<Operating<R>>>, SubmitError> {
+    ) -> Result<Vec<Arc<InFlightOperation<R>>>, SubmitError> {
         let counts: Vec<usize> = batch.iter().map(|submission| submission.operation.blocks()).collect();
         let (operations, blocks) =
             (batch.len(), counts.iter().fold(0, |sum: usize, one| sum.saturating_add(*one)));
@@ -77,7 +79,7 @@ impl<R> Shared<R> {
         if operations > limits.operations_max || blocks > limits.blocks_max {
             return Err(SubmitError::TooLarge { operations, blocks, limits });
         }
-        let mut state = self.state();
+        let mut state = self.lock();
         if state.is_closed {
             return Err(SubmitError::Closed);
         }
@@ -93,22 +95,26 @@ impl<R> Shared<R> {
         state.blocks += blocks;
         state.running += operations;
         let entered = batch.iter().zip(counts).map(|(Submission { tag, .. }, blocks)| {
-            let signals = Arc::<Signals>::default();
-            state.in_flight.insert(*tag, Entry { signals: Arc::clone(&signals), blocks });
-            let end = Mutex::new(End { outcome: Outcome::Lost, rooms: Vec::new(), leases: Vec::new() });
-            Arc::new(Operating { tag: *tag, signals, shared: Arc::clone(self), end })
+            let signals = Arc::<OperationSignals>::default();
+            state.in_flight.insert(*tag, InFlightEntry { signals: Arc::clone(&signals), blocks });
+            let end = Mutex::new(PendingEnd {
+                outcome: OperationOutcome::Lost,
+                buffers: Vec::new(),
+                leases: Vec::new(),
+            });
+            Arc::new(InFlightOperation { tag: *tag, signals, shared: Arc::clone(self), end })
         });
         Ok(entered.collect())
     }
 
-    pub(super) fn signal(&self, tag: u64, say: impl Fn(&Signals)) -> bool {
-        let state = self.state();
+    pub(super) fn signal(&self, tag: u64, send: impl Fn(&OperationSignals)) -> bool {
+        let state = self.lock();
         let entry = state.in_flight.get(&tag);
-        entry.inspect(|entry| say(&entry.signals)).is_some()
+        entry.inspect(|entry| send(&entry.signals)).is_some()
     }
 
     pub(super) fn in_flight(&self) -> usize {
-        self.state().in_flight.len()
+        self.lock().in_flight.len()
     }
 
     pub(super) fn limits(&self) -> QueueLimits {
@@ -116,24 +122,25 @@ impl<R> Shared<R> {
     }
 
     pub(super) fn poll(&self, into: &mut [Completion<R>]) -> usize {
-        let taken = self.state().take(into.len());
-        put(taken, into)
+        let taken = self.lock().take(into.len());
+        write_into(taken, into)
     }
 
-    /// Also while nothing is in flight: another thread may submit. Nothing comes any more once it is over; whoever
-    /// waits beside the thread that polled the last end was woken when that was told, and sees it.
+    /// Also waits while no operation is in flight: another thread may submit. Once the queue is
+    /// finished, no completion follows. A thread that waits while another one polls the last end
+    /// was woken by that report, and sees this state.
     pub(super) fn wait(&self, into: &mut [Completion<R>], timeout: Duration) -> usize {
-        let nothing_yet = |state: &mut State<R>| state.ready.is_empty() && !state.is_over();
-        let taken = self.wait_while(timeout, nothing_yet).take(into.len());
-        put(taken, into)
+        let is_pending = |state: &mut QueueState<R>| state.ready.is_empty() && !state.is_finished();
+        let taken = self.wait_while(timeout, is_pending).take(into.len());
+        write_into(taken, into)
     }
 
-    pub(super) fn is_over(&self) -> bool {
-        self.state().is_over()
+    pub(super) fn is_finished(&self) -> bool {
+        self.lock().is_finished()
     }
 
     pub(super) fn close(&self) {
-        let mut state = self.state();
+        let mut state = self.lock();
         state.is_closed = true;
         state.in_flight.values().for_each(|entry| entry.signals.cancel.notify_one());
         drop(state);
@@ -148,10 +155,10 @@ impl<R> Shared<R> {
     fn wait_while(
         &self,
         timeout: Duration,
-        mut condition: impl FnMut(&mut State<R>) -> bool,
-    ) -> MutexGuard<'_, State<R>> {
+        mut condition: impl FnMut(&mut QueueState<R>) -> bool,
+    ) -> MutexGuard<'_, QueueState<R>> {
         let until = Instant::now() + timeout.min(WAIT_MAX);
-        let mut state = self.state();
+        let mut state = self.lock();
         while condition(&mut state) {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -162,8 +169,8 @@ impl<R> Shared<R> {
         state
     }
 
-    fn tell(&self, completions: impl Iterator<Item = Completion<R>>) {
-        let mut state = self.state();
+    fn push(&self, completions: impl Iterator<Item = Completion<R>>) {
+        let mut state = self.lock();
         for completion in completions {
             state.running -= usize::from(matches!(completion.progress, Progress::Ended(_)));
             state.ready.push_back(completion);
@@ -173,9 +180,9 @@ impl<R> Shared<R> {
     }
 }
 
-impl<R> State<R> {
-    /// Nothing is to be polled now or later.
-    fn is_over(&self) -> bool {
+impl<R> QueueState<R> {
+    /// Whether no completion is available now or later.
+    fn is_finished(&self) -> bool {
         self.is_closed && self.in_flight.is_empty()
     }
 
@@ -189,15 +196,17 @@ impl<R> State<R> {
     }
 }
 
-/// Writes what was taken; what was there before is the caller's, and is not dropped under the lock.
-fn put<R>(taken: Vec<Completion<R>>, into: &mut [Completion<R>]) -> usize {
+/// Writes completions to `into`. The overwritten ones belong to the caller and are dropped outside
+/// the lock.
+fn write_into<R>(taken: Vec<Completion<R>>, into: &mut [Completion<R>]) -> usize {
     let count = taken.len();
     into.iter_mut().zip(taken).for_each(|(place, completion)| *place = completion);
     count
 }
 
 impl<R> Operation<R> {
-    /// What it counts as against [`QueueLimits::blocks_max`]: blocks that it names, or leases that it ends.
+    /// Its count against [`QueueLimits::blocks_max`]: blocks that it names, or leases that it
+    /// releases.
     #[must_use]
     pub fn blocks(&self) -> usize {
         match self {
@@ -205,95 +214,95 @@ impl<R> Operation<R> {
             Operation::Fetch(call) => call.hashes.len().max(call.sources.len()),
             Operation::FetchLayers(layers) => {
                 let fetch = &layers.call.fetch;
-                fetch.hashes.len().max(fetch.sources.len()).max(layers.rooms.len())
+                fetch.hashes.len().max(fetch.sources.len()).max(layers.buffers.len())
             }
             Operation::Save(call) => call.hashes.len(),
             Operation::Release(leases) => leases.len(),
-            Operation::MayDecode(_) => 0,
+            Operation::AdmitDecode(_) => 0,
         }
     }
 }
 
-/// An operation in flight. Whatever may touch what its caller gave has a reference.
-pub(super) struct Operating<R> {
+/// An operation in flight. Everything that may touch the caller's memory holds a reference.
+pub(super) struct InFlightOperation<R> {
     tag: u64,
-    pub(super) signals: Arc<Signals>,
-    shared: Arc<Shared<R>>,
-    end: Mutex<End<R>>,
+    pub(super) signals: Arc<OperationSignals>,
+    shared: Arc<SharedQueue<R>>,
+    end: Mutex<PendingEnd<R>>,
 }
 
-struct End<R> {
-    outcome: Outcome,
-    rooms: Vec<(u32, R)>,
+struct PendingEnd<R> {
+    outcome: OperationOutcome,
+    buffers: Vec<(u32, R)>,
     leases: Vec<HeldLease>,
 }
 
-impl<R> Operating<R> {
-    fn end(&self) -> MutexGuard<'_, End<R>> {
+impl<R> InFlightOperation<R> {
+    fn lock_end(&self) -> MutexGuard<'_, PendingEnd<R>> {
         self.end.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// All of it at once, with nothing of this operation in between.
-    pub(super) fn tell(&self, progress: impl IntoIterator<Item = Progress<R>>) {
-        self.shared.tell(progress.into_iter().map(|progress| Completion { tag: self.tag, progress }));
+    /// Reports all of these at once, with no other report of this operation in between.
+    pub(super) fn report(&self, progress: impl IntoIterator<Item = Progress<R>>) {
+        self.shared.push(progress.into_iter().map(|progress| Completion { tag: self.tag, progress }));
     }
 
-    /// Nodes may hold these from now on.
-    pub(super) fn may_hold(&self, leases: Vec<HeldLease>) {
-        self.end().leases = leases;
+    /// Sets the leases that nodes may hold from now on.
+    pub(super) fn set_leases(&self, leases: Vec<HeldLease>) {
+        self.lock_end().leases = leases;
     }
 
-    /// How it ends, once all references are gone.
-    pub(super) fn conclude(&self, outcome: Outcome) {
-        self.end().outcome = outcome;
+    /// Sets the outcome to report once all references are dropped.
+    pub(super) fn set_outcome(&self, outcome: OperationOutcome) {
+        self.lock_end().outcome = outcome;
     }
 }
 
-impl<R> Drop for Operating<R> {
+impl<R> Drop for InFlightOperation<R> {
     fn drop(&mut self) {
         let end = self.end.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let mut rooms = std::mem::take(&mut end.rooms);
+        let mut rooms = std::mem::take(&mut end.buffers);
         rooms.sort_by_key(|(block, _)| *block);
         let leases = std::mem::take(&mut end.leases);
-        let outcome = std::mem::replace(&mut end.outcome, Outcome::Lost);
-        self.tell([Progress::Ended(Box::new(Ended { outcome, rooms, leases }))]);
+        let outcome = std::mem::replace(&mut end.outcome, OperationOutcome::Lost);
+        self.report([Progress::Ended(Box::new(OperationEnd { outcome, buffers: rooms, leases }))]);
     }
 }
 
-/// A room that comes back when whoever fills it lets go of it, whyever that is.
-pub(super) struct LentRoom<R> {
+/// A buffer that returns to its operation when dropped.
+pub(super) struct GuardedBuffer<R> {
     block: u32,
-    room: Option<R>,
-    operating: Arc<Operating<R>>,
+    buffer: Option<R>,
+    operation: Arc<InFlightOperation<R>>,
 }
 
-impl<R> LentRoom<R> {
-    pub(super) fn new(block: u32, room: R, operating: Arc<Operating<R>>) -> LentRoom<R> {
-        LentRoom { block, room: Some(room), operating }
+impl<R> GuardedBuffer<R> {
+    pub(super) fn new(block: u32, room: R, operation: Arc<InFlightOperation<R>>) -> GuardedBuffer<R> {
+        GuardedBuffer { block, buffer: Some(room), operation }
     }
 
-    /// The room, which is not to come back by itself.
+    /// Takes the buffer out, so that it is not returned on drop.
     pub(super) fn take(mut self) -> Option<R> {
-        self.room.take()
+        self.buffer.take()
     }
 }
 
-impl<R: BlockRoom> BlockRoom for LentRoom<R> {
+impl<R: SliceBuffer> SliceBuffer for GuardedBuffer<R> {
     fn slice(&mut self, layer: usize) -> Option<&mut [u8]> {
-        self.room.as_mut()?.slice(layer)
+        self.buffer.as_mut()?.slice(layer)
     }
 
     fn filled(&mut self, layer: usize) {
-        if let Some(room) = &mut self.room {
+        if let Some(room) = &mut self.buffer {
             room.filled(layer);
         }
     }
 }
 
-impl<R> Drop for LentRoom<R> {
+impl<R> Drop for GuardedBuffer<R> {
     fn drop(&mut self) {
-        if let Some(room) = self.room.take() {
-            self.operating.end().rooms.push((self.block, room));
+        if let Some(room) = self.buffer.take() {
+            self.operation.lock_end().buffers.push((self.block, room));
         }
     }
 }

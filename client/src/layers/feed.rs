@@ -1,6 +1,7 @@
-//! One source's part of a fetch: what is asked for before the job's turn and after it, and how much at once.
+//! One source's part of a layer-wise fetch: the requests before and after the prefill start, and
+//! their size.
 //!
-//! Not here: what becomes of what comes (`rooms.rs`).
+//! Not here: handling received data (`buffers.rs`).
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -8,80 +9,82 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::Duration;
 
-use kv_core::id::{Class, Epoch, NodeId, Tier};
-use kv_core::pipeline::Arrive;
+use kv_core::id::{Epoch, NodeId, Tier, TrafficClass};
+use kv_core::pipeline::ArrivalOrder;
 use kvfleet_proto::pb;
 use kvfleet_transport::pick::PathKind;
-use kvfleet_transport::{AskedLayers, MissReason, Progress};
+use kvfleet_transport::{LayerRequest, MissReason, Progress};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::rooms::{Filling, Rooms};
-use super::{BlockRoom, LayerEvent, LayersCall, SourceEnd};
-use crate::fetch::{Came, DEADLINE_MAX, OneSource, Tally};
-use crate::links::{Links, Timed};
+use super::buffers::{SliceReceiver, SourceBuffers};
+use super::{LayerEvent, LayerFetchCall, SliceBuffer, SourceEnd};
+use crate::fetch::{DEADLINE_MAX, FetchTotals, SourceFetch, SourceOutcome};
+use crate::links::{LinkStats, TransferTiming};
 use crate::paths::Paths;
 use crate::{HeldLease, SourceMiss};
 
-/// When a node that was busy is asked again for what nobody waits for yet: as soon as nodes say.
-const BUSY_AGAIN: Duration = Duration::from_millis(50);
+/// Initial delay before a busy node is asked again for data that no request waits for yet; nodes
+/// suggest the same.
+const BUSY_BACKOFF: Duration = Duration::from_millis(50);
 
-/// The longest that it is left alone for.
-const BUSY_AGAIN_MAX: Duration = Duration::from_secs(1);
+/// Longest such delay.
+const BUSY_BACKOFF_MAX: Duration = Duration::from_secs(1);
 
-/// How much later than a fetch its source is given up: it says itself that it is late, and what came of it.
+/// Extra time after the deadline before a source is abandoned, so that it can report its own
+/// lateness and partial result.
 const GRACE: Duration = Duration::from_millis(20);
 
-/// All layers, however many there are.
-const ALL: Range<usize> = 0..usize::MAX;
+/// All layers of any block.
+const ALL_LAYERS: Range<usize> = 0..usize::MAX;
 
-/// What all sources of a fetch share.
-pub(super) struct Plan {
-    pub(super) call: LayersCall,
+/// State shared by all sources of a fetch.
+pub(super) struct FetchPlan {
+    pub(super) call: LayerFetchCall,
     /// Lengths of the slices of each block.
     slices: Vec<usize>,
-    /// Whether a path was found that moves no slices: blocks of its source come whole.
-    pub(super) whole: Arc<AtomicBool>,
-    pub(super) order: Arc<Order>,
+    /// Set if a path does not move slices: its blocks arrive whole.
+    pub(super) whole_blocks: Arc<AtomicBool>,
+    pub(super) control: Arc<FetchControl>,
 }
 
-/// What is said and counted while a fetch is under way.
+/// Requests of the caller during a fetch, and running totals.
 #[derive(Debug)]
-pub(super) struct Order {
-    /// Blocks from this one on are not to be asked for.
-    pub(super) useless: AtomicU32,
-    /// So many come whole before layers of the others do.
-    pub(super) blocks_first: AtomicU32,
+pub(super) struct FetchControl {
+    /// Blocks from this one on are not requested.
+    pub(super) skip_from: AtomicU32,
+    /// Number of leading blocks to complete before layers of the others.
+    pub(super) priority_blocks: AtomicU32,
     pub(super) received_bytes: AtomicU64,
     pub(super) wrong_blocks: AtomicU32,
 }
 
-impl Default for Order {
-    fn default() -> Order {
-        Order {
-            useless: AtomicU32::new(u32::MAX),
-            blocks_first: AtomicU32::new(0),
+impl Default for FetchControl {
+    fn default() -> FetchControl {
+        FetchControl {
+            skip_from: AtomicU32::new(u32::MAX),
+            priority_blocks: AtomicU32::new(0),
             received_bytes: AtomicU64::new(0),
             wrong_blocks: AtomicU32::new(0),
         }
     }
 }
 
-impl Plan {
-    pub(super) fn new(call: LayersCall, slices: Vec<usize>) -> Plan {
-        Plan { call, slices, whole: Arc::default(), order: Arc::default() }
+impl FetchPlan {
+    pub(super) fn new(call: LayerFetchCall, slices: Vec<usize>) -> FetchPlan {
+        FetchPlan { call, slices, whole_blocks: Arc::default(), control: Arc::default() }
     }
 
     fn blocks_of_all_sources(&self) -> u64 {
         self.call.fetch.sources.iter().map(|source| u64::from(source.len_blocks)).sum()
     }
 
-    /// Blocks that the read buffer takes whole.
+    /// Number of whole blocks that fit the read buffer.
     fn buffer_blocks(&self) -> u64 {
         self.call.read_buffer_bytes / self.call.frame_bytes.max(1)
     }
 
-    /// Leading layers that the read buffer takes of all blocks.
+    /// Number of leading layers of all blocks that fit the read buffer.
     fn buffer_layers(&self) -> usize {
         let mut left = self.call.read_buffer_bytes;
         let blocks = self.blocks_of_all_sources();
@@ -94,32 +97,33 @@ impl Plan {
         self.slices.iter().take_while(fits).count()
     }
 
-    /// Blocks of which one source may be asked for something at once. A node holds whole frames, whatever is asked of them.
+    /// Maximum blocks of one source with outstanding requests. A node holds whole frames even for
+    /// partial requests.
     fn blocks_at_once(&self) -> u32 {
         let sources = self.call.fetch.sources.len().max(1) as u64;
         let blocks = self.call.in_flight_bytes_max / sources / self.call.frame_bytes.max(1);
         u32::try_from(blocks).unwrap_or(u32::MAX).max(1)
     }
 
-    /// What is asked of a source with these blocks before the job's turn, and then.
-    fn steps(&self, blocks: Range<u32>, by_slices: bool) -> [Step; 2] {
-        let arrive = self.call.arrive;
-        let step = |blocks, layers, is_ahead| Step {
+    /// Steps for these blocks of a source, before and after the prefill start.
+    fn steps(&self, blocks: Range<u32>, by_slices: bool) -> [FetchStep; 2] {
+        let arrive = self.call.arrival_order;
+        let step = |blocks, layers, is_ahead| FetchStep {
             blocks,
             layers,
-            when: if is_ahead { When::Ahead } else { When::Then },
-            arrive,
+            phase: if is_ahead { StepPhase::BeforeStart } else { StepPhase::ToExpand },
+            arrival_order: arrive,
         };
         let layers = if by_slices { self.buffer_layers() } else { 0 };
         let none = blocks.end..blocks.end;
         if layers >= self.slices.len() {
-            return [step(blocks, ALL, true), step(none, ALL, false)];
+            return [step(blocks, ALL_LAYERS, true), step(none, ALL_LAYERS, false)];
         }
         if layers > 0 {
             return [step(blocks.clone(), 0..layers, true), step(blocks, layers..usize::MAX, false)];
         }
         let first = self.call.fetch.resident_blocks;
-        let buffered = if self.call.arrive == Arrive::ByLayer {
+        let buffered = if self.call.arrival_order == ArrivalOrder::ByLayer {
             // Other sources may fill their share by layers.
             let share = self.buffer_blocks() * blocks.len() as u64 / self.blocks_of_all_sources().max(1);
             u64::from(blocks.start) + share
@@ -127,79 +131,85 @@ impl Plan {
             u64::from(first) + self.buffer_blocks()
         };
         let cut = u32::try_from(buffered).unwrap_or(u32::MAX).clamp(blocks.start, blocks.end);
-        [step(blocks.start..cut, ALL, true), step(cut..blocks.end, ALL, false)]
+        [step(blocks.start..cut, ALL_LAYERS, true), step(cut..blocks.end, ALL_LAYERS, false)]
     }
 
-    /// What is asked after the turn: leading blocks, and then layers of all others, no more of them at once than may be.
-    fn in_order(&self, step: Step, by_slices: bool) -> Vec<Step> {
-        let step = Step { when: When::Now, ..step };
+    /// Expands the step after the start: leading blocks first, then layers of the others, within
+    /// the limit per request.
+    fn expand(&self, step: FetchStep, by_slices: bool) -> Vec<FetchStep> {
+        let step = FetchStep { phase: StepPhase::AfterStart, ..step };
         if !by_slices {
             return vec![step];
         }
-        let wanted = u64::from(self.order.blocks_first.load(Ordering::Relaxed));
+        let wanted = u64::from(self.control.priority_blocks.load(Ordering::Relaxed));
         let share = wanted * step.blocks.len() as u64 / self.blocks_of_all_sources().max(1);
         let share = u32::try_from(share).unwrap_or(u32::MAX);
         let cut = step.blocks.start.saturating_add(share).min(step.blocks.end);
-        let first = Step { blocks: step.blocks.start..cut, arrive: Arrive::ByBlock, ..step.clone() };
-        let each = usize::try_from(self.call.layers_at_once).unwrap_or(usize::MAX).max(1);
+        let first = FetchStep {
+            blocks: step.blocks.start..cut,
+            arrival_order: ArrivalOrder::ByBlock,
+            ..step.clone()
+        };
+        let each = usize::try_from(self.call.layers_per_request).unwrap_or(usize::MAX).max(1);
         let layers = step.layers.start..step.layers.end.min(self.slices.len());
         let part = |first: usize| first..first.saturating_add(each).min(layers.end);
-        let rest = Step { blocks: cut..step.blocks.end, ..step };
-        let parts = layers.clone().step_by(each).map(|first| Step { layers: part(first), ..rest.clone() });
+        let rest = FetchStep { blocks: cut..step.blocks.end, ..step };
+        let parts =
+            layers.clone().step_by(each).map(|first| FetchStep { layers: part(first), ..rest.clone() });
         std::iter::once(first).chain(parts).collect()
     }
 }
 
-/// Layers of some blocks.
+/// A request for some layers of some blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Step {
+struct FetchStep {
     blocks: Range<u32>,
     layers: Range<usize>,
-    when: When,
-    arrive: Arrive,
+    phase: StepPhase,
+    arrival_order: ArrivalOrder,
 }
 
-/// When something is asked for.
+/// Time at which a step runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum When {
-    /// Before the job's turn.
-    Ahead,
-    /// After it, in an order that is known then.
-    Then,
-    /// After it.
-    Now,
+enum StepPhase {
+    /// Before the prefill start.
+    BeforeStart,
+    /// After the start; expanded into an order that is known then.
+    ToExpand,
+    /// After the start.
+    AfterStart,
 }
 
 /// One source's part of a fetch.
-pub(super) struct Feed<R> {
-    plan: Arc<Plan>,
+pub(super) struct SourceFeed<R> {
+    plan: Arc<FetchPlan>,
     position: usize,
-    rooms: Rooms<R>,
-    turn: watch::Receiver<Option<Instant>>,
-    links: Links,
+    buffers: SourceBuffers<R>,
+    prefill_start: watch::Receiver<Option<Instant>>,
+    links: LinkStats,
 }
 
-/// How far a source was asked.
-struct Asking {
-    sum: Sum,
-    /// Blocks from this one on do not come.
+/// Progress of a source.
+struct SourceProgress {
+    totals: SourceTotals,
+    /// Blocks from this one on do not arrive.
     end: u32,
-    /// Something that was asked for came, all of it.
-    has_come: bool,
+    /// Whether at least one request was answered in full.
+    has_delivered: bool,
 }
 
-/// What became of a step.
+/// Outcome of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Asked {
-    /// All of it was asked for.
-    All,
-    /// Nothing came of it before the turn.
-    Again,
+enum StepOutcome {
+    /// Everything was requested.
+    Requested,
+    /// No data arrived before the prefill start; plan again.
+    Restart,
 }
 
-/// What came of all that a source was asked.
+/// Totals over all requests to a source.
 #[derive(Default)]
-struct Sum {
+struct SourceTotals {
     received_bytes: u64,
     wrong_blocks: u32,
     leased: bool,
@@ -207,35 +217,35 @@ struct Sum {
     cause: Option<String>,
 }
 
-impl<R: BlockRoom> Feed<R> {
+impl<R: SliceBuffer> SourceFeed<R> {
     pub(super) fn new(
-        plan: Arc<Plan>,
+        plan: Arc<FetchPlan>,
         position: usize,
-        rooms: Rooms<R>,
-        turn: watch::Receiver<Option<Instant>>,
-        links: Links,
-    ) -> Feed<R> {
-        Feed { plan, position, rooms, turn, links }
+        buffers: SourceBuffers<R>,
+        prefill_start: watch::Receiver<Option<Instant>>,
+        links: LinkStats,
+    ) -> SourceFeed<R> {
+        SourceFeed { plan, position, buffers, prefill_start, links }
     }
 
     pub(super) async fn run(mut self, paths: Paths) {
-        let Some(sum) = self.ask_for_all(&paths).await else { return };
+        let Some(sum) = self.fetch_all(&paths).await else { return };
         let call = &self.plan.call.fetch;
         let source = call.sources[self.position].clone();
         let lease = HeldLease { address: source.address.clone(), lease: call.lease };
         let miss = sum.reason.map(|reason| SourceMiss {
             node: NodeId(source.node),
             address: source.address,
-            first_missing_block: self.rooms.first(),
+            first_missing_block: self.buffers.first(),
             reason,
             cause: sum.cause,
         });
         let source = self.position;
-        self.rooms.end(|absent| {
-            LayerEvent::Ended(Box::new(SourceEnd {
+        self.buffers.finish(|absent| {
+            LayerEvent::SourceEnded(Box::new(SourceEnd {
                 source,
                 miss,
-                absent,
+                incomplete: absent,
                 lease: sum.leased.then_some(lease),
                 received_bytes: sum.received_bytes,
                 wrong_blocks: sum.wrong_blocks,
@@ -243,109 +253,133 @@ impl<R: BlockRoom> Feed<R> {
         });
     }
 
-    /// What is asked for, and whether the path moves slices; nothing when nobody waits for it any more.
-    async fn plan(&mut self, paths: &Paths) -> Option<(VecDeque<Step>, bool)> {
+    /// The steps, and whether the path moves slices; `None` if the fetch was dropped.
+    async fn plan_steps(&mut self, paths: &Paths) -> Option<(VecDeque<FetchStep>, bool)> {
         let (blocks, plan) = (self.blocks(), Arc::clone(&self.plan));
-        let all = Step { blocks: blocks.clone(), layers: ALL, when: When::Then, arrive: plan.call.arrive };
-        let by_slices =
-            plan.call.arrive == Arrive::ByLayer && !blocks.is_empty() && self.moves_slices(paths).await?;
-        if plan.call.read_buffer_bytes > 0 && self.turn.borrow().is_none() {
+        let all = FetchStep {
+            blocks: blocks.clone(),
+            layers: ALL_LAYERS,
+            phase: StepPhase::ToExpand,
+            arrival_order: plan.call.arrival_order,
+        };
+        let by_slices = plan.call.arrival_order == ArrivalOrder::ByLayer
+            && !blocks.is_empty()
+            && self.moves_slices(paths).await?;
+        if plan.call.read_buffer_bytes > 0 && self.prefill_start.borrow().is_none() {
             return Some((plan.steps(blocks, by_slices).into(), by_slices));
         }
         Some(([all].into(), by_slices))
     }
 
-    /// Nothing when nobody waits for it any more.
-    async fn ask_for_all(&mut self, paths: &Paths) -> Option<Sum> {
-        let (mut steps, by_slices) = self.plan(paths).await?;
-        // What is behind a block that does not come is not asked for again.
-        let mut asking = Asking { sum: Sum::default(), end: self.blocks().end, has_come: false };
+    /// `None` if the fetch was dropped.
+    async fn fetch_all(&mut self, paths: &Paths) -> Option<SourceTotals> {
+        let (mut steps, by_slices) = self.plan_steps(paths).await?;
+        // Blocks behind a missing one are not requested again.
+        let mut asking =
+            SourceProgress { totals: SourceTotals::default(), end: self.blocks().end, has_delivered: false };
         while let Some(mut step) = steps.pop_front() {
             if step.blocks.is_empty() {
                 continue;
             }
-            if step.when == When::Then {
-                self.turn_comes().await?;
-                let order = self.plan.in_order(step, by_slices);
+            if step.phase == StepPhase::ToExpand {
+                self.wait_for_start().await?;
+                let order = self.plan.expand(step, by_slices);
                 order.into_iter().rev().for_each(|step| steps.push_front(step));
                 continue;
             }
-            if self.plan.whole.load(Ordering::Relaxed) {
-                // Whole blocks came where slices were asked for: once is enough.
-                step.layers.end = ALL.end;
-                steps.retain(|later| later.when != When::Now || later.blocks != step.blocks);
+            if self.plan.whole_blocks.load(Ordering::Relaxed) {
+                // Whole blocks arrived although slices were requested: request them only once.
+                step.layers.end = ALL_LAYERS.end;
+                steps.retain(|later| later.phase != StepPhase::AfterStart || later.blocks != step.blocks);
             }
-            if self.ask(&step, &mut asking, paths).await? == Asked::Again {
+            if self.run_step(&step, &mut asking, paths).await? == StepOutcome::Restart {
                 let blocks = self.blocks();
-                steps =
-                    [Step { blocks, layers: ALL, when: When::Then, arrive: self.plan.call.arrive }].into();
+                steps = [FetchStep {
+                    blocks,
+                    layers: ALL_LAYERS,
+                    phase: StepPhase::ToExpand,
+                    arrival_order: self.plan.call.arrival_order,
+                }]
+                .into();
             }
         }
-        Some(asking.sum)
+        Some(asking.totals)
     }
 
-    /// Asks for what a step says, no more of it at once than may be.
-    async fn ask(&mut self, step: &Step, asking: &mut Asking, paths: &Paths) -> Option<Asked> {
-        let (mut most, mut again) = (self.plan.blocks_at_once(), BUSY_AGAIN);
+    /// Runs a step, with limited blocks per request.
+    async fn run_step(
+        &mut self,
+        step: &FetchStep,
+        progress: &mut SourceProgress,
+        paths: &Paths,
+    ) -> Option<StepOutcome> {
+        let (mut most, mut backoff) = (self.plan.blocks_at_once(), BUSY_BACKOFF);
         let mut first = step.blocks.start;
         loop {
-            let useless = self.plan.order.useless.load(Ordering::Relaxed);
-            let last = step.blocks.end.min(asking.end).min(useless);
+            let useless = self.plan.control.skip_from.load(Ordering::Relaxed);
+            let last = step.blocks.end.min(progress.end).min(useless);
             if first >= last {
-                return Some(Asked::All);
+                return Some(StepOutcome::Requested);
             }
-            let is_ahead = self.turn.borrow().is_none();
+            let is_ahead = self.prefill_start.borrow().is_none();
             if !is_ahead {
                 most = self.plan.blocks_at_once();
             }
             let part = first..last.min(first.saturating_add(most));
-            let came = self.part(part.clone(), (step.layers.clone(), step.arrive), paths).await?;
+            let came =
+                self.fetch_part(part.clone(), (step.layers.clone(), step.arrival_order), paths).await?;
             let proven = u32::try_from(came.proven).unwrap_or(u32::MAX);
-            asking.sum.received_bytes += came.received_bytes;
-            asking.sum.wrong_blocks += came.wrong_blocks;
-            asking.sum.leased |= came.leased;
+            progress.totals.received_bytes += came.received_bytes;
+            progress.totals.wrong_blocks += came.wrong_blocks;
+            progress.totals.leased |= came.leased;
             let is_busy = came.reason == Some(MissReason::Busy);
-            if is_busy && is_ahead && self.turn.borrow().is_some() && asking.sum.received_bytes == 0 {
-                // Its turn came before anything of it did: it is asked for in the order that is known now.
-                return Some(Asked::Again);
+            if is_busy
+                && is_ahead
+                && self.prefill_start.borrow().is_some()
+                && progress.totals.received_bytes == 0
+            {
+                // The prefill started before any data arrived: plan again in the order that is
+                // known now.
+                return Some(StepOutcome::Restart);
             }
-            if is_busy && (is_ahead || asking.has_come) {
-                // Others went first, which says nothing of the blocks: they are asked for again, fewer at once in case
-                // there is never room for so many, and at the turn at the latest.
+            if is_busy && (is_ahead || progress.has_delivered) {
+                // Other requests had priority, so the blocks are not missing: retry, with half as
+                // many blocks in case this many never fit, and at the latest at the prefill start.
                 first = part.start.saturating_add(proven);
                 most = (part.end - part.start).div_ceil(2);
-                self.wait_a_little(&mut again).await?;
+                self.back_off(&mut backoff).await?;
                 continue;
             }
-            again = BUSY_AGAIN;
+            backoff = BUSY_BACKOFF;
             first = part.end;
             if came.reason.is_some() {
-                (asking.sum.reason, asking.sum.cause) = (came.reason, came.cause);
-                let short = part.start.saturating_add(proven)..asking.end;
-                asking.end = short.start;
-                // Whoever does not listen ends this, in its own time.
-                let _ = self.rooms.events().send(LayerEvent::Short { blocks: short });
-                return Some(Asked::All);
+                (progress.totals.reason, progress.totals.cause) = (came.reason, came.cause);
+                let short = part.start.saturating_add(proven)..progress.end;
+                progress.end = short.start;
+                // An error means that the receiver is gone, which ends this task elsewhere.
+                let _ = self.buffers.events().send(LayerEvent::Unavailable { blocks: short });
+                return Some(StepOutcome::Requested);
             }
-            asking.has_come = true;
+            progress.has_delivered = true;
         }
     }
 
-    /// Until a node that was busy may be asked again, which is later each time; nothing when the fetch is dropped before that.
-    async fn wait_a_little(&mut self, again: &mut Duration) -> Option<()> {
-        let span = std::mem::replace(again, (*again * 2).min(BUSY_AGAIN_MAX));
-        if self.turn.borrow().is_some() {
-            let events = self.rooms.events();
+    /// Waits before a busy node is asked again, longer each time; `None` if the fetch is dropped
+    /// before that.
+    async fn back_off(&mut self, backoff: &mut Duration) -> Option<()> {
+        let span = std::mem::replace(backoff, (*backoff * 2).min(BUSY_BACKOFF_MAX));
+        if self.prefill_start.borrow().is_some() {
+            let events = self.buffers.events();
             return timeout(span, events.closed()).await.is_err().then_some(());
         }
-        timeout(span, self.turn_comes()).await.unwrap_or(Some(()))
+        timeout(span, self.wait_for_start()).await.unwrap_or(Some(()))
     }
 
-    /// Until it is the job's turn; nothing when the fetch is dropped or closed before that.
-    async fn turn_comes(&mut self) -> Option<()> {
-        let events = self.rooms.events();
+    /// Waits for the prefill start; `None` if the fetch is dropped or closed before that.
+    async fn wait_for_start(&mut self) -> Option<()> {
+        let events = self.buffers.events();
         tokio::select! {
-            turn = self.turn.wait_for(Option::is_some) => turn.ok().map(drop),
+            turn = self.prefill_start.wait_for(Option::is_some) => turn.ok().map(drop),
             () = events.closed() => None,
         }
     }
@@ -355,85 +389,88 @@ impl<R: BlockRoom> Feed<R> {
         source.start_blocks..source.start_blocks + source.len_blocks
     }
 
-    /// Whether the path to the source moves slices, as far as that is known in time.
+    /// Whether the path to the source moves slices; `false` if that is unknown at the deadline.
     async fn moves_slices(&mut self, paths: &Paths) -> Option<bool> {
-        let (source, events) = (self.source(), self.rooms.events());
+        let (source, events) = (self.source(), self.buffers.events());
         tokio::select! {
             found = paths.get(&source.address, Some(Epoch(source.epoch))) => {
-                Some(found.is_ok_and(|found| found.path.moves_slices()))
+                Some(found.is_ok_and(|found| found.path.fetches_slices()))
             }
-            () = over(self.turn.clone(), self.patience()) => Some(false),
+            () = deadline_passed(self.prefill_start.clone(), self.time_limit()) => Some(false),
             () = events.closed() => None,
         }
     }
 
-    /// Fetches these layers of these blocks; nothing when nobody waits for them any more.
-    async fn part(
+    /// Fetches these layers of these blocks; `None` if the fetch is dropped.
+    async fn fetch_part(
         &mut self,
         blocks: Range<u32>,
-        (layers, arrive): (Range<usize>, Arrive),
+        (layers, arrive): (Range<usize>, ArrivalOrder),
         paths: &Paths,
-    ) -> Option<Came> {
-        if self.rooms.events().is_closed() {
+    ) -> Option<SourceOutcome> {
+        if self.buffers.events().is_closed() {
             return None;
         }
-        let patience = self.patience();
-        let (plan, turn, events) = (Arc::clone(&self.plan), self.turn.clone(), self.rooms.events());
+        let patience = self.time_limit();
+        let (plan, turn, events) =
+            (Arc::clone(&self.plan), self.prefill_start.clone(), self.buffers.events());
         let call = &plan.call.fetch;
         let at_most = turn.borrow().map_or_else(|| Instant::now() + DEADLINE_MAX, |turn| turn + patience);
-        // Before its turn nobody waits for it.
+        // Before the start no request waits for the data.
         let is_ahead = turn.borrow().is_none();
-        let class = call.class.unwrap_or(if is_ahead { Class::Prefetch } else { Class::Fetch });
+        let class = call.class.unwrap_or(if is_ahead { TrafficClass::Prefetch } else { TrafficClass::Fetch });
         let source = &call.sources[self.position];
-        let one = OneSource::new(call, source, blocks.clone(), (at_most, &self.links)).of_class(class);
-        let mut filling = Filling {
-            rooms: &mut self.rooms,
+        let one = SourceFetch::new(call, source, blocks.clone(), (at_most, &self.links)).with_class(class);
+        let mut filling = SliceReceiver {
+            buffers: &mut self.buffers,
             first: blocks.start,
-            asked: AskedLayers { layers, arrive },
+            requested: LayerRequest { layers, arrive },
             identity: call.identity,
             hashes: &call.hashes,
-            tally: Tally::default(),
-            timed: Timed::begin(),
-            heard: Arc::default(),
-            whole: Arc::clone(&plan.whole),
-            order: Arc::clone(&plan.order),
+            totals: FetchTotals::default(),
+            timing: TransferTiming::begin(),
+            has_data: Arc::default(),
+            whole_blocks: Arc::clone(&plan.whole_blocks),
+            control: Arc::clone(&plan.control),
             progress: Progress::default(),
         };
-        let heard = Arc::clone(&filling.heard);
+        let heard = Arc::clone(&filling.has_data);
         tokio::select! {
             biased;
             came = one.run(paths, &mut filling) => Some(came),
-            // Nobody waits for what is asked for as that: it is asked for again, now that somebody does.
-            () = unheard_at_its_turn(turn.clone(), &heard), if is_ahead => {
-                Some(Came::again())
+            // The prefill started during a low-priority request without data: request it again with
+            // the priority of a fetch.
+            () = started_without_data(turn.clone(), &heard), if is_ahead => {
+                Some(SourceOutcome::to_retry())
             }
-            () = over(turn, patience + GRACE) => {
-                // It did not even say that it is late.
-                let (timed, kind) = (filling.timed, filling.progress.kind());
-                self.given_up(class, timed, kind);
-                Some(Came::late())
+            () = deadline_passed(turn, patience + GRACE) => {
+                // The source did not even report its lateness.
+                let (timed, kind) = (filling.timing, filling.progress.kind());
+                self.record_abandoned(class, timed, kind);
+                Some(SourceOutcome::too_late())
             }
             () = events.closed() => {
-                // Nobody waits for it any more, perhaps because it did not come: that is to be known of the source.
-                let (timed, kind) = (filling.timed, filling.progress.kind());
-                self.given_up(class, timed, kind);
+                // The fetch was dropped, perhaps because the data did not arrive: record that for
+                // the link.
+                let (timed, kind) = (filling.timing, filling.progress.kind());
+                self.record_abandoned(class, timed, kind);
                 None
             }
         }
     }
 
-    /// An attempt was given up. If somebody waited for it, that counts for the path it was on.
-    fn given_up(&self, class: Class, mut timed: Timed, kind: Option<PathKind>) {
-        if class != Class::Fetch {
+    /// Records an abandoned attempt for its path, if a request waited for it.
+    fn record_abandoned(&self, class: TrafficClass, mut timed: TransferTiming, kind: Option<PathKind>) {
+        if class != TrafficClass::Fetch {
             return;
         }
-        timed.held_up();
+        timed.record_stall();
         let source = self.source();
         let planned = Tier::ALL.into_iter().find(|tier| *tier as u32 == source.tier);
-        self.links.fetched((NodeId(source.node), Epoch(source.epoch)), kind, planned, &timed);
+        self.links.record_fetch((NodeId(source.node), Epoch(source.epoch)), kind, planned, &timed);
     }
 
-    fn patience(&self) -> Duration {
+    fn time_limit(&self) -> Duration {
         self.plan.call.fetch.deadline.min(DEADLINE_MAX)
     }
 
@@ -442,16 +479,16 @@ impl<R: BlockRoom> Feed<R> {
     }
 }
 
-/// Ends when the turn comes before anything of a part did.
-async fn unheard_at_its_turn(mut turn: watch::Receiver<Option<Instant>>, heard: &AtomicBool) {
+/// Completes if the prefill starts before any data of a part arrived.
+async fn started_without_data(mut turn: watch::Receiver<Option<Instant>>, has_data: &AtomicBool) {
     let is_there = turn.wait_for(Option::is_some).await.is_ok();
-    if !is_there || heard.load(Ordering::Relaxed) {
+    if !is_there || has_data.load(Ordering::Relaxed) {
         std::future::pending::<()>().await;
     }
 }
 
-/// Ends when a job's turn was so long ago, or the fetch was dropped.
-async fn over(mut turn: watch::Receiver<Option<Instant>>, patience: Duration) {
+/// Completes when the time limit after the prefill start has passed, or the fetch is dropped.
+async fn deadline_passed(mut turn: watch::Receiver<Option<Instant>>, patience: Duration) {
     let begun = turn.wait_for(Option::is_some).await.ok().and_then(|turn| *turn);
     if let Some(begun) = begun {
         sleep_until(begun + patience).await;

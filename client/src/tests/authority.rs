@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvfleet_proto::tls::Identity;
+use kvfleet_net::tls::Identity;
 use kvfleet_transport::loopback::{Faults, Loopback};
 use kvfleet_transport::suite::{MemoryService, frame, hash};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
@@ -33,8 +33,8 @@ pub(super) fn config(routers: Vec<String>, identity: Identity) -> ClientConfig {
     ClientConfig { seed: 1, ..ClientConfig::new(routers, identity) }
 }
 
-/// A client whose nodes are reached over `network`; its routers are never asked, and an address that
-/// could not be reached is dialled again at once.
+/// A client that reaches nodes over `network`. Its routers are never asked, and an unreachable
+/// address is dialled again at once.
 pub(super) fn client_on(network: &Loopback) -> Client {
     let config = config(vec!["127.0.0.1:1".to_owned()], Authority::new().member());
     let client = Client::with_dialer(config, Arc::new(network.clone())).unwrap();
@@ -42,7 +42,7 @@ pub(super) fn client_on(network: &Loopback) -> Client {
     Client { paths, ..client }
 }
 
-/// Bytes of content of every block here.
+/// Content bytes of every block in these tests.
 pub(super) const CONTENT_BYTES: u32 = 2000;
 
 /// A network with `nodes` nodes `node:0` …, each holding blocks `0..blocks`.

@@ -1,10 +1,12 @@
-//! Fetch: several sources, gaps, faults, the deadline.
+//! Fetch: several sources, gaps, faults, and the deadline.
 
 use std::time::Duration;
 
+use kv_core::content;
+
 use kv_core::id::{Category, Epoch, LeaseId, NodeId, RequestId, TenantId, Tier};
 use kvfleet_errors_doc::says;
-use kvfleet_proto::{content, pb};
+use kvfleet_proto::pb;
 use kvfleet_transport::MissReason;
 use kvfleet_transport::loopback::Faults;
 use kvfleet_transport::suite::{EPOCH, IDENTITY, PATIENCE, frame, hash, hashes};
@@ -40,12 +42,12 @@ fn held(node: u32) -> HeldLease {
     HeldLease { address: format!("node:{node}"), lease: LeaseId(5) }
 }
 
-/// What must hold of every outcome: contiguous, whole, right.
+/// Checks invariants of every outcome: contiguous, complete, correct.
 fn check(outcome: &FetchOutcome) {
     let mut bytes = 0;
     for (number, block) in (0..).zip(&outcome.blocks) {
         assert_eq!(block.frame.hash, hash(number));
-        assert!(content::matches(hash(number), &block.frame.payload()), "wrong bytes were handed out");
+        assert!(content::matches(hash(number), &block.frame.payload()), "wrong bytes were returned");
         bytes += block.frame.bytes.len() as u64;
     }
     assert_eq!(outcome.bytes, bytes);
@@ -53,7 +55,7 @@ fn check(outcome: &FetchOutcome) {
 }
 
 #[tokio::test]
-async fn sources_are_put_together_in_order() {
+async fn sources_are_joined_in_order() {
     let (network, _) = network(3, 10);
     let sources = vec![source(0, 0, 4), source(1, 4, 1), source(2, 5, 4)];
     let outcome = client_on(&network).fetch(call(10, sources)).await.unwrap();
@@ -68,20 +70,20 @@ async fn sources_are_put_together_in_order() {
 }
 
 #[tokio::test]
-async fn a_gap_ends_the_prefix() {
+async fn gap_ends_the_prefix() {
     let (network, services) = network(3, 10);
     services[1].forget(hash(5));
     let sources = vec![source(0, 0, 4), source(1, 4, 3), source(2, 7, 3)];
     let outcome = client_on(&network).fetch(call(10, sources)).await.unwrap();
     check(&outcome);
     assert_eq!(outcome.blocks.len(), 5);
-    assert!(outcome.received_bytes > outcome.bytes, "what lies behind the gap was received in vain");
+    assert!(outcome.received_bytes > outcome.bytes, "blocks behind the gap are received but not used");
     assert_eq!(outcome.misses, [miss(1, 5, MissReason::NotHeld)]);
     assert_eq!(outcome.leases.len(), 3, "the source behind the gap is leased too");
 }
 
 #[tokio::test]
-async fn a_fetch_that_ends_busy_has_its_lease() {
+async fn fetch_ended_busy_holds_its_lease() {
     let (network, services) = network(1, 4);
     services[0].end_with(MissReason::Busy);
     let outcome = client_on(&network).fetch(call(4, vec![source(0, 0, 4)])).await.unwrap();
@@ -89,7 +91,7 @@ async fn a_fetch_that_ends_busy_has_its_lease() {
 }
 
 #[tokio::test]
-async fn every_reason_is_told() {
+async fn every_miss_reason_is_reported() {
     let (network, services) = network(1, 4);
     let client = client_on(&network);
     let reasons = async |call| client.fetch(call).await.unwrap().misses;
@@ -111,7 +113,7 @@ async fn every_reason_is_told() {
     let outcome = client.fetch(call(4, vec![absent])).await.unwrap();
     assert_eq!(outcome.misses[0].reason, MissReason::NodeLost);
     says("a source that is not there", &outcome.misses[0], &[]);
-    assert_eq!(outcome.leases, [], "nobody there, nothing held");
+    assert_eq!(outcome.leases, [], "no lease at an unreachable node");
 
     let imposter = kvfleet_proto::frame::Frame { hash: hash(1), ..frame(hash(9), CONTENT_BYTES) };
     services[0].hold(imposter);
@@ -122,19 +124,19 @@ async fn every_reason_is_told() {
 }
 
 #[tokio::test]
-async fn one_deadline_ends_all_waiting() {
+async fn one_deadline_limits_all_sources() {
     let (network, services) = network(2, 8);
     services[1].set_gate(0);
     let sources = vec![source(0, 0, 4), source(1, 4, 4)];
     let call = FetchCall { deadline: Duration::from_secs(2), ..call(8, sources) };
     let outcome = client_on(&network).fetch(call).await.unwrap();
     check(&outcome);
-    assert_eq!(outcome.blocks.len(), 4, "what came in time stands");
+    assert_eq!(outcome.blocks.len(), 4, "blocks that arrived in time are kept");
     assert_eq!(outcome.misses, [miss(1, 4, MissReason::TooLate)]);
 }
 
 #[tokio::test]
-async fn a_node_that_came_back_is_found_again() {
+async fn restarted_node_is_found_again() {
     let (network, services) = network(1, 4);
     let client = client_on(&network);
     network.stop("node:0");
@@ -169,7 +171,7 @@ async fn faults_never_hand_out_wrong_bytes() {
 }
 
 #[tokio::test]
-async fn what_the_engine_has_itself_is_not_fetched() {
+async fn resident_blocks_are_not_fetched() {
     let (network, _) = network(1, 6);
     let client = client_on(&network);
     let behind = FetchCall { resident_blocks: 2, ..call(6, vec![source(0, 2, 3)]) };
@@ -182,7 +184,7 @@ async fn what_the_engine_has_itself_is_not_fetched() {
 }
 
 #[tokio::test]
-async fn sources_that_make_no_sense_are_refused() {
+async fn inconsistent_sources_are_refused() {
     let (network, _) = network(1, 4);
     let client = client_on(&network);
     for sources in [

@@ -1,4 +1,4 @@
-//! Saves by layer: slices that leave while others are computed, and what is saved where they cannot.
+//! Layer-wise saves: streamed slices, and whole frames if streaming is not possible.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -10,9 +10,9 @@ use kv_core::id::LeaseId;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::frame::{Frame, KeyForm, SliceLayout};
 use kvfleet_transport::loopback::{Faults, Loopback};
-use kvfleet_transport::suite::{EPOCH, MemoryService, PATIENCE, asker, frame_of, hash};
+use kvfleet_transport::suite::{EPOCH, MemoryService, PATIENCE, frame_of, hash, request_context};
 use kvfleet_transport::{
-    BlockService, BoxFuture, FetchReply, FetchRequest, LayerRoom, SaveDone, SaveOffer, SaveRequest,
+    BlockService, BoxFuture, FetchReply, FetchRequest, LayerBuffers, SaveDone, SaveOffer, SaveRequest,
     SaveSession,
 };
 use tokio::time::{Instant, timeout};
@@ -24,7 +24,7 @@ const SLICES: [u32; 3] = [700, 0, 1300];
 
 fn save_call(blocks: Range<u32>) -> LayerSaveCall {
     LayerSaveCall {
-        asker: asker(7),
+        asker: request_context(7),
         address: "node:0".to_owned(),
         epoch: EPOCH,
         parent: None,
@@ -47,114 +47,117 @@ fn put(save: &mut LayerSave, blocks: Range<u32>, layers: Range<usize>) {
     }
 }
 
-/// The node has these blocks as they were computed.
+/// Whether the node holds these blocks as computed.
 fn holds(service: &MemoryService, blocks: Range<u32>) -> bool {
     blocks.map(hash).all(|hash| service.held(hash) == Some(frame_of(hash, &SLICES)))
 }
 
-async fn ended(client: &Client) {
-    timeout(PATIENCE, client.saves_ended()).await.expect("saves end");
+async fn wait_for_saves(client: &Client) {
+    timeout(PATIENCE, client.wait_for_saves()).await.expect("saves did not end");
 }
 
 #[tokio::test]
-async fn slices_leave_while_others_are_computed_and_are_no_blocks_before_the_end() {
+async fn slices_are_streamed_early_and_stored_only_at_the_end() {
     let (network, services) = network(1, 0);
     let client = client_on(&network);
     let mut save = client.save_layers(save_call(0..4)).unwrap();
     for layer in 0..3 {
         put(&mut save, 0..4, layer..layer + 1);
-        timeout(PATIENCE, services[0].slices_seen(4 * (layer + 1)))
+        timeout(PATIENCE, services[0].wait_for_slices(4 * (layer + 1)))
             .await
-            .expect("a layer leaves once it is there");
+            .expect("a layer was not sent when put");
     }
-    assert!(!services[0].holds(hash(0)), "all layers are there, and nobody said that it is the end");
+    assert!(!services[0].holds(hash(0)), "all layers were sent, but the save is not finished");
     save.finish().unwrap();
-    ended(&client).await;
+    wait_for_saves(&client).await;
     assert!(holds(&services[0], 0..4));
     assert_eq!(services[0].released(), [LeaseId(7)]);
 }
 
-/// Slices in memory that says when it is free.
+/// Slices in memory that counts its references.
 fn shared(blocks: Range<u32>, layer: usize, all: &Arc<()>) -> Vec<Bytes> {
-    struct Owned(Bytes, #[expect(dead_code, reason = "counted while it lives")] Arc<()>);
-    impl AsRef<[u8]> for Owned {
+    struct OwnedSlice(Bytes, #[expect(dead_code, reason = "keeps a reference count")] Arc<()>);
+    impl AsRef<[u8]> for OwnedSlice {
         fn as_ref(&self) -> &[u8] {
             &self.0
         }
     }
     let slices = blocks.map(|block| frame_of(hash(block), &SLICES).slice(layer).unwrap());
-    slices.map(|slice| Bytes::from_owner(Owned(slice, Arc::clone(all)))).collect()
+    slices.map(|slice| Bytes::from_owner(OwnedSlice(slice, Arc::clone(all)))).collect()
 }
 
 #[tokio::test]
-async fn slices_that_are_shared_are_the_callers_again_when_they_are_saved() {
+async fn shared_slices_are_dropped_after_the_save() {
     for streams in [true, false] {
         let (network, services) = network(1, 0);
-        services[0].set_takes_layers(streams);
+        services[0].set_accepts_layers(streams);
         let (client, all) = (client_on(&network), Arc::new(()));
         let mut save = client.save_layers(save_call(0..4)).unwrap();
         let few = save.put_shared(shared(0..3, 0, &all)).unwrap_err();
         assert!(matches!(few, LayerSaveError::Slices { layer: 0, blocks: 4, .. }), "{few:?}");
-        assert!(save.put_shared(shared(0..4, 1, &all)).is_err(), "of another layer");
-        assert_eq!(Arc::strong_count(&all), 1, "what was not taken is free");
+        assert!(save.put_shared(shared(0..4, 1, &all)).is_err(), "slices of another layer");
+        assert_eq!(Arc::strong_count(&all), 1, "rejected slices are dropped");
         save.put_shared(shared(0..4, 0, &all)).unwrap();
-        // A layer that is copied may come between.
+        // A copied layer may come between shared ones.
         put(&mut save, 0..4, 1..2);
         save.put_shared(shared(0..4, 2, &all)).unwrap();
         assert!(save.put_shared(shared(0..4, 2, &all)).is_err(), "all layers were put");
-        assert_eq!(Arc::strong_count(&all), 9, "a path that breaks needs them again");
+        assert_eq!(Arc::strong_count(&all), 9, "slices are kept in case the path breaks");
         save.finish().unwrap();
-        ended(&client).await;
+        wait_for_saves(&client).await;
         assert!(holds(&services[0], 0..4));
         assert_eq!(Arc::strong_count(&all), 1);
     }
 }
 
 #[tokio::test]
-async fn a_save_that_is_dropped_leaves_nothing_wherever_it_is() {
+async fn dropped_save_stores_no_block() {
     let (network, services) = network(1, 0);
     let client = client_on(&network);
     for layers in 0..=3 {
         let mut save = client.save_layers(save_call(0..2)).unwrap();
         put(&mut save, 0..2, 0..layers);
-        timeout(PATIENCE, services[0].slices_seen(layers * (layers + 1))).await.expect("they leave");
+        timeout(PATIENCE, services[0].wait_for_slices(layers * (layers + 1)))
+            .await
+            .expect("slices were not sent");
         drop(save);
-        timeout(PATIENCE, services[0].aborts_seen(layers)).await.expect("the node hears of it");
-        ended(&client).await;
+        timeout(PATIENCE, services[0].wait_for_aborts(layers)).await.expect("the node did not see the abort");
+        wait_for_saves(&client).await;
         assert!(!services[0].holds(hash(0)) && services[0].released().is_empty(), "{layers} layers");
     }
 }
 
 #[tokio::test]
-async fn a_path_that_breaks_on_the_way_costs_no_block() {
+async fn broken_path_costs_no_block() {
     for cut_after in [0, 1, 5] {
         let (network, services) = network(1, 0);
         let client = client_on(&network);
         network.set_faults(Faults { cut_after: Some(cut_after), ..Faults::default() });
         let mut save = client.save_layers(save_call(0..3)).unwrap();
         put(&mut save, 0..3, 0..3);
-        timeout(PATIENCE, services[0].aborts_seen(1)).await.expect("it breaks");
+        timeout(PATIENCE, services[0].wait_for_aborts(1)).await.expect("the path did not break");
         network.set_faults(Faults::default());
         save.finish().unwrap();
-        ended(&client).await;
+        wait_for_saves(&client).await;
         assert!(holds(&services[0], 0..3), "cut after {cut_after}");
         assert_eq!(services[0].released(), [LeaseId(7)]);
     }
 }
 
-/// A node that is told of other saves: of each offer that comes, so many blocks at its begin are still being written.
-struct Contended(MemoryService, Mutex<VecDeque<u32>>);
+/// A node with concurrent saves: for each offer, the given number of leading blocks is still being
+/// written by another save.
+struct ContendedService(MemoryService, Mutex<VecDeque<u32>>);
 
-/// A save of what is behind those.
-struct Behind(Box<dyn SaveSession>, u32);
+/// A save of the blocks behind those.
+struct ContendedSession(Box<dyn SaveSession>, u32);
 
-impl SaveSession for Behind {
+impl SaveSession for ContendedSession {
     fn put(&mut self, frame: Frame) -> BoxFuture<'_, ()> {
         self.0.put(frame)
     }
 
-    fn layers(&mut self, layout: &SliceLayout) -> Option<&mut dyn LayerRoom> {
-        self.0.layers(layout)
+    fn layer_buffers(&mut self, layout: &SliceLayout) -> Option<&mut dyn LayerBuffers> {
+        self.0.layer_buffers(layout)
     }
 
     fn finish(self: Box<Self>) -> BoxFuture<'static, SaveDone> {
@@ -165,7 +168,7 @@ impl SaveSession for Behind {
     }
 }
 
-impl BlockService for Contended {
+impl BlockService for ContendedService {
     fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
         self.0.fetch(request)
     }
@@ -177,7 +180,8 @@ impl BlockService for Contended {
             request.hashes.drain(..held.len());
             let (offer, session) = self.0.save(request).await;
             let SaveOffer::Wanted(behind) = offer else { return (offer, session) };
-            let session = session.map(|session| Box::new(Behind(session, writing)) as Box<dyn SaveSession>);
+            let session =
+                session.map(|session| Box::new(ContendedSession(session, writing)) as Box<dyn SaveSession>);
             (SaveOffer::Wanted([held, behind].concat()), session)
         })
     }
@@ -187,32 +191,34 @@ impl BlockService for Contended {
     }
 }
 
-/// Such a node, and what it has.
-fn contended(writing: &[u32]) -> (Loopback, MemoryService) {
+/// A contended node, and the memory service behind it.
+fn contended_network(writing: &[u32]) -> (Loopback, MemoryService) {
     let (network, inner) = (Loopback::default(), MemoryService::default());
-    let node = Contended(inner.clone(), Mutex::new(writing.iter().copied().collect()));
+    let node = ContendedService(inner.clone(), Mutex::new(writing.iter().copied().collect()));
     network.serve("node:0", Arc::new(node));
     (network, inner)
 }
 
 #[tokio::test]
-async fn what_another_save_still_wrote_at_the_begin_is_offered_once_more() {
+async fn blocks_written_by_another_save_are_offered_again() {
     for writing in [1, 3] {
-        let (network, service) = contended(&[writing]);
+        let (network, service) = contended_network(&[writing]);
         let client = client_on(&network);
         let mut save = client.save_layers(save_call(0..3)).unwrap();
         put(&mut save, 0..3, 0..1);
-        timeout(PATIENCE, service.slices_seen(3 - writing as usize)).await.expect("the others leave");
+        timeout(PATIENCE, service.wait_for_slices(3 - writing as usize))
+            .await
+            .expect("the other blocks were not sent");
         put(&mut save, 0..3, 1..3);
         save.finish().unwrap();
-        ended(&client).await;
-        assert!(holds(&service, 0..3), "{writing} blocks of one that was given up");
+        wait_for_saves(&client).await;
+        assert!(holds(&service, 0..3), "{writing} blocks of an abandoned save");
         assert_eq!(service.released(), [LeaseId(7)]);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_computation_longer_than_a_save_may_take_is_saved_whole_behind_it() {
+async fn save_outlasting_the_stream_timeout_sends_whole_frames() {
     let (network, services) = network(1, 0);
     let client = client_on(&network);
     let slices = [100; 80];
@@ -220,98 +226,98 @@ async fn a_computation_longer_than_a_save_may_take_is_saved_whole_behind_it() {
         client.save_layers(LayerSaveCall { slice_bytes: slices.to_vec(), ..save_call(0..2) }).unwrap();
     let frames = [0, 1].map(|block| frame_of(hash(block), &slices));
     for layer in 0..slices.len() {
-        tokio::time::sleep(Duration::from_secs(4)).await; // on a clock that the test holds
+        tokio::time::sleep(Duration::from_secs(4)).await; // on the test's paused clock
         let slices = frames.each_ref().map(|frame| frame.slice(layer).unwrap());
         save.put(&slices.each_ref().map(|slice| &slice[..])).unwrap();
     }
-    timeout(PATIENCE, services[0].aborts_seen(1)).await.expect("it is left");
+    timeout(PATIENCE, services[0].wait_for_aborts(1)).await.expect("the stream was not abandoned");
     save.finish().unwrap();
-    ended(&client).await;
+    wait_for_saves(&client).await;
     assert_eq!([0, 1].map(|block| services[0].held(hash(block))), frames.map(Some));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_second_try_that_meets_the_first_one_comes_again() {
-    // The node does not know yet that the first one ended.
-    let (network, service) = contended(&[0, 3]);
+async fn retry_during_abandoned_stream_is_repeated() {
+    // The node has not yet noticed that the first save ended.
+    let (network, service) = contended_network(&[0, 3]);
     let client = client_on(&network);
     network.set_faults(Faults { cut_after: Some(4), ..Faults::default() });
     let mut save = client.save_layers(save_call(0..3)).unwrap();
     put(&mut save, 0..3, 0..1);
-    timeout(PATIENCE, service.slices_seen(3)).await.expect("it begins");
+    timeout(PATIENCE, service.wait_for_slices(3)).await.expect("the stream did not start");
     network.set_faults(Faults::default());
     put(&mut save, 0..3, 1..3);
     save.finish().unwrap();
-    ended(&client).await;
+    wait_for_saves(&client).await;
     assert!(holds(&service, 0..3));
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_was_never_begun_is_not_waited_for_behind_it() {
+async fn save_without_stream_has_no_retry_delay() {
     for is_busy in [true, false] {
         let (network, services) = network(1, 0);
         let client = client_on(&network);
         // As after another request with the same first block.
         services[0].hold(frame_of(hash(0), &SLICES));
         services[0].set_busy(is_busy.then_some(Duration::from_millis(1)));
-        services[0].set_takes_layers(false);
+        services[0].set_accepts_layers(false);
         let mut save = client.save_layers(save_call(0..3)).unwrap();
         put(&mut save, 0..3, 0..3);
-        tokio::time::sleep(Duration::from_secs(1)).await; // on a clock that the test holds
+        tokio::time::sleep(Duration::from_secs(1)).await; // on the test's paused clock
         services[0].set_busy(None);
         let begun = Instant::now();
         save.finish().unwrap();
-        ended(&client).await;
+        wait_for_saves(&client).await;
         assert!(begun.elapsed() < Duration::from_secs(1), "{:?}, busy: {is_busy}", begun.elapsed());
         assert!(holds(&services[0], 0..3));
     }
 }
 
 #[tokio::test]
-async fn saves_that_do_not_stream_keep_no_turn_from_those_that_do() {
+async fn non_streaming_saves_hold_no_streaming_permit() {
     let (network, services) = network(1, 0);
     let client = client_on(&network);
-    services[0].set_takes_layers(false);
+    services[0].set_accepts_layers(false);
     let mut whole: Vec<_> =
         (0..4).map(|save| client.save_layers(save_call(save * 10..save * 10 + 1)).unwrap()).collect();
-    timeout(PATIENCE, services[0].aborts_seen(4)).await.expect("all of them ask for layers");
-    services[0].set_takes_layers(true);
+    timeout(PATIENCE, services[0].wait_for_aborts(4)).await.expect("not all saves offered layers");
+    services[0].set_accepts_layers(true);
     let mut save = client.save_layers(save_call(90..91)).unwrap();
     put(&mut save, 90..91, 0..1);
-    timeout(PATIENCE, services[0].slices_seen(1)).await.expect("one behind them streams");
+    timeout(PATIENCE, services[0].wait_for_slices(1)).await.expect("a later save did not stream");
     put(&mut save, 90..91, 1..3);
     save.finish().unwrap();
     for (number, mut save) in (0..).zip(whole.drain(..)) {
         put(&mut save, number * 10..number * 10 + 1, 0..3);
         save.finish().unwrap();
     }
-    ended(&client).await;
+    wait_for_saves(&client).await;
     assert!([0, 10, 20, 30, 90].into_iter().all(|block| holds(&services[0], block..block + 1)));
 }
 
 #[tokio::test]
-async fn without_room_for_layers_blocks_are_saved_whole() {
+async fn blocks_are_saved_whole_if_node_refuses_layers() {
     let (network, services) = network(1, 0);
     let client = client_on(&network);
-    services[0].set_takes_layers(false);
+    services[0].set_accepts_layers(false);
     let mut save = client.save_layers(save_call(0..3)).unwrap();
     put(&mut save, 0..3, 0..3);
     save.finish().unwrap();
-    ended(&client).await;
+    wait_for_saves(&client).await;
     assert!(holds(&services[0], 0..3));
 }
 
 #[tokio::test]
-async fn saves_that_stream_keep_no_turn_from_others() {
+async fn streaming_saves_do_not_block_whole_saves() {
     let (network, services) = network(1, 0);
     let client = client_on(&network);
-    // More than may stream at once, none of which comes to an end.
+    // More saves than may stream concurrently, and none of them ends.
     let mut streaming: Vec<_> =
         (0..6).map(|save| client.save_layers(save_call(save * 10..save * 10 + 1)).unwrap()).collect();
     for (number, save) in (0..).zip(&mut streaming) {
         put(save, number * 10..number * 10 + 1, 0..1);
     }
-    timeout(PATIENCE, services[0].slices_seen(4)).await.expect("four of them stream");
+    timeout(PATIENCE, services[0].wait_for_slices(4)).await.expect("fewer than four saves stream");
     let mut whole = client.save_layers(save_call(90..92)).unwrap();
     put(&mut whole, 90..92, 0..3);
     whole.finish().unwrap();
@@ -320,19 +326,19 @@ async fn saves_that_stream_keep_no_turn_from_others() {
             tokio::task::yield_now().await;
         }
     };
-    timeout(PATIENCE, is_there).await.expect("one that is computed passes those that are not");
+    timeout(PATIENCE, is_there).await.expect("a complete save was blocked by incomplete ones");
     for (number, mut save) in (0..).zip(streaming) {
         put(&mut save, number * 10..number * 10 + 1, 1..3);
         save.finish().unwrap();
     }
-    ended(&client).await;
+    wait_for_saves(&client).await;
     assert!((0..6).all(|number| holds(&services[0], number * 10..number * 10 + 1)));
 }
 
 /// A node that never answers a save.
-struct Silent(MemoryService);
+struct SilentService(MemoryService);
 
-impl BlockService for Silent {
+impl BlockService for SilentService {
     fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
         self.0.fetch(request)
     }
@@ -347,17 +353,17 @@ impl BlockService for Silent {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_node_that_says_nothing_ends_a_save_by_its_deadline() {
+async fn deadline_ends_a_save_to_a_silent_node() {
     let inner = MemoryService::default();
     let hour = Duration::from_secs(3600);
-    let network = Loopback::new(Faults { lost_after: hour, ..Faults::default() });
-    network.serve("node:0", Arc::new(Silent(inner.clone())));
+    let network = Loopback::new(Faults { timeout: hour, ..Faults::default() });
+    network.serve("node:0", Arc::new(SilentService(inner.clone())));
     let client = client_on(&network);
     let deadline = Duration::from_secs(3);
     let frame = frame_of(hash(0), &SLICES);
     let layered = LayerSaveCall { deadline, ..save_call(0..1) };
     let call = SaveCall {
-        asker: asker(7),
+        asker: request_context(7),
         address: "node:0".to_owned(),
         epoch: EPOCH,
         parent: None,
@@ -371,13 +377,13 @@ async fn a_node_that_says_nothing_ends_a_save_by_its_deadline() {
     let error = client.save(&call).await.unwrap_err();
     assert!(matches!(error, SaveError::Path(_)) && begun.elapsed() == deadline, "{error}");
     says("a node that does not answer a save in time", &error, &["node:0", "3s"]);
-    // From its end on, however long it was computed.
+    // The deadline counts from its end, regardless of the time to compute.
     let mut save = client.save_layers(layered).unwrap();
     put(&mut save, 0..1, 0..3);
-    tokio::time::sleep(deadline * 10).await; // on a clock that the test holds
+    tokio::time::sleep(deadline * 10).await; // on the test's paused clock
     save.finish().unwrap();
     let begun = Instant::now();
-    client.saves_ended().await;
+    client.wait_for_saves().await;
     assert_eq!(begun.elapsed(), deadline);
-    assert_eq!(inner.released(), [LeaseId(7)], "its lease is not kept for it");
+    assert_eq!(inner.released(), [LeaseId(7)], "the lease was not released");
 }

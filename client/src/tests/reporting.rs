@@ -1,16 +1,17 @@
-//! Reports go on behind requests, whoever of the routers is there, and end with a goodbye.
+//! Reports run independently of requests, with any subset of the routers, and end with a final
+//! report.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kv_core::id::{InstanceId, NodeId};
-use kv_core::schedule::Role;
+use kv_core::schedule::InstanceRole;
 use kvfleet_proto::pb;
 
 use super::authority::{Authority, config, network};
 use super::fetching::{call, source};
-use super::routing::{Fake, decision, nobody, serve_fake};
+use super::routing::{FakeRouter, decision, serve_fake, unused_address};
 use crate::{Client, InstanceLoad, ReporterConfig};
 
 fn reporter_config(links: bool) -> ReporterConfig {
@@ -20,16 +21,17 @@ fn reporter_config(links: bool) -> ReporterConfig {
         address: "i:3".to_owned(),
         host: "here".to_owned(),
         node: Some(NodeId(7)),
-        every: Duration::from_millis(2),
+        interval: Duration::from_millis(2),
         links,
-        keeps_order: false,
-        role: Role::Both,
+        orders_by_deadline: false,
+        role: InstanceRole::Both,
         place: String::new(),
     }
 }
 
-/// What the fake took of fetches, all reports together: how many, and their samples' other fields.
-fn told(fake: &Fake) -> (u32, Vec<(u32, u32, u32)>) {
+/// Number of fetches in all reports that the fake router accepted, and the other fields of their
+/// samples.
+fn link_samples(fake: &FakeRouter) -> (u32, Vec<(u32, u32, u32)>) {
     let reports = fake.reports.lock().unwrap();
     let samples = reports.iter().flat_map(|report| &report.links);
     let fetches = samples.clone().map(|sample| sample.fetches).sum();
@@ -46,17 +48,17 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
     };
     tokio::time::timeout(Duration::from_secs(60), waiting)
         .await
-        .unwrap_or_else(|_| panic!("waited for {what}"));
+        .unwrap_or_else(|_| panic!("timed out waiting for {what}"));
 }
 
 #[tokio::test]
-async fn what_fetches_came_to_is_told_to_every_router_once_and_to_one_that_was_away_later() {
+async fn link_samples_reach_every_router_once_even_after_an_outage() {
     let authority = Authority::new();
-    let (steady, away) = (Fake::new(Ok(decision(1))), Fake::new(Ok(decision(1))));
+    let (steady, away) = (FakeRouter::new(Ok(decision(1))), FakeRouter::new(Ok(decision(1))));
     let (first, _serving) = serve_fake(&authority.member(), steady.clone()).await;
     let (second, _serving_too) = serve_fake(&authority.member(), away.clone()).await;
     let (network, _) = network(1, 6);
-    let routers = vec![nobody(), first, second];
+    let routers = vec![unused_address(), first, second];
     let client = Client::with_dialer(config(routers, authority.member()), Arc::new(network)).unwrap();
     let running = Arc::new(AtomicU32::new(4));
     let seen = Arc::clone(&running);
@@ -71,7 +73,7 @@ async fn what_fetches_came_to_is_told_to_every_router_once_and_to_one_that_was_a
     });
     let fetch = || async { client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap() };
     fetch().await;
-    until("what decodes to be told", || {
+    until("a report with the decode load", || {
         let reports = steady.reports.lock().unwrap();
         let of = |report: &pb::ReportRequest| {
             (report.kv_tokens_max, report.kv_tokens, report.tbt_us, report.chunk_tokens)
@@ -79,24 +81,26 @@ async fn what_fetches_came_to_is_told_to_every_router_once_and_to_one_that_was_a
         reports.iter().any(|report| of(report) == (1_000, 900, 9_000, 512))
     })
     .await;
-    // Loopback is no kind of path; all of it came out of DRAM.
+    // Loopback has no path kind; all blocks came from DRAM.
     let key = vec![(0, 0, 2)];
-    until("both to hear of it", || told(&steady) == (1, key.clone()) && told(&away) == (1, key.clone()))
-        .await;
+    until("both routers to get the sample", || {
+        link_samples(&steady) == (1, key.clone()) && link_samples(&away) == (1, key.clone())
+    })
+    .await;
 
     away.refuses_reports.store(true, Ordering::Relaxed);
     let refused = away.refused_reports.load(Ordering::Relaxed);
     fetch().await;
     fetch().await;
-    until("the others to hear of it", || told(&steady).0 == 3).await;
-    until("it to be refused", || away.refused_reports.load(Ordering::Relaxed) > refused + 3).await;
-    assert_eq!(told(&away).0, 1);
+    until("the other router to get the samples", || link_samples(&steady).0 == 3).await;
+    until("reports to be refused", || away.refused_reports.load(Ordering::Relaxed) > refused + 3).await;
+    assert_eq!(link_samples(&away).0, 1);
     running.store(5, Ordering::Relaxed);
     away.refuses_reports.store(false, Ordering::Relaxed);
-    until("what it missed", || told(&away).0 == 3).await;
+    until("the missed samples", || link_samples(&away).0 == 3).await;
     let count = away.reports.lock().unwrap().len();
     until("more reports", || away.reports.lock().unwrap().len() > count + 3).await;
-    assert_eq!((told(&steady).0, told(&away).0), (3, 3), "each is told once");
+    assert_eq!((link_samples(&steady).0, link_samples(&away).0), (3, 3), "a sample was reported twice");
 
     reporter.stop().await;
     let reports = away.reports.lock().unwrap().clone();
@@ -110,9 +114,9 @@ async fn what_fetches_came_to_is_told_to_every_router_once_and_to_one_that_was_a
 }
 
 #[tokio::test]
-async fn a_reporter_that_is_dropped_says_goodbye_and_tells_of_links_only_where_it_is_to() {
+async fn dropped_reporter_sends_final_report_and_links_only_if_enabled() {
     let authority = Authority::new();
-    let fake = Fake::new(Ok(decision(1)));
+    let fake = FakeRouter::new(Ok(decision(1)));
     let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
     let (network, _) = network(1, 6);
     let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
@@ -121,20 +125,20 @@ async fn a_reporter_that_is_dropped_says_goodbye_and_tells_of_links_only_where_i
     until("some reports", || fake.reports.lock().unwrap().len() > 3).await;
     drop(reporter);
     until("a goodbye", || fake.reports.lock().unwrap().last().is_some_and(|report| report.leaving)).await;
-    assert_eq!(told(&fake), (0, vec![]));
-    assert_eq!(client.link_reader().take().len(), 1, "there would have been something to tell");
+    assert_eq!(link_samples(&fake), (0, vec![]));
+    assert_eq!(client.link_reader().take().len(), 1, "the client has one sample");
 }
 
 #[tokio::test]
-async fn an_engine_that_says_nothing_of_its_load_is_not_reported_and_comes_back() {
+async fn reports_pause_while_load_is_unknown() {
     let authority = Authority::new();
-    let fake = Fake::new(Ok(decision(1)));
+    let fake = FakeRouter::new(Ok(decision(1)));
     let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
     let (network, _) = network(1, 6);
     let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
     let (load, asked) = (Arc::new(Mutex::new(Some(InstanceLoad::default()))), Arc::<AtomicU32>::default());
     let (seen, counted) = (Arc::clone(&load), Arc::clone(&asked));
-    let reporter = client.reporter_while(&reporter_config(true), move || {
+    let reporter = client.reporter_optional(&reporter_config(true), move || {
         counted.fetch_add(1, Ordering::Relaxed);
         *seen.lock().unwrap()
     });
@@ -142,33 +146,33 @@ async fn an_engine_that_says_nothing_of_its_load_is_not_reported_and_comes_back(
     until("some reports", || count() > 3).await;
     *load.lock().unwrap() = None;
     let before = asked.load(Ordering::Relaxed);
-    until("it to be asked", || asked.load(Ordering::Relaxed) > before + 1).await;
+    until("the load to be queried", || asked.load(Ordering::Relaxed) > before + 1).await;
     let silent_from = count();
     client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
-    until("it to be asked again", || asked.load(Ordering::Relaxed) > before + 5).await;
-    assert_eq!(count(), silent_from, "also not for the sake of links");
+    until("the load to be queried again", || asked.load(Ordering::Relaxed) > before + 5).await;
+    assert_eq!(count(), silent_from, "a report was sent only for links");
     *load.lock().unwrap() = Some(InstanceLoad { running: 9, ..InstanceLoad::default() });
-    until("it to come back", || fake.reports.lock().unwrap().last().unwrap().running == 9).await;
-    assert_eq!(told(&fake).0, 1, "what was measured meanwhile is told then");
+    until("reports to resume", || fake.reports.lock().unwrap().last().unwrap().running == 9).await;
+    assert_eq!(link_samples(&fake).0, 1, "samples measured during the pause must follow");
     *load.lock().unwrap() = None;
     reporter.stop().await;
-    assert!(fake.reports.lock().unwrap().last().unwrap().leaving, "a goodbye is said all the same");
+    assert!(fake.reports.lock().unwrap().last().unwrap().leaving, "the final report was not sent");
 }
 
 #[tokio::test]
-async fn fetches_with_links_apart_are_told_by_nobody_else() {
+async fn separate_link_stats_are_not_shared() {
     let (network, _) = network(1, 6);
     let routers = vec!["127.0.0.1:1".to_owned()];
     let client = Client::with_dialer(config(routers, Authority::new().member()), Arc::new(network)).unwrap();
-    let apart = client.with_links_apart();
+    let apart = client.with_separate_link_stats();
     apart.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
     assert_eq!((client.link_reader().take().len(), apart.link_reader().take().len()), (0, 1));
 }
 
 #[tokio::test]
-async fn a_reporter_tells_nothing_of_what_was_before_it() {
+async fn reporter_skips_measurements_before_its_start() {
     let authority = Authority::new();
-    let fake = Fake::new(Ok(decision(1)));
+    let fake = FakeRouter::new(Ok(decision(1)));
     let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
     let (network, _) = network(1, 6);
     let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
@@ -176,8 +180,8 @@ async fn a_reporter_tells_nothing_of_what_was_before_it() {
         client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
         let reporter = client.reporter(&reporter_config(true), InstanceLoad::default);
         client.fetch(call(6, vec![source(0, 0, 6)])).await.unwrap();
-        until("one of two to be told", || told(&fake).0 == before).await;
+        until("one of two samples", || link_samples(&fake).0 == before).await;
         reporter.stop().await;
     }
-    assert_eq!(told(&fake).0, 2, "those that were fetched while somebody reported");
+    assert_eq!(link_samples(&fake).0, 2, "only samples of fetches during a reporter's life");
 }

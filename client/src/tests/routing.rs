@@ -1,4 +1,5 @@
-//! Route with failover, against fake routers over mutual TLS. What is of streams alone: `streams.rs`.
+//! Route with failover, against fake routers over mutual TLS. Streams alone are tested in
+//! `streams.rs`.
 
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -7,9 +8,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kv_core::id::{Category, IdentityDigest, InstanceId, RequestId, TenantId};
+use kvfleet_net::tls::Identity;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::{Router, RouterServer};
-use kvfleet_proto::tls::Identity;
 use kvfleet_transport::suite::{PATIENCE, hashes};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::{ReceiverStream, UnboundedReceiverStream};
@@ -17,55 +18,55 @@ use tokio_stream::{Stream, StreamExt};
 use tonic::{Code, Request, Response, Status, Streaming};
 
 use super::authority::{Authority, config};
-use crate::{Client, ClientError, MayDecode, RouteAnswer, RouteCall, RouteError, RouterError};
+use crate::{Client, ClientError, DecodeAdmission, RouteAnswer, RouteCall, RouteError, RouterError};
 
-/// What a fake does with streams of route calls.
+/// How a fake router handles route streams.
 #[derive(Clone, Default)]
-pub(super) enum Streams {
-    /// Answers as it does calls.
+pub(super) enum StreamBehavior {
+    /// Answers them like unary calls.
     #[default]
-    Taken,
+    Answer,
     /// Refuses them, as earlier releases do.
     Refused(Code),
     /// Hands them to the test.
-    ByHand(mpsc::UnboundedSender<Conversation>),
+    Manual(mpsc::UnboundedSender<RouterStreamEnd>),
 }
 
-/// One stream, at the router's end.
-pub(super) struct Conversation {
-    pub(super) questions: Streaming<pb::RouteRequest>,
+/// The router's end of one stream.
+pub(super) struct RouterStreamEnd {
+    pub(super) requests: Streaming<pb::RouteRequest>,
     pub(super) answers: mpsc::UnboundedSender<Result<pb::RouteStreamReply, Status>>,
 }
 
-impl Conversation {
-    pub(super) async fn question(&mut self) -> pb::RouteRequest {
-        self.questions.message().await.unwrap().expect("a question")
+impl RouterStreamEnd {
+    pub(super) async fn next_request(&mut self) -> pb::RouteRequest {
+        self.requests.message().await.unwrap().expect("a question")
     }
 
-    /// Answers a question with an instance.
+    /// Answers a call with an instance.
     pub(super) fn answer(&self, call: u64, instance: u32) {
         let answer = pb::route_stream_reply::Answer::Reply(decision(instance));
-        self.say(call, answer);
+        self.send(call, answer);
     }
 
     pub(super) fn refuse(&self, call: u64, code: Code) {
         let refused = pb::Refused { code: code.into(), message: "as told".into() };
-        self.say(call, pb::route_stream_reply::Answer::Refused(refused));
+        self.send(call, pb::route_stream_reply::Answer::Refused(refused));
     }
 
-    fn say(&self, call: u64, answer: pb::route_stream_reply::Answer) {
+    fn send(&self, call: u64, answer: pb::route_stream_reply::Answer) {
         let reply = pb::RouteStreamReply { request: 1, call, answer: Some(answer) };
-        // Whoever asked may be gone.
+        // The client may have closed the stream.
         drop(self.answers.send(Ok(reply)));
     }
 }
 
-/// Answers every route call the same way, counts, and keeps the reports that it took.
+/// Gives every route call the same answer, counts calls, and keeps accepted reports.
 #[derive(Clone)]
-pub(super) struct Fake {
+pub(super) struct FakeRouter {
     answer: Result<pb::RouteReply, Code>,
-    pub(super) streams: Streams,
-    /// Streams that were asked for.
+    pub(super) streams: StreamBehavior,
+    /// Number of streams requested.
     pub(super) opened: Arc<AtomicU32>,
     pub(super) calls: Arc<AtomicU32>,
     pub(super) reports: Arc<Mutex<Vec<pb::ReportRequest>>>,
@@ -73,11 +74,11 @@ pub(super) struct Fake {
     pub(super) refuses_reports: Arc<AtomicBool>,
 }
 
-impl Fake {
-    pub(super) fn new(answer: Result<pb::RouteReply, Code>) -> Fake {
-        Fake {
+impl FakeRouter {
+    pub(super) fn new(answer: Result<pb::RouteReply, Code>) -> FakeRouter {
+        FakeRouter {
             answer,
-            streams: Streams::default(),
+            streams: StreamBehavior::default(),
             opened: Arc::default(),
             calls: Arc::default(),
             reports: Arc::default(),
@@ -87,51 +88,51 @@ impl Fake {
     }
 }
 
-impl Fake {
-    /// The answer to a route call, however it came.
-    fn answered(&self, request: &pb::RouteRequest) -> Result<pb::RouteReply, Status> {
+impl FakeRouter {
+    /// The answer to a unary or streamed route call.
+    fn answer_route(&self, request: &pb::RouteRequest) -> Result<pb::RouteReply, Status> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         assert!(matches!(request.hashes.len(), 48 | TOO_LONG_BYTES), "{}", request.hashes.len());
         self.answer.clone().map_err(|code| Status::new(code, "as told"))
     }
 }
 
-/// Hashes of a prompt that is too long for a stream.
+/// Bytes of hashes of a prompt that is too long for a stream.
 pub(super) const TOO_LONG_BYTES: usize = (1 << 20) + 16;
 
-type Answer<T> = Result<Response<T>, Status>;
+type RpcResult<T> = Result<Response<T>, Status>;
 
-fn absent<T>() -> Answer<T> {
-    Err(Status::unimplemented("not in this fake"))
+fn unimplemented<T>() -> RpcResult<T> {
+    Err(Status::unimplemented("not implemented in this fake"))
 }
 
 #[tonic::async_trait]
-impl Router for Fake {
+impl Router for FakeRouter {
     type AnnounceStream = ReceiverStream<Result<pb::AnnounceReply, Status>>;
     type RouteStreamStream = Pin<Box<dyn Stream<Item = Result<pb::RouteStreamReply, Status>> + Send>>;
 
-    async fn route(&self, request: Request<pb::RouteRequest>) -> Answer<pb::RouteReply> {
-        self.answered(request.get_ref()).map(Response::new)
+    async fn route(&self, request: Request<pb::RouteRequest>) -> RpcResult<pb::RouteReply> {
+        self.answer_route(request.get_ref()).map(Response::new)
     }
     async fn route_stream(
         &self,
         request: Request<Streaming<pb::RouteRequest>>,
-    ) -> Answer<Self::RouteStreamStream> {
+    ) -> RpcResult<Self::RouteStreamStream> {
         self.opened.fetch_add(1, Ordering::Relaxed);
-        assert_eq!(request.metadata().get("grpc-timeout"), None, "it would bound the stream");
+        assert_eq!(request.metadata().get("grpc-timeout"), None, "a deadline would limit the whole stream");
         let questions = request.into_inner();
         match &self.streams {
-            Streams::Refused(code) => Err(Status::new(*code, "as told")),
-            Streams::ByHand(test) => {
+            StreamBehavior::Refused(code) => Err(Status::new(*code, "as told")),
+            StreamBehavior::Manual(test) => {
                 let (answers, said) = mpsc::unbounded_channel();
-                drop(test.send(Conversation { questions, answers }));
+                drop(test.send(RouterStreamEnd { requests: questions, answers }));
                 Ok(Response::new(Box::pin(UnboundedReceiverStream::new(said))))
             }
-            Streams::Taken => {
+            StreamBehavior::Answer => {
                 let fake = self.clone();
                 let answers = questions.map(move |question| {
                     let question = question?;
-                    let answer = match fake.answered(&question) {
+                    let answer = match fake.answer_route(&question) {
                         Ok(reply) => pb::route_stream_reply::Answer::Reply(reply),
                         Err(status) => pb::route_stream_reply::Answer::Refused(pb::Refused {
                             code: status.code().into(),
@@ -145,12 +146,12 @@ impl Router for Fake {
             }
         }
     }
-    async fn lookup(&self, request: Request<pb::LookupRequest>) -> Answer<pb::LookupReply> {
+    async fn lookup(&self, request: Request<pb::LookupRequest>) -> RpcResult<pb::LookupReply> {
         let len_blocks = u32::try_from(request.get_ref().hashes.len() / 16).unwrap();
         let run = pb::HolderRun { len_blocks, ..Default::default() };
         Ok(Response::new(pb::LookupReply { runs: vec![run], ..Default::default() }))
     }
-    async fn report(&self, request: Request<pb::ReportRequest>) -> Answer<pb::ReportReply> {
+    async fn report(&self, request: Request<pb::ReportRequest>) -> RpcResult<pb::ReportReply> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         if self.refuses_reports.load(Ordering::Relaxed) {
             self.refused_reports.fetch_add(1, Ordering::Relaxed);
@@ -160,53 +161,53 @@ impl Router for Fake {
         Ok(Response::new(pb::ReportReply::default()))
     }
 
-    async fn report_residency(&self, _: Request<pb::ResidencyRequest>) -> Answer<pb::ResidencyReply> {
-        absent()
+    async fn report_residency(&self, _: Request<pb::ResidencyRequest>) -> RpcResult<pb::ResidencyReply> {
+        unimplemented()
     }
-    async fn may_decode(&self, asked: Request<pb::MayDecodeRequest>) -> Answer<pb::MayDecodeReply> {
+    async fn admit_decode(&self, asked: Request<pb::AdmitDecodeRequest>) -> RpcResult<pb::AdmitDecodeReply> {
         let asked = asked.into_inner();
         let (may, reason) =
             (asked.tbt_max_us != 1, format!("request {} of {}", asked.request, asked.instance));
-        Ok(Response::new(pb::MayDecodeReply { may, reason, retry_after_ms: 30, tbt_us: 2 }))
+        Ok(Response::new(pb::AdmitDecodeReply { admitted: may, reason, retry_after_ms: 30, tbt_us: 2 }))
     }
-    async fn why(&self, _: Request<pb::WhyRequest>) -> Answer<pb::WhyReply> {
-        absent()
+    async fn why(&self, _: Request<pb::WhyRequest>) -> RpcResult<pb::WhyReply> {
+        unimplemented()
     }
-    async fn status(&self, _: Request<pb::StatusRequest>) -> Answer<pb::StatusReply> {
+    async fn status(&self, _: Request<pb::StatusRequest>) -> RpcResult<pb::StatusReply> {
         Ok(Response::new(pb::StatusReply { term: 4, ..pb::StatusReply::default() }))
     }
-    async fn join(&self, _: Request<pb::JoinRequest>) -> Answer<pb::JoinReply> {
-        absent()
+    async fn join(&self, _: Request<pb::JoinRequest>) -> RpcResult<pb::JoinReply> {
+        unimplemented()
     }
-    async fn announce(&self, _: Request<Streaming<pb::AnnounceRequest>>) -> Answer<Self::AnnounceStream> {
-        absent()
+    async fn announce(&self, _: Request<Streaming<pb::AnnounceRequest>>) -> RpcResult<Self::AnnounceStream> {
+        unimplemented()
     }
-    async fn pin(&self, _: Request<pb::PinRequest>) -> Answer<pb::AdminReply> {
-        absent()
+    async fn pin(&self, _: Request<pb::PinRequest>) -> RpcResult<pb::AdminReply> {
+        unimplemented()
     }
-    async fn unpin(&self, _: Request<pb::UnpinRequest>) -> Answer<pb::AdminReply> {
-        absent()
+    async fn unpin(&self, _: Request<pb::UnpinRequest>) -> RpcResult<pb::AdminReply> {
+        unimplemented()
     }
-    async fn set_quota(&self, _: Request<pb::SetQuotaRequest>) -> Answer<pb::AdminReply> {
-        absent()
+    async fn set_quota(&self, _: Request<pb::SetQuotaRequest>) -> RpcResult<pb::AdminReply> {
+        unimplemented()
     }
-    async fn set_ttl(&self, _: Request<pb::SetTtlRequest>) -> Answer<pb::AdminReply> {
-        absent()
+    async fn set_ttl(&self, _: Request<pb::SetTtlRequest>) -> RpcResult<pb::AdminReply> {
+        unimplemented()
     }
-    async fn set_generation(&self, _: Request<pb::SetGenerationRequest>) -> Answer<pb::AdminReply> {
-        absent()
+    async fn set_generation(&self, _: Request<pb::SetGenerationRequest>) -> RpcResult<pb::AdminReply> {
+        unimplemented()
     }
-    async fn leave(&self, _: Request<pb::LeaveRequest>) -> Answer<pb::AdminReply> {
-        absent()
+    async fn leave(&self, _: Request<pb::LeaveRequest>) -> RpcResult<pb::AdminReply> {
+        unimplemented()
     }
-    async fn evacuate(&self, _: Request<pb::EvacuateRequest>) -> Answer<pb::EvacuateReply> {
-        absent()
+    async fn drain(&self, _: Request<pb::DrainRequest>) -> RpcResult<pb::DrainReply> {
+        unimplemented()
     }
-    async fn change_member(&self, _: Request<pb::ChangeMemberRequest>) -> Answer<pb::ChangeMemberReply> {
-        absent()
+    async fn change_member(&self, _: Request<pb::ChangeMemberRequest>) -> RpcResult<pb::ChangeMemberReply> {
+        unimplemented()
     }
-    async fn transfer_lead(&self, _: Request<pb::TransferLeadRequest>) -> Answer<pb::TransferLeadReply> {
-        absent()
+    async fn transfer_lead(&self, _: Request<pb::TransferLeadRequest>) -> RpcResult<pb::TransferLeadReply> {
+        unimplemented()
     }
 }
 
@@ -215,23 +216,26 @@ pub(super) fn decision(instance: u32) -> pb::RouteReply {
     pb::RouteReply { answer: Some(pb::route_reply::Answer::Decision(decision)), freshness: None }
 }
 
-/// Serves a fake router; its address, its count, its task.
+/// Serves a fake router; returns its address, call counter and task.
 async fn serve(
     identity: &Identity,
     answer: Result<pb::RouteReply, Code>,
 ) -> (String, Arc<AtomicU32>, tokio::task::JoinHandle<()>) {
-    let fake = Fake::new(answer);
+    let fake = FakeRouter::new(answer);
     let calls = Arc::clone(&fake.calls);
     let (address, serving) = serve_fake(identity, fake).await;
     (address, calls, serving)
 }
 
-/// The same of a fake that is there.
-pub(super) async fn serve_fake(identity: &Identity, fake: Fake) -> (String, tokio::task::JoinHandle<()>) {
+/// Serves the given fake router.
+pub(super) async fn serve_fake(
+    identity: &Identity,
+    fake: FakeRouter,
+) -> (String, tokio::task::JoinHandle<()>) {
     let any: SocketAddr = "127.0.0.1:0".parse().unwrap();
     let listener = tokio::net::TcpListener::bind(any).await.unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let incoming = kvfleet_proto::tls::listen::incoming(listener, identity);
+    let incoming = kvfleet_net::tls::listen::incoming(listener, identity);
     let serving = tokio::spawn(async move {
         let mut server = tonic::transport::Server::builder();
         server.add_service(RouterServer::new(fake)).serve_with_incoming(incoming).await.unwrap();
@@ -239,8 +243,8 @@ pub(super) async fn serve_fake(identity: &Identity, fake: Fake) -> (String, toki
     (address, serving)
 }
 
-/// An address where nobody listens.
-pub(super) fn nobody() -> String {
+/// An address without a listener.
+pub(super) fn unused_address() -> String {
     let held = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     held.local_addr().unwrap().to_string()
 }
@@ -269,24 +273,24 @@ pub(super) fn instance(answer: RouteAnswer) -> u32 {
 }
 
 #[tokio::test]
-async fn a_dead_router_is_passed_over_and_the_good_one_kept() {
+async fn dead_router_is_skipped_and_working_one_kept() {
     let authority = Authority::new();
     let (good, calls, _serving) = serve(&authority.member(), Ok(decision(7))).await;
     let (full, refusals, _serving_full) = serve(&authority.member(), Err(Code::ResourceExhausted)).await;
-    let client = Client::new(config(vec![nobody(), full, good], authority.member())).unwrap();
+    let client = Client::new(config(vec![unused_address(), full, good], authority.member())).unwrap();
     for _ in 0..5 {
         assert_eq!(instance(client.route(route_call()).await.unwrap()), 7);
     }
     assert_eq!(calls.load(Ordering::Relaxed), 5);
-    assert_eq!(refusals.load(Ordering::Relaxed), 1, "asked once, then the good one is kept");
+    assert_eq!(refusals.load(Ordering::Relaxed), 1, "asked once, then the working one is kept");
     assert_eq!(client.status().await.unwrap().term, 4);
     assert_eq!(client.lookup(&hashes(3), vec![], false).await.unwrap().runs[0].len_blocks, 3);
 }
 
 #[tokio::test]
-async fn when_the_kept_router_dies_another_answers() {
+async fn another_router_answers_when_the_kept_one_dies() {
     let authority = Authority::new();
-    // On a runtime of its own, which takes the open connections with it when it goes.
+    // On a separate runtime, so that shutting it down closes the connections.
     let doomed = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let member = authority.member();
     let (first, ..) = doomed.spawn(async move { serve(&member, Ok(decision(1))).await }).await.unwrap();
@@ -301,7 +305,7 @@ async fn when_the_kept_router_dies_another_answers() {
 }
 
 #[tokio::test]
-async fn answers_that_another_router_would_repeat_end_the_call() {
+async fn permanent_refusals_end_the_call() {
     let authority = Authority::new();
     let (wrong, calls, _serving) = serve(&authority.member(), Err(Code::InvalidArgument)).await;
     let (other, others, _serving_other) = serve(&authority.member(), Ok(decision(1))).await;
@@ -312,9 +316,9 @@ async fn answers_that_another_router_would_repeat_end_the_call() {
 }
 
 #[tokio::test]
-async fn rejections_and_empty_answers_are_told_apart() {
+async fn rejections_differ_from_empty_answers() {
     let authority = Authority::new();
-    let rejected = pb::Rejected { reason: "no instance".into(), retry_after_ms: 30, nobody: true };
+    let rejected = pb::Rejected { reason: "no instance".into(), retry_after_ms: 30, no_instance: true };
     let reply = pb::RouteReply { answer: Some(pb::route_reply::Answer::Rejected(rejected)), freshness: None };
     let (address, _, _serving) = serve(&authority.member(), Ok(reply)).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
@@ -328,9 +332,9 @@ async fn rejections_and_empty_answers_are_told_apart() {
 }
 
 #[tokio::test]
-async fn when_nobody_answers_the_error_names_who_was_asked() {
+async fn error_lists_all_unreachable_routers() {
     let authority = Authority::new();
-    let (a, b) = (nobody(), nobody());
+    let (a, b) = (unused_address(), unused_address());
     let client = Client::new(config(vec![a.clone(), b.clone()], authority.member())).unwrap();
     let error = client.route(route_call()).await.unwrap_err();
     assert!(matches!(error, RouteError::Router(RouterError::NoneAnswered { .. })), "{error}");
@@ -338,7 +342,7 @@ async fn when_nobody_answers_the_error_names_who_was_asked() {
 }
 
 #[tokio::test]
-async fn a_router_of_another_authority_is_not_believed() {
+async fn router_of_another_authority_is_not_trusted() {
     let (address, calls, _serving) = serve(&Authority::new().member(), Ok(decision(1))).await;
     let client = Client::new(config(vec![address], Authority::new().member())).unwrap();
     assert!(client.route(route_call()).await.is_err());
@@ -346,29 +350,30 @@ async fn a_router_of_another_authority_is_not_believed() {
 }
 
 #[tokio::test]
-async fn whether_a_request_may_decode_is_asked_and_without_an_answer_it_may() {
+async fn decode_is_admitted_if_no_router_answers() {
     let authority = Authority::new();
     let (address, _, _serving) = serve(&authority.member(), Ok(decision(1))).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let ask =
-        async |client: &Client, limit_us| client.may_decode(RequestId(7), InstanceId(2), limit_us).await;
-    assert_eq!(ask(&client, 9_000).await, MayDecode::Begins);
-    let ends = MayDecode::Ends { reason: "request 7 of 2".into(), retry_after: Duration::from_millis(30) };
-    // Without an answer in time it begins.
+        async |client: &Client, limit_us| client.admit_decode(RequestId(7), InstanceId(2), limit_us).await;
+    assert_eq!(ask(&client, 9_000).await, DecodeAdmission::Admitted);
+    let ends =
+        DecodeAdmission::Rejected { reason: "request 7 of 2".into(), retry_after: Duration::from_millis(30) };
+    // Without an answer in time decode is admitted.
     let deadline = Instant::now() + PATIENCE;
     while ask(&client, 1).await != ends {
-        assert!(Instant::now() < deadline, "what was answered is not told");
+        assert!(Instant::now() < deadline, "the router's answer was not returned");
     }
-    let alone = Client::new(config(vec![nobody()], authority.member())).unwrap();
-    assert_eq!(ask(&alone, 1).await, MayDecode::Begins, "nobody answers");
+    let alone = Client::new(config(vec![unused_address()], authority.member())).unwrap();
+    assert_eq!(ask(&alone, 1).await, DecodeAdmission::Admitted, "no router is reachable");
 }
 
 #[tokio::test]
-async fn a_report_goes_to_every_router() {
+async fn report_goes_to_every_router() {
     let authority = Authority::new();
     let (first, one, _serving) = serve(&authority.member(), Ok(decision(1))).await;
     let (second, two, _serving_second) = serve(&authority.member(), Ok(decision(1))).await;
-    let dead = nobody();
+    let dead = unused_address();
     let client = Client::new(config(vec![first, dead.clone(), second], authority.member())).unwrap();
     let failed = client.report(&pb::ReportRequest::default()).await;
     assert_eq!(failed.iter().map(|(address, _)| address.clone()).collect::<Vec<_>>(), [dead]);

@@ -1,11 +1,11 @@
-//! Save: awaited and in the background, and what the queue refuses.
+//! Save: awaited and in the background, and rejections of the queue.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::id::LeaseId;
 use kvfleet_transport::loopback::Faults;
-use kvfleet_transport::suite::{EPOCH, asker, done, frame, hash};
+use kvfleet_transport::suite::{EPOCH, done, frame, hash, request_context};
 use kvfleet_transport::{PathError, SaveAnswer, SaveRefusal};
 
 use super::authority::{CONTENT_BYTES, client_on, network};
@@ -13,7 +13,7 @@ use crate::{BackgroundSave, HeldLease, SAVE_DEADLINE, SAVE_QUEUE_CALLS_MAX, Save
 
 fn call(blocks: std::ops::Range<u32>) -> SaveCall {
     SaveCall {
-        asker: asker(7),
+        asker: request_context(7),
         address: "node:0".to_owned(),
         epoch: EPOCH,
         parent: None,
@@ -28,7 +28,7 @@ fn call(blocks: std::ops::Range<u32>) -> SaveCall {
 }
 
 #[tokio::test]
-async fn an_awaited_save_says_where_it_is_visible() {
+async fn awaited_save_returns_its_announcement_batch() {
     let (network, services) = network(1, 2);
     let client = client_on(&network);
     let result = done(client.save(&call(0..5)).await.unwrap());
@@ -59,20 +59,20 @@ async fn refusals_are_answers_and_losses_are_errors() {
 }
 
 #[tokio::test]
-async fn a_background_save_ends_with_its_leases_released() {
+async fn background_save_releases_its_leases() {
     let (network, services) = network(2, 0);
     let client = client_on(&network);
     let elsewhere = HeldLease { address: "node:1".to_owned(), lease: LeaseId(7) };
     let save = BackgroundSave { call: call(0..3), then_release: vec![elsewhere] };
     client.save_in_background(save).unwrap();
-    client.saves_ended().await;
+    client.wait_for_saves().await;
     assert!(services[0].holds(hash(2)));
     assert_eq!(services[0].released(), [LeaseId(7)]);
     assert_eq!(services[1].released(), [LeaseId(7)]);
 }
 
 #[tokio::test]
-async fn a_full_queue_refuses_at_once_and_recovers() {
+async fn full_queue_refuses_at_once_and_recovers() {
     let (network, services) = network(1, 0);
     let client = client_on(&network);
     services[0].set_gate(0);
@@ -83,8 +83,8 @@ async fn a_full_queue_refuses_at_once_and_recovers() {
     let busy = client.save_in_background(save()).unwrap_err();
     assert_eq!(busy.bytes, frame(hash(0), CONTENT_BYTES).bytes.len());
     services[0].set_gate(10_000);
-    client.saves_ended().await;
+    client.wait_for_saves().await;
     client.save_in_background(save()).unwrap();
-    client.saves_ended().await;
+    client.wait_for_saves().await;
     assert!(services[0].holds(hash(0)));
 }

@@ -1,63 +1,67 @@
-//! Route calls that share a stream, against fake routers over mutual TLS whose end of it the tests have in hand.
+//! Route calls that share a stream, against fake routers over mutual TLS. The tests control the
+//! routers' ends of the streams.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use kvfleet_proto::tls::Identity;
+use kvfleet_net::tls::Identity;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
 use tonic::{Code, Status};
 
 use super::authority::{Authority, config};
 use super::routing::{
-    Conversation, Fake, Streams, TOO_LONG_BYTES, decision, instance, nobody, route_call, serve_fake,
+    FakeRouter, RouterStreamEnd, StreamBehavior, TOO_LONG_BYTES, decision, instance, route_call, serve_fake,
+    unused_address,
 };
 use crate::{Client, ClientConfig, RouteAnswer, RouteCall, RouteError, RouterError};
 
-/// A router whose streams come here; its address, its streams, and what it counts.
-async fn by_hand(identity: &Identity) -> (String, mpsc::UnboundedReceiver<Conversation>, Fake) {
+/// A router with streams that the test controls: its address, its streams, and its counters.
+async fn manual_router(
+    identity: &Identity,
+) -> (String, mpsc::UnboundedReceiver<RouterStreamEnd>, FakeRouter) {
     let (test, conversations) = mpsc::unbounded_channel();
-    let mut fake = Fake::new(Err(Code::Internal));
-    fake.streams = Streams::ByHand(test);
+    let mut fake = FakeRouter::new(Err(Code::Internal));
+    fake.streams = StreamBehavior::Manual(test);
     let (address, _serving) = serve_fake(identity, fake.clone()).await;
     (address, conversations, fake)
 }
 
-/// A router that answers everything with this instance.
-async fn at_once(identity: &Identity, instance: u32) -> (String, Fake) {
-    let fake = Fake::new(Ok(decision(instance)));
+/// A router that answers every call with this instance.
+async fn automatic_router(identity: &Identity, instance: u32) -> (String, FakeRouter) {
+    let fake = FakeRouter::new(Ok(decision(instance)));
     let (address, _serving) = serve_fake(identity, fake.clone()).await;
     (address, fake)
 }
 
-type Asked = JoinHandle<Result<RouteAnswer, RouteError>>;
+type RouteTask = JoinHandle<Result<RouteAnswer, RouteError>>;
 
-/// Asks, and comes back with the question as the router has it.
-async fn asked(client: &Client, talk: &mut Conversation, tokens: u32) -> (u64, Asked) {
-    let asking = ask(client, tokens);
-    let question = talk.question().await;
+/// Starts a route call, and returns it with its number at the router.
+async fn route_and_receive(client: &Client, talk: &mut RouterStreamEnd, tokens: u32) -> (u64, RouteTask) {
+    let asking = spawn_route(client, tokens);
+    let question = talk.next_request().await;
     assert_eq!(question.input_tokens, tokens);
     (question.call, asking)
 }
 
-fn ask(client: &Client, tokens: u32) -> Asked {
+fn spawn_route(client: &Client, tokens: u32) -> RouteTask {
     let client = client.clone();
     tokio::spawn(async move { client.route(RouteCall { input_tokens: tokens, ..route_call() }).await })
 }
 
 #[tokio::test]
-async fn answers_belong_to_the_question_of_their_number_whatever_their_order() {
+async fn answers_match_calls_by_number_in_any_order() {
     let authority = Authority::new();
-    let (address, mut talks, fake) = by_hand(&authority.member()).await;
+    let (address, mut talks, fake) = manual_router(&authority.member()).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
-    let first = ask(&client, 1);
+    let first = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
-    let mut calls = vec![(talk.question().await.call, first)];
+    let mut calls = vec![(talk.next_request().await.call, first)];
     for tokens in 2..=3 {
-        calls.push(asked(&client, &mut talk, tokens).await);
+        calls.push(route_and_receive(&client, &mut talk, tokens).await);
     }
-    // All are of one request, asked three times.
+    // All have the same request number, and are sent three times.
     let (first, second, third) = (calls[0].0, calls[1].0, calls[2].0);
     assert!(first != second && second != third && first != third);
     talk.answer(u64::MAX, 9);
@@ -72,16 +76,16 @@ async fn answers_belong_to_the_question_of_their_number_whatever_their_order() {
 }
 
 #[tokio::test]
-async fn one_that_is_refused_ends_alone_and_one_that_may_differ_elsewhere_is_asked_there() {
+async fn refusal_ends_one_call_and_transient_failure_is_retried_elsewhere() {
     let authority = Authority::new();
-    let (address, mut talks, _) = by_hand(&authority.member()).await;
-    let (other, _) = at_once(&authority.member(), 8).await;
+    let (address, mut talks, _) = manual_router(&authority.member()).await;
+    let (other, _) = automatic_router(&authority.member(), 8).await;
     let client = Client::new(config(vec![address.clone(), other], authority.member())).unwrap();
-    let good = ask(&client, 1);
+    let good = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
-    let good_call = talk.question().await.call;
-    let (wrong_call, wrong) = asked(&client, &mut talk, 2).await;
-    let (late_call, late) = asked(&client, &mut talk, 3).await;
+    let good_call = talk.next_request().await.call;
+    let (wrong_call, wrong) = route_and_receive(&client, &mut talk, 2).await;
+    let (late_call, late) = route_and_receive(&client, &mut talk, 3).await;
     talk.refuse(wrong_call, Code::InvalidArgument);
     talk.refuse(late_call, Code::Unavailable);
     let error = wrong.await.unwrap().unwrap_err();
@@ -91,17 +95,18 @@ async fn one_that_is_refused_ends_alone_and_one_that_may_differ_elsewhere_is_ask
     assert_eq!(instance(good.await.unwrap().unwrap()), 1);
 }
 
-/// Asks 50 questions of a router, which answers 10 and then ends as it does; the other one answers the rest.
-async fn the_rest_is_asked_elsewhere(end: impl FnOnce(Conversation)) {
+/// Sends 50 calls to a router that answers 10 and then ends as given; the other router answers the
+/// rest.
+async fn check_rest_is_retried_elsewhere(end: impl FnOnce(RouterStreamEnd)) {
     let authority = Authority::new();
-    let (address, mut talks, fake) = by_hand(&authority.member()).await;
-    let (other, others) = at_once(&authority.member(), 8).await;
+    let (address, mut talks, fake) = manual_router(&authority.member()).await;
+    let (other, others) = automatic_router(&authority.member(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
-    let asking: Vec<_> = (0..50).map(|_| ask(&client, 48)).collect();
+    let asking: Vec<_> = (0..50).map(|_| spawn_route(&client, 48)).collect();
     let mut talk = talks.recv().await.unwrap();
     let mut calls = Vec::new();
     while calls.len() < 50 {
-        calls.push(talk.question().await.call);
+        calls.push(talk.next_request().await.call);
     }
     calls[..10].iter().for_each(|call| talk.answer(*call, 7));
     end(talk);
@@ -109,21 +114,21 @@ async fn the_rest_is_asked_elsewhere(end: impl FnOnce(Conversation)) {
         join_all(asking).await.into_iter().map(|one| instance(one.unwrap().unwrap())).collect();
     let of = |one| answers.iter().filter(|answer| **answer == one).count();
     assert_eq!((of(7), of(8)), (10, 40));
-    // The other one is asked first from here on.
+    // The other router is asked first from now on.
     assert_eq!(instance(client.route(route_call()).await.unwrap()), 8);
     assert_eq!(fake.opened.load(Ordering::Relaxed), 1);
     assert_eq!(others.opened.load(Ordering::Relaxed), 1);
 }
 
 #[tokio::test]
-async fn what_a_router_that_ends_its_stream_did_not_answer_is_asked_of_the_next() {
-    the_rest_is_asked_elsewhere(drop).await;
+async fn calls_on_an_ended_stream_go_to_the_next_router() {
+    check_rest_is_retried_elsewhere(drop).await;
 }
 
 #[tokio::test]
-async fn what_a_stream_that_breaks_left_open_is_asked_of_the_next_whatever_broke_it() {
+async fn calls_on_a_broken_stream_go_to_the_next_router() {
     for code in [Code::Unavailable, Code::Internal, Code::OutOfRange, Code::InvalidArgument] {
-        the_rest_is_asked_elsewhere(|talk| {
+        check_rest_is_retried_elsewhere(|talk| {
             talk.answers.send(Err(Status::new(code, "as told"))).unwrap();
         })
         .await;
@@ -131,18 +136,18 @@ async fn what_a_stream_that_breaks_left_open_is_asked_of_the_next_whatever_broke
 }
 
 #[tokio::test]
-async fn when_a_router_dies_with_its_connections_all_questions_are_answered_by_another() {
+async fn calls_to_a_dead_router_are_answered_by_another() {
     let authority = Authority::new();
-    // On a runtime of its own, which takes the open connections with it when it goes.
+    // On a separate runtime, so that shutting it down closes the connections.
     let doomed = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let member = authority.member();
-    let (address, mut talks, _) = doomed.spawn(async move { by_hand(&member).await }).await.unwrap();
-    let (other, _) = at_once(&authority.member(), 8).await;
+    let (address, mut talks, _) = doomed.spawn(async move { manual_router(&member).await }).await.unwrap();
+    let (other, _) = automatic_router(&authority.member(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
-    let asking: Vec<_> = (0..20).map(|_| ask(&client, 48)).collect();
+    let asking: Vec<_> = (0..20).map(|_| spawn_route(&client, 48)).collect();
     let mut talk = talks.recv().await.unwrap();
     for _ in 0..20 {
-        talk.question().await;
+        talk.next_request().await;
     }
     doomed.shutdown_background();
     for one in asking {
@@ -151,14 +156,14 @@ async fn when_a_router_dies_with_its_connections_all_questions_are_answered_by_a
 }
 
 #[tokio::test]
-async fn a_router_that_ends_a_stream_on_which_nobody_waits_is_not_asked_first_any_more() {
+async fn router_ending_an_idle_stream_is_not_first_any_more() {
     let authority = Authority::new();
-    let (address, mut talks, fake) = by_hand(&authority.member()).await;
-    let (other, _) = at_once(&authority.member(), 8).await;
+    let (address, mut talks, fake) = manual_router(&authority.member()).await;
+    let (other, _) = automatic_router(&authority.member(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
-    let one = ask(&client, 1);
+    let one = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
-    let call = talk.question().await.call;
+    let call = talk.next_request().await.call;
     talk.answer(call, 7);
     assert_eq!(instance(one.await.unwrap().unwrap()), 7);
     drop(talk);
@@ -170,17 +175,17 @@ async fn a_router_that_ends_a_stream_on_which_nobody_waits_is_not_asked_first_an
 }
 
 #[tokio::test]
-async fn the_only_router_is_asked_again_over_a_new_stream() {
+async fn only_router_is_asked_again_on_a_new_stream() {
     let authority = Authority::new();
-    let (address, mut talks, _) = by_hand(&authority.member()).await;
+    let (address, mut talks, _) = manual_router(&authority.member()).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
-    let one = ask(&client, 1);
+    let one = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
-    let first = talk.question().await.call;
+    let first = talk.next_request().await.call;
     drop(talk);
     let mut talk = talks.recv().await.unwrap();
-    let again = talk.question().await.call;
-    // What the first stream might still have said is no answer of the second.
+    let again = talk.next_request().await.call;
+    // A late answer of the first stream must not match a call on the second.
     assert_ne!(first, again);
     talk.answer(first, 6);
     talk.answer(again, 7);
@@ -188,12 +193,13 @@ async fn the_only_router_is_asked_again_over_a_new_stream() {
 }
 
 #[tokio::test]
-async fn routers_that_take_no_streams_are_asked_by_calls_and_for_streams_again_later() {
+async fn routers_without_streams_get_unary_calls_for_a_period() {
     let authority = Authority::new();
-    // To members a call that an earlier release does not have, to tenants one that is not for them.
+    // A router of an earlier release: it lacks the method for members, or does not allow it to
+    // tenants.
     for code in [Code::Unimplemented, Code::PermissionDenied] {
-        let mut fake = Fake::new(Ok(decision(7)));
-        fake.streams = Streams::Refused(code);
+        let mut fake = FakeRouter::new(Ok(decision(7)));
+        fake.streams = StreamBehavior::Refused(code);
         let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
         let client = Client::new(config(vec![address], authority.member())).unwrap();
         let counted = || (fake.opened.load(Ordering::Relaxed), fake.calls.load(Ordering::Relaxed));
@@ -210,9 +216,9 @@ async fn routers_that_take_no_streams_are_asked_by_calls_and_for_streams_again_l
 }
 
 #[tokio::test]
-async fn streams_can_be_switched_off() {
+async fn streams_can_be_disabled() {
     let authority = Authority::new();
-    let (address, fake) = at_once(&authority.member(), 7).await;
+    let (address, fake) = automatic_router(&authority.member(), 7).await;
     let config = ClientConfig { route_streams: false, ..config(vec![address], authority.member()) };
     let client = Client::new(config).unwrap();
     assert_eq!(instance(client.route(route_call()).await.unwrap()), 7);
@@ -220,69 +226,69 @@ async fn streams_can_be_switched_off() {
 }
 
 #[tokio::test]
-async fn what_is_given_up_leaves_nothing_behind_and_its_late_answer_is_nobodys() {
+async fn abandoned_calls_leave_no_state_and_late_answers_are_ignored() {
     let authority = Authority::new();
-    let (address, mut talks, _) = by_hand(&authority.member()).await;
+    let (address, mut talks, _) = manual_router(&authority.member()).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
-    let given_up = ask(&client, 1);
+    let given_up = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
-    let late = talk.question().await.call;
+    let late = talk.next_request().await.call;
     let mut more = JoinSet::new();
     for _ in 0..40 {
         let client = client.clone();
         more.spawn(async move { client.route(route_call()).await });
-        talk.question().await;
+        talk.next_request().await;
     }
-    assert_eq!(client.routers.waiting(), 41);
+    assert_eq!(client.routers.pending_calls(), 41);
     given_up.abort();
     more.shutdown().await;
     assert!(given_up.await.unwrap_err().is_cancelled());
-    assert_eq!(client.routers.waiting(), 0);
+    assert_eq!(client.routers.pending_calls(), 0);
     talk.answer(late, 6);
-    let (call, good) = asked(&client, &mut talk, 2).await;
+    let (call, good) = route_and_receive(&client, &mut talk, 2).await;
     talk.answer(call, 7);
     assert_eq!(instance(good.await.unwrap().unwrap()), 7);
-    assert_eq!(client.routers.waiting(), 0);
+    assert_eq!(client.routers.pending_calls(), 0);
 }
 
 #[tokio::test]
-async fn a_router_that_says_nothing_any_more_is_left_by_all_when_the_first_has_waited_long_enough() {
+async fn first_timeout_on_a_silent_stream_fails_all_calls() {
     let authority = Authority::new();
-    let (address, mut talks, _) = by_hand(&authority.member()).await;
-    let (other, _) = at_once(&authority.member(), 8).await;
+    let (address, mut talks, _) = manual_router(&authority.member()).await;
+    let (other, _) = automatic_router(&authority.member(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
-    let early = ask(&client, 1);
+    let early = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
-    talk.question().await;
+    talk.next_request().await;
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(2)).await;
     tokio::time::resume();
-    let (_, late) = asked(&client, &mut talk, 2).await;
+    let (_, late) = route_and_receive(&client, &mut talk, 2).await;
     tokio::time::pause();
     tokio::time::advance(Duration::from_millis(1_100)).await;
     tokio::time::resume();
     assert_eq!(instance(early.await.unwrap().unwrap()), 8);
     let begun = tokio::time::Instant::now();
     assert_eq!(instance(late.await.unwrap().unwrap()), 8);
-    assert!(begun.elapsed() < Duration::from_secs(1), "its own time was not over");
+    assert!(begun.elapsed() < Duration::from_secs(1), "the second call ended before its own timeout");
 }
 
 #[tokio::test]
-async fn a_slow_answer_ends_one_question_where_others_have_theirs() {
+async fn slow_answer_fails_only_its_own_call() {
     let authority = Authority::new();
-    let (address, mut talks, _) = by_hand(&authority.member()).await;
-    let (other, _) = at_once(&authority.member(), 8).await;
+    let (address, mut talks, _) = manual_router(&authority.member()).await;
+    let (other, _) = automatic_router(&authority.member(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
-    let slow = ask(&client, 1);
+    let slow = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
-    talk.question().await;
-    let (call, good) = asked(&client, &mut talk, 2).await;
+    talk.next_request().await;
+    let (call, good) = route_and_receive(&client, &mut talk, 2).await;
     talk.answer(call, 7);
     assert_eq!(instance(good.await.unwrap().unwrap()), 7);
     tokio::time::pause();
     tokio::time::advance(Duration::from_secs(2)).await;
     tokio::time::resume();
-    let (call, patient) = asked(&client, &mut talk, 3).await;
+    let (call, patient) = route_and_receive(&client, &mut talk, 3).await;
     tokio::time::pause();
     tokio::time::advance(Duration::from_millis(1_100)).await;
     tokio::time::resume();
@@ -292,9 +298,9 @@ async fn a_slow_answer_ends_one_question_where_others_have_theirs() {
 }
 
 #[tokio::test]
-async fn what_is_too_long_for_a_stream_is_asked_by_a_call() {
+async fn oversized_calls_are_unary() {
     let authority = Authority::new();
-    let (address, fake) = at_once(&authority.member(), 7).await;
+    let (address, fake) = automatic_router(&authority.member(), 7).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let hash = route_call().hashes[0];
     let long = RouteCall { hashes: vec![hash; TOO_LONG_BYTES / 16], ..route_call() };
@@ -305,11 +311,11 @@ async fn what_is_too_long_for_a_stream_is_asked_by_a_call() {
 }
 
 #[tokio::test]
-async fn a_thousand_at_once_share_one_stream() {
+async fn concurrent_calls_share_one_stream() {
     let authority = Authority::new();
-    let (address, fake) = at_once(&authority.member(), 7).await;
+    let (address, fake) = automatic_router(&authority.member(), 7).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
-    let asking: Vec<_> = (0..1_000).map(|_| ask(&client, 48)).collect();
+    let asking: Vec<_> = (0..1_000).map(|_| spawn_route(&client, 48)).collect();
     for one in asking {
         assert_eq!(instance(one.await.unwrap().unwrap()), 7);
     }
@@ -317,25 +323,25 @@ async fn a_thousand_at_once_share_one_stream() {
 }
 
 #[tokio::test]
-async fn the_stream_ends_with_the_client() {
+async fn stream_ends_with_the_client() {
     let authority = Authority::new();
-    let (address, mut talks, _) = by_hand(&authority.member()).await;
+    let (address, mut talks, _) = manual_router(&authority.member()).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
-    let one = ask(&client, 1);
+    let one = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
-    let call = talk.question().await.call;
+    let call = talk.next_request().await.call;
     talk.answer(call, 7);
     assert_eq!(instance(one.await.unwrap().unwrap()), 7);
     drop(client);
-    // By a word or by a reset.
-    assert!(!matches!(talk.questions.message().await, Ok(Some(_))));
+    // Through a normal end or a reset.
+    assert!(!matches!(talk.requests.message().await, Ok(Some(_))));
 }
 
 #[tokio::test]
-async fn where_nobody_listens_all_hear_it() {
+async fn unreachable_routers_fail_all_calls() {
     let authority = Authority::new();
-    let client = Client::new(config(vec![nobody(), nobody()], authority.member())).unwrap();
-    for one in (0..10).map(|_| ask(&client, 48)).collect::<Vec<_>>() {
+    let client = Client::new(config(vec![unused_address(), unused_address()], authority.member())).unwrap();
+    for one in (0..10).map(|_| spawn_route(&client, 48)).collect::<Vec<_>>() {
         let error = one.await.unwrap().unwrap_err();
         assert!(matches!(error, RouteError::Router(RouterError::NoneAnswered { .. })), "{error}");
     }

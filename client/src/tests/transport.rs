@@ -1,4 +1,4 @@
-//! Which paths a client takes, over both network paths for real.
+//! Kinds of paths that a client uses, over both real network paths.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -6,11 +6,11 @@ use std::sync::Arc;
 
 use kv_core::id::{Category, LeaseId, RequestId, TenantId};
 use kvfleet_errors_doc::says;
+use kvfleet_net::tls::Identity;
 use kvfleet_proto::pb;
-use kvfleet_proto::tls::Identity;
 use kvfleet_transport::BlockService;
 use kvfleet_transport::quic::QuicServer;
-use kvfleet_transport::shm::{AWAKE, ShmConfig, ShmEnds, ShmServer, ShmServerConfig, socket_path};
+use kvfleet_transport::shm::{SPIN_WAIT, ShmConfig, ShmRuntimes, ShmServer, ShmServerConfig, socket_path};
 use kvfleet_transport::suite::{EPOCH, IDENTITY, MemoryService, PATIENCE, frame, hash, hashes};
 use kvfleet_transport::tcp::TcpServer;
 use tokio::runtime::Handle;
@@ -18,7 +18,7 @@ use tokio::runtime::Handle;
 use super::authority::{Authority, config};
 use crate::{Client, ClientConfig, FetchCall, Transport};
 
-/// Both servers of a node, at one port.
+/// Both servers of a node, on one port.
 fn serve(identity: &Identity, service: &Arc<dyn BlockService>) -> (SocketAddr, (QuicServer, TcpServer)) {
     loop {
         let any = "127.0.0.1:0".parse().unwrap();
@@ -34,14 +34,14 @@ fn serve_host(dir: &Path, at: SocketAddr, service: &Arc<dyn BlockService>) -> Sh
     let config = ShmServerConfig {
         address: at.to_string(),
         frame_bytes_max: 1 << 20,
-        lent_bytes_max: 0,
-        tray_bytes_max: 64 << 20,
+        granted_bytes_max: 0,
+        bounce_bytes_max: 64 << 20,
         lease: PATIENCE,
         stall_timeout: PATIENCE,
-        awake: AWAKE,
-        serves_others: false,
+        spin_wait: SPIN_WAIT,
+        serves_other_users: false,
     };
-    let ends = ShmEnds { quick: Handle::current(), may_move: false, bulk: Handle::current() };
+    let ends = ShmRuntimes { event_loop: Handle::current(), may_move: false, bulk: Handle::current() };
     ShmServer::bind(&socket_path(dir, &at.to_string()), config, None, Arc::clone(service), ends).unwrap()
 }
 
@@ -62,7 +62,7 @@ fn call(address: String) -> FetchCall {
 }
 
 #[tokio::test]
-async fn a_client_takes_the_paths_of_its_transport_and_counts_what_went_over_each() {
+async fn client_uses_its_transport_and_counts_bytes_per_path() {
     let (authority, service) = (Authority::new(), MemoryService::default());
     (0..4).for_each(|number| service.hold(frame(hash(number), 2000)));
     let service: Arc<dyn BlockService> = Arc::new(service);
@@ -77,14 +77,14 @@ async fn a_client_takes_the_paths_of_its_transport_and_counts_what_went_over_eac
         assert_eq!((outcome.blocks.len(), outcome.wrong_blocks), (4, 0), "{transport}");
         let carried = client.carried();
         assert_eq!(carried.iter().map(|(kind, _)| *kind).collect::<Vec<_>>(), transport.kinds());
-        assert_eq!(carried[0].1.received_bytes(), outcome.bytes, "{transport}: over the default of them");
+        assert_eq!(carried[0].1.received_bytes(), outcome.bytes, "{transport}: the first kind must be used");
         let reports = client.path_reports();
         assert_eq!((reports.len(), reports[0].used), (1, transport.kinds()[0]));
     }
 }
 
 #[tokio::test]
-async fn shared_memory_needs_a_directory_and_auto_does_without() {
+async fn shared_memory_needs_a_directory_but_auto_does_not() {
     let authority = Authority::new();
     let refused = |transport| {
         let config = config(vec!["127.0.0.1:1".to_owned()], authority.member());
@@ -96,7 +96,7 @@ async fn shared_memory_needs_a_directory_and_auto_does_without() {
 
 #[tokio::test]
 #[cfg(feature = "rdma")]
-async fn rdma_says_what_is_missing_and_auto_goes_another_way() {
+async fn rdma_error_names_missing_device_and_auto_falls_back() {
     let (authority, service) = (Authority::new(), MemoryService::default());
     (0..4).for_each(|number| service.hold(frame(hash(number), 2000)));
     let service: Arc<dyn BlockService> = Arc::new(service);
@@ -107,7 +107,7 @@ async fn rdma_says_what_is_missing_and_auto_goes_another_way() {
         Client::new(ClientConfig { transport, rdma, ..config })
     };
     let refused = client(Transport::Rdma).err().unwrap().to_string();
-    // A machine without the library says so before it looks for devices.
+    // Without the library the error comes before the search for devices.
     let there = refused.split("there is: ").nth(1).and_then(|rest| rest.split("; bring").next());
     says("a client: transport rdma without a device", &refused, &[there.unwrap()]);
     let auto = client(Transport::Auto).unwrap();

@@ -1,55 +1,54 @@
-//! ARC (FAST '03): one queue for blocks used once, one for blocks used again, and a border between them that
-//! learns from blocks that come back too late.
+//! ARC (FAST '03): one queue for blocks used once, one for blocks used again. The border between
+//! them adapts to blocks that return after eviction.
 //!
-//! A block that left the first queue and comes back says that it was too short, one that left the second says
-//! the same of that; the target length of the first moves accordingly. Not here: the one exception of the
-//! textbook that looks at the block coming in before it chooses the victim; ours is chosen first.
+//! A returning block shows that the queue it left was too short, so the target length of the first
+//! queue moves. Not here: the exception of the paper that looks at the incoming block before it
+//! chooses the victim; here the victim is chosen first.
 //!
-//! The capacity is not told: it is the number of blocks resident when a victim was last asked for. Both lists of
-//! departed blocks together hold at most as many fingerprints as blocks are resident, as in the paper: they
-//! stand for a tier of twice the size, and that is what the border can learn from.
+//! Capacity is inferred: the number of blocks resident at the last victim search. Both ghost lists
+//! together hold at most as many fingerprints as blocks are resident, as in the paper.
 
-use super::departed::{Departed, shortened};
+use super::ghost_list::{GhostList, short_fingerprint};
 use super::queue::{Links, Queue};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Known {
+struct ArcEntry {
     fingerprint: u32,
     is_again: bool,
 }
 
-/// Evicts the longest unused of the blocks used once or of those used again, whichever has more than its part.
+/// Evicts the longest unused block from the queue that exceeds its target.
 #[derive(Debug, Default)]
 pub struct Arc {
-    links: Links<Known>,
+    links: Links<ArcEntry>,
     once: Queue,
     again: Queue,
-    departed_once: Departed,
-    departed_again: Departed,
-    /// How many blocks used once there should be.
+    ghosts_once: GhostList,
+    ghosts_again: GhostList,
+    /// Target number of blocks used once.
     target: usize,
-    /// Blocks resident when a victim was last asked for.
+    /// Blocks resident at the last victim search.
     capacity: usize,
 }
 
 impl Arc {
-    /// A policy over no block.
+    /// An empty policy.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    fn enqueue(&mut self, key: BlockKey, known: Known) {
-        self.links.set_about(key, known);
+    fn enqueue(&mut self, key: BlockKey, known: ArcEntry) {
+        self.links.set_data(key, known);
         let queue = if known.is_again { &mut self.again } else { &mut self.once };
         self.links.push_warm(queue, key);
     }
 
-    /// Takes a block out of its queue or from among the parked ones; nothing when it is not resident.
-    fn take_out(&mut self, key: BlockKey) -> Option<Known> {
-        let known = self.links.about(key);
+    /// Removes a block from its queue or from the parked ones; `None` if it is not resident.
+    fn detach(&mut self, key: BlockKey) -> Option<ArcEntry> {
+        let known = self.links.data(key);
         if self.links.unpark(key) {
             return Some(known);
         }
@@ -61,14 +60,14 @@ impl Arc {
         Some(known)
     }
 
-    /// Moves the border if the block left too early; whether it did.
+    /// Moves the border if the block is in a ghost list; returns whether it was.
     fn learn(&mut self, fingerprint: u32) -> bool {
-        let (once, again) = (self.departed_once.len(), self.departed_again.len());
-        if self.departed_once.take(fingerprint) {
+        let (once, again) = (self.ghosts_once.len(), self.ghosts_again.len());
+        if self.ghosts_once.take(fingerprint) {
             self.target = (self.target + (again / once).max(1)).min(self.capacity);
             return true;
         }
-        if self.departed_again.take(fingerprint) {
+        if self.ghosts_again.take(fingerprint) {
             self.target = self.target.saturating_sub((once / again).max(1));
             return true;
         }
@@ -82,38 +81,38 @@ impl Policy for Arc {
     }
 
     fn insert(&mut self, key: BlockKey, traits: BlockTraits, _now: Timestamp) {
-        self.take_out(key);
-        let fingerprint = shortened(traits.fingerprint);
+        self.detach(key);
+        let fingerprint = short_fingerprint(traits.fingerprint);
         let is_again = self.learn(fingerprint);
-        self.enqueue(key, Known { fingerprint, is_again });
+        self.enqueue(key, ArcEntry { fingerprint, is_again });
     }
 
     fn access(&mut self, key: BlockKey, _traits: BlockTraits, _now: Timestamp) {
-        if let Some(known) = self.take_out(key) {
-            self.enqueue(key, Known { is_again: true, ..known });
+        if let Some(known) = self.detach(key) {
+            self.enqueue(key, ArcEntry { is_again: true, ..known });
         }
     }
 
     fn settle(&mut self, key: BlockKey, _traits: BlockTraits, _now: Timestamp) {
-        if let Some(known) = self.take_out(key) {
+        if let Some(known) = self.detach(key) {
             self.enqueue(key, known);
         }
     }
 
     fn park(&mut self, key: BlockKey) {
         if self.links.contains(key) {
-            let is_again = self.links.about(key).is_again;
+            let is_again = self.links.data(key).is_again;
             let queue = if is_again { &mut self.again } else { &mut self.once };
             self.links.park(queue, key);
         }
     }
 
     fn remove(&mut self, key: BlockKey) {
-        let Some(known) = self.take_out(key) else { return };
-        let departed = if known.is_again { &mut self.departed_again } else { &mut self.departed_once };
+        let Some(known) = self.detach(key) else { return };
+        let departed = if known.is_again { &mut self.ghosts_again } else { &mut self.ghosts_once };
         departed.push(known.fingerprint);
-        self.departed_once.trim(self.capacity.saturating_sub(self.once.len()));
-        self.departed_again.trim(self.capacity.saturating_sub(self.departed_once.len()));
+        self.ghosts_once.trim(self.capacity.saturating_sub(self.once.len()));
+        self.ghosts_again.trim(self.capacity.saturating_sub(self.ghosts_once.len()));
     }
 
     fn victim(&mut self, _now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
@@ -122,7 +121,7 @@ impl Policy for Arc {
             true => (&self.once, &self.again),
             false => (&self.again, &self.once),
         };
-        let coldest = |queue| self.links.coldest_unspared(queue, spared);
+        let coldest = |queue| self.links.coldest_evictable(queue, spared);
         coldest(first).or_else(|| coldest(second))
     }
 
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_used_once_leaves_before_what_was_used_again() {
+    fn blocks_used_once_leave_before_blocks_used_again() {
         assert_eq!(suite::eviction_order(&mut Arc::new(), "+1 use1 +2 +3 use3 +4"), [2, 4, 1, 3]);
     }
 
@@ -150,17 +149,17 @@ mod tests {
         BlockTraits { fingerprint: u64::from(fingerprint), ..BlockTraits::default() }
     }
 
-    /// Evicts, then lets a block with this fingerprint in. Gives the fingerprint that left.
+    /// Evicts a block, inserts one with this fingerprint, and returns the evicted fingerprint.
     fn exchange(policy: &mut Arc, fingerprint: u32) -> u32 {
         let key = policy.victim(Timestamp(1), &|_| false).unwrap_or(BlockKey(0));
-        let left = policy.links.about(key).fingerprint;
+        let left = policy.links.data(key).fingerprint;
         policy.remove(key);
         policy.insert(key, traits(fingerprint), Timestamp(1));
         left
     }
 
     #[test]
-    fn the_border_follows_the_blocks_that_come_back_too_late() {
+    fn border_follows_returning_blocks() {
         let mut policy = Arc::new();
         for key in 0..10 {
             policy.insert(BlockKey(key), traits(key), Timestamp(0));
@@ -172,8 +171,8 @@ mod tests {
         assert_eq!((left, policy.target), (5, 0));
         exchange(&mut policy, left);
         assert_eq!(policy.target, 1);
-        assert_eq!(policy.again.len(), 6, "it was used again");
-        // A block used again is driven out once fewer are on trial than wanted, and comes back.
+        assert_eq!(policy.again.len(), 6, "a returning block counts as used again");
+        // With fewer blocks used once than the target, a block used again is evicted, and returns.
         policy.target = 10;
         let left = exchange(&mut policy, 101);
         assert_eq!(left, 0);
@@ -182,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn fingerprints_are_as_many_as_resident_blocks() {
+    fn ghosts_are_bounded_by_resident_blocks() {
         let mut policy = Arc::new();
         (0..100).for_each(|key| policy.insert(BlockKey(key), traits(key), Timestamp(0)));
         for fingerprint in 100..3000 {
@@ -191,7 +190,7 @@ mod tests {
                 policy.access(BlockKey(fingerprint % 100), traits(0), Timestamp(2));
             }
         }
-        let kept = policy.departed_once.len() + policy.departed_again.len();
+        let kept = policy.ghosts_once.len() + policy.ghosts_again.len();
         assert!((50..=100).contains(&kept), "{kept}");
     }
 }

@@ -1,6 +1,6 @@
-//! Ages on a logarithmic scale: four bands an octave from 16 ms to hours.
+//! Age bands on a logarithmic scale: four bands an octave from 16 ms to hours.
 //!
-//! Not here: what is counted per band ([`super::density`], [`super::statistics`]).
+//! Not here: the counts per band ([`super::density`], [`super::reuse_stats`]).
 
 /// Number of bands. The last is open: 4.5 hours and more.
 pub(crate) const BANDS: usize = 82;
@@ -9,14 +9,14 @@ const FIRST_BITS: u32 = 14;
 
 /// The band of an age.
 pub(crate) fn band(age_us: u64) -> usize {
-    // Whatever is younger is taken for the last of the first band, so that nothing has to be decided.
+    // Younger ages map to the end of the first band, without a branch.
     let age_us = age_us.max((1 << FIRST_BITS) - 1);
     let octave = 63 - age_us.leading_zeros();
     let quarter = (age_us >> (octave - 2)) & 3;
     (octave as usize * 4 + quarter as usize + 1 - FIRST_BITS as usize * 4).min(BANDS - 1)
 }
 
-/// The age at which a band begins, in microseconds. That of `BANDS` is the end of time.
+/// Lower bound of a band in microseconds; `u64::MAX` for `BANDS`.
 pub(crate) fn start_us(band: usize) -> u64 {
     match band {
         0 => 0,

@@ -1,8 +1,8 @@
-//! First in, first out: a block leaves in the order it came, however often it is used.
+//! First in, first out: a block leaves in insertion order, however often it is used.
 //!
-//! Not here: recency. The one reordering is [`Policy::settle`], which gives the blocks of one request
-//! their order among themselves (tail before head) once the request ends. A held block keeps its place
-//! in the queue, since it must leave in its turn afterwards, so a victim is searched past the held ones.
+//! Not here: recency. The only reordering is [`Policy::settle`], which orders the blocks of one
+//! request (tail before head) when the request ends. A held block keeps its queue position, so a
+//! victim search steps over held blocks.
 
 use super::queue::{Links, Queue};
 use super::{BlockKey, BlockTraits, Policy};
@@ -16,7 +16,7 @@ pub struct Fifo {
 }
 
 impl Fifo {
-    /// A policy over no block.
+    /// An empty policy.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -48,7 +48,7 @@ impl Policy for Fifo {
     }
 
     fn victim(&mut self, _now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
-        self.links.coldest_unspared(&self.queue, spared)
+        self.links.coldest_evictable(&self.queue, spared)
     }
 
     fn len(&self) -> usize {

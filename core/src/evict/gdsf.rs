@@ -1,34 +1,35 @@
-//! Greedy dual, size and frequency (GDSF): frequency per byte, above a floor that rises with what leaves.
+//! Greedy dual, size and frequency (GDSF): frequency per byte, above a floor that rises with each
+//! eviction.
 //!
-//! Rank = floor + uses / bytes. The floor is the rank of the last victim, so that a block once popular is
-//! passed by newer ones in the end. Blocks of one size are ranked by uses alone. Not here: a cost of bringing a
-//! block back; it is taken to be the same for all, which maximises hits and not bytes.
+//! Rank = floor + uses / bytes. The floor is the rank of the last victim, so newer blocks
+//! eventually outrank once-popular ones. Blocks of one size are ranked by uses alone. Not here: a
+//! cost of reloading a block; it counts as equal for all, which maximises hits, not bytes.
 
-use super::ranked::{Ranked, Ranking};
+use super::ranked::{RankEntry, RankedBlocks};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 
-/// What one use of a one-byte block is worth. At 2^40 blocks of a gigabyte are still ranked to a thousandth, and
-/// the floor has room for sixteen million uses of a byte.
-const USE_OF_A_BYTE: u64 = 1 << 40;
+/// Value of one use of a one-byte block. At 2^40, gigabyte blocks are still ranked to a thousandth,
+/// and the floor can absorb sixteen million uses of a byte.
+const VALUE_OF_BYTE_USE: u64 = 1 << 40;
 
 /// Evicts the block with the lowest floor plus uses per byte.
 #[derive(Debug, Default)]
 pub struct Gdsf {
-    blocks: Ranked,
+    blocks: RankedBlocks,
     floor: u64,
 }
 
 impl Gdsf {
-    /// A policy over no block.
+    /// An empty policy.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
     fn put(&mut self, key: BlockKey, uses: u32, traits: BlockTraits) {
-        let worth = USE_OF_A_BYTE.saturating_mul(u64::from(uses)) / u64::from(traits.bytes.max(1));
-        self.blocks.put(key, Ranking { rank: self.floor.saturating_add(worth), uses });
+        let worth = VALUE_OF_BYTE_USE.saturating_mul(u64::from(uses)) / u64::from(traits.bytes.max(1));
+        self.blocks.put(key, RankEntry { rank: self.floor.saturating_add(worth), uses });
     }
 }
 
@@ -61,10 +62,10 @@ impl Policy for Gdsf {
         self.blocks.remove(key);
     }
 
-    /// The floor rises here and not when the victim leaves, since a block may leave for other reasons too; it
-    /// changes no rank that was given, so that asking again gives the same answer.
+    /// The floor rises here and not in `remove`, since a block may leave for other reasons too. It
+    /// changes no assigned rank, so a repeated call returns the same block.
     fn victim(&mut self, _now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
-        let (key, known) = self.blocks.lowest_unspared(spared)?;
+        let (key, known) = self.blocks.lowest_evictable(spared)?;
         self.floor = self.floor.max(known.rank);
         Some(key)
     }
@@ -90,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_used_alike_the_larger_leaves_first() {
+    fn larger_of_equally_used_blocks_leaves_first() {
         let mut gdsf = Gdsf::new();
         let sized = |bytes| BlockTraits { bytes, ..BlockTraits::default() };
         gdsf.insert(BlockKey(1), sized(100), Timestamp(0));
@@ -103,12 +104,13 @@ mod tests {
     }
 
     #[test]
-    fn what_was_popular_is_passed_by_what_comes_later() {
+    fn newer_blocks_outrank_once_popular_ones() {
         let mut gdsf = Gdsf::new();
         let one = BlockTraits { bytes: 1, ..BlockTraits::default() };
         gdsf.insert(BlockKey(0), one, Timestamp(0));
         (0..4).for_each(|_| gdsf.access(BlockKey(0), one, Timestamp(0)));
-        // Each newcomer stands one above the one that left; the fifth stands as high as five uses, and came later.
+        // Each new block ranks one above the evicted one; the fifth ties with five uses but is
+        // newer.
         for round in 0..5 {
             gdsf.insert(BlockKey(1), one, Timestamp(1));
             let victim = gdsf.victim(Timestamp(1), &|_| false);

@@ -1,27 +1,27 @@
 //! Least frequently used, counted exactly while a block is resident; ties go to the longest unused.
 //!
-//! Not here: what was used before it left (a block that comes back starts at one) and ageing: what was
-//! popular long ago stays until something is used as often. That is what the policy is known for.
+//! Not here: counts across evictions (a block that returns starts at one) and ageing. Blocks that
+//! were popular long ago stay until others are used as often, the known weakness of this policy.
 
-use super::ranked::{Ranked, Ranking};
+use super::ranked::{RankEntry, RankedBlocks};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 
 /// Evicts the block with the fewest uses since it became resident.
 #[derive(Debug, Default)]
 pub struct Lfu {
-    blocks: Ranked,
+    blocks: RankedBlocks,
 }
 
 impl Lfu {
-    /// A policy over no block.
+    /// An empty policy.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
     fn put(&mut self, key: BlockKey, uses: u32) {
-        self.blocks.put(key, Ranking { rank: u64::from(uses), uses });
+        self.blocks.put(key, RankEntry { rank: u64::from(uses), uses });
     }
 }
 
@@ -55,7 +55,7 @@ impl Policy for Lfu {
     }
 
     fn victim(&mut self, _now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
-        self.blocks.lowest_unspared(spared).map(|(key, _)| key)
+        self.blocks.lowest_evictable(spared).map(|(key, _)| key)
     }
 
     fn len(&self) -> usize {
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn settling_is_a_place_and_not_a_use() {
+    fn settling_orders_but_counts_no_use() {
         let order = suite::eviction_order(&mut Lfu::new(), "+1 +2 +3 settle3 settle2 settle1 +4 use4");
         assert_eq!(order, [3, 2, 1, 4]);
     }

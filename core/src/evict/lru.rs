@@ -1,13 +1,13 @@
-//! Least recently used: the baseline to beat. O(1) for everything but skipping spared blocks.
+//! Least recently used: the baseline. O(1) except for skipping protected blocks.
 //!
-//! Not here: frequency, size, category. Ties inside one request are settled by the caller, who touches
-//! the tail of a prefix before its head.
+//! Not here: frequency, size, category. The caller breaks ties within a request by using the tail
+//! of a prefix before its head.
 
 use super::queue::{Links, Queue};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 
-/// Evicts the block whose last use is longest ago.
+/// Evicts the least recently used block.
 #[derive(Debug, Default)]
 pub struct Lru {
     links: Links,
@@ -15,7 +15,7 @@ pub struct Lru {
 }
 
 impl Lru {
-    /// A policy over no block.
+    /// An empty policy.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -51,7 +51,7 @@ impl Policy for Lru {
     }
 
     fn victim(&mut self, _now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
-        self.links.coldest_unspared(&self.queue, spared)
+        self.links.coldest_evictable(&self.queue, spared)
     }
 
     fn len(&self) -> usize {
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parked_block_is_not_walked_past_and_comes_back_as_the_newest() {
+    fn parked_block_is_skipped_and_returns_as_newest() {
         let mut lru = Lru::new();
         for key in 0..4 {
             lru.insert(BlockKey(key), BlockTraits::default(), Timestamp(0));

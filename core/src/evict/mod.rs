@@ -1,24 +1,24 @@
-//! Which block leaves a tier next: the policy trait. One file per policy beside this one.
+//! Eviction: the policy trait that chooses which block leaves a tier next. One file per policy.
 //!
-//! A policy sees keys, times and categories. It never sees locks, I/O, what blocks hold or metrics, and it does
-//! not decide *when* to evict (that is [`crate::tier`]).
+//! A policy sees keys, times and categories. It never sees locks, I/O, block contents or metrics.
+//! Not here: *when* to evict (that is [`crate::tier`]).
 
-mod ahead;
 pub mod arc;
 mod bands;
 pub mod density;
-mod departed;
 pub mod fifo;
 pub mod gdsf;
+mod ghost_list;
 mod heads;
 pub mod lfu;
 pub mod lru;
+mod prefetch_hints;
 pub(crate) mod queue;
 mod ranked;
 pub mod reuse_prob;
+pub mod reuse_stats;
 pub mod s3fifo;
 mod sketch;
-pub mod statistics;
 pub mod tinylfu;
 pub mod workload;
 
@@ -26,14 +26,14 @@ pub mod workload;
 mod suite;
 
 use crate::id::{Category, Timestamp};
-use statistics::Statistics;
+use reuse_stats::ReuseStats;
 
-/// Dense number of a resident block, given by the tier book: small, reused after removal, so that a
-/// policy can keep its links in plain vectors. The two largest numbers are not allowed.
+/// Dense number of a resident block, assigned by the tier: small and reused after removal, so that
+/// a policy can index plain vectors. The two largest numbers are reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockKey(pub u32);
 
-/// What a policy may know about a block.
+/// Properties of a block that a policy may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BlockTraits {
     /// Request type and turn of the request that touched it last.
@@ -42,92 +42,100 @@ pub struct BlockTraits {
     pub offset_blocks: u32,
     /// Stored size in bytes.
     pub bytes: u32,
-    /// Whether it is the last block of the request and only partly filled: no longer prompt goes through it.
+    /// Whether it is the last, partly filled block of the request: no longer prompt continues
+    /// through it.
     pub is_partial: bool,
-    /// Equal for the same block whenever it is resident, for policies that remember what left
-    /// ([`BlockHash::fingerprint`](crate::id::BlockHash::fingerprint)). Two blocks may have the same one.
+    /// Stable identity of the block across evictions, for policies with ghosts
+    /// ([`BlockHash::fingerprint`](crate::id::BlockHash::fingerprint)). Two blocks may share one.
     pub fingerprint: u64,
 }
 
 /// An eviction policy over the blocks resident in one tier.
 ///
-/// Contract, held by the policy suite that every policy's tests run: `insert` and `moved_in` of a new key, `access`,
-/// `settle` and `remove` of a present one (of an absent one they do nothing); `victim` names a present,
-/// unspared block or nothing, does not remove it, and names the same when asked again at once, though its hand may
-/// have moved on while it looked; equal calls give equal victims.
+/// Contract, checked by the policy suite: `insert` and `insert_moved` take a new key; `access`,
+/// `settle` and `remove` take a present one and ignore an absent one. `victim` returns a present
+/// block that `spared` does not protect, and does not remove it. Asked again at once, it returns
+/// the same block, though internal queues may have moved. Equal calls give equal victims.
 pub trait Policy: Send {
-    /// Name as written on the command line and in metrics.
+    /// Name on the command line and in metrics.
     fn name(&self) -> &'static str;
 
     /// A block became resident.
     fn insert(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp);
 
-    /// A resident block was used by a request with these traits. Called once per block and request, from
+    /// A request with these traits used a resident block. Called once per block and request, from
     /// the tail of the prefix to its head.
     fn access(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp);
 
-    /// The request that brought the block ended. Called instead of `access` for the blocks it inserted, in
-    /// the same order from tail to head: it gives them their place, but it is not another use.
+    /// The request that inserted the block ended. Called instead of `access` for the blocks it
+    /// inserted, in the same order from tail to head. It assigns their queue position and is not
+    /// another use.
     fn settle(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
         self.access(key, traits, now);
     }
 
-    /// A block became resident, and not by a use: it came from another tier, because it left that or before anybody asked
-    /// for it. For a policy that learns from uses, that is none.
-    fn moved_in(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
+    /// A block became resident without a use: it came from another tier by demotion or prefetch. A
+    /// policy that learns from uses must not count it.
+    fn insert_moved(&mut self, key: BlockKey, traits: BlockTraits, now: Timestamp) {
         self.insert(key, traits, now);
     }
 
-    /// Something holds the resident block from now on: until its next `insert`, `access` or `settle` it is
-    /// no victim and need not be walked past. Without an implementation it stays where it is, and `spared`
-    /// keeps it; then a victim costs a step per held block in front of it.
+    /// The resident block is now held: until its next `insert`, `access` or `settle` it is no
+    /// victim. The default leaves it in its queue, where `spared` protects it; then a victim search
+    /// costs a step per held block.
     fn park(&mut self, _key: BlockKey) {}
 
-    /// A resident block left the tier, for whatever reason.
+    /// A resident block left the tier, for any reason.
     fn remove(&mut self, key: BlockKey);
 
-    /// The block that should leave next among those that `spared` does not hold (leased, pinned,
-    /// moving). `None` when every block is spared.
+    /// The block to evict next among those that `spared` does not protect (leased, pinned, moving).
+    /// `None` if all are protected.
     fn victim(&mut self, now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey>;
 
-    /// Whether a block of the running request that is not here is worth the room of `victim`, which was just named and
-    /// would leave for it. Changes nothing. A policy that does not weigh newcomers lets all of them in.
+    /// Whether an absent block of the running request is worth the space of `victim`, the block
+    /// that [`Self::victim`] just returned. Changes no state. The default admits every block.
     fn admits(&mut self, _newcomer: BlockTraits, _victim: BlockKey, _now: Timestamp) -> bool {
         true
     }
 
-    /// A block of the request that is told is not resident: it was not let in ([`Self::admits`]), or is in another tier.
-    /// Called in its place among `access` and `settle`, in the same order from tail to head: for a policy that learns from
-    /// uses, this is one if it knows the block, and the next may be one.
-    fn pass(&mut self, _traits: BlockTraits, _now: Timestamp) {}
+    /// A block of the current request is not resident: it was not admitted ([`Self::admits`]) or is
+    /// in another tier. Called among `access` and `settle`, in the same order from tail to head. A
+    /// policy that learns counts it as a use if it remembers the block.
+    fn note_absent(&mut self, _traits: BlockTraits, _now: Timestamp) {}
 
-    /// How likely, 0 to 1, a block that would come from another tier is used before it would leave this one again: 0 if
-    /// it is worth less than `victim`, which was just named and would leave for it. Without a victim there is room, and
-    /// nobody leaves.
-    /// Changes nothing. A policy that does not know takes everybody for certain to be used.
-    fn prospect(&mut self, _mover: BlockTraits, _victim: Option<BlockKey>, _now: Timestamp) -> f64 {
+    /// Probability, 0 to 1, that a block moved in from another tier is used before it leaves again.
+    /// 0 if it is worth less than `victim`, which was just returned and would leave for it. `None`
+    /// means that space is free. Changes no state. The default is 1.
+    fn reuse_prob_if_moved_in(
+        &mut self,
+        _mover: BlockTraits,
+        _victim: Option<BlockKey>,
+        _now: Timestamp,
+    ) -> f64 {
         1.0
     }
 
-    /// The same of a resident block that stays until the policy names it.
-    fn prospect_of(&mut self, _resident: BlockKey, _now: Timestamp) -> f64 {
+    /// Like [`Self::reuse_prob_if_moved_in`], for a resident block that stays until the policy
+    /// evicts it.
+    fn reuse_prob_if_kept(&mut self, _resident: BlockKey, _now: Timestamp) -> f64 {
         1.0
     }
 
-    /// Background work: refit curves, age counters. Called about once a second.
+    /// Background work: refits curves, ages counters. Called about once a second.
     fn refit(&mut self, _now: Timestamp) {}
 
-    /// What was seen of each category, for the fleet: own observations only, none that it was told of. Nothing from a
-    /// policy that does not learn.
-    fn statistics(&mut self, _now: Timestamp) -> Statistics {
-        Statistics::default()
+    /// Reuse statistics of each category for the fleet: own observations only, without those of the
+    /// fleet. Empty for a policy that does not learn.
+    fn reuse_stats(&mut self, _now: Timestamp) -> ReuseStats {
+        ReuseStats::default()
     }
 
-    /// What the whole fleet saw, in place of what was said before: it stands in for own observations, which prevail as
-    /// they come ([`statistics::TOLD_REQUESTS`]). A policy that does not learn has no use for it.
-    fn inform(&mut self, _fleet: &Statistics, _now: Timestamp) {}
+    /// Replaces the reuse statistics of the whole fleet. They stand in for own observations, which
+    /// outweigh them as they accumulate ([`reuse_stats::FLEET_REQUESTS_MAX`]). Ignored by a policy
+    /// that does not learn.
+    fn set_fleet_stats(&mut self, _fleet: &ReuseStats, _now: Timestamp) {}
 
-    /// Number of resident blocks.
+    /// Number of resident blocks, parked ones included.
     fn len(&self) -> usize;
 
     /// Whether no block is resident.
@@ -136,7 +144,7 @@ pub trait Policy: Send {
     }
 }
 
-/// The names [`by_name`] knows, in the order they are listed to a person.
+/// The names that [`by_name`] accepts, in display order.
 pub const NAMES: [&str; 12] = [
     "fifo",
     "lru",
@@ -152,15 +160,15 @@ pub const NAMES: [&str; 12] = [
     "density",
 ];
 
-/// The policies of others, to be compared with.
+/// Policies from the literature, for comparison.
 pub const BASELINES: [&str; 7] = ["fifo", "lru", "lfu", "s3fifo", "gdsf", "arc", "tinylfu"];
 
-/// The policy of a node that is told nothing else: at 5 % of the blocks and more never clearly
-/// below the best of [`BASELINES`] (`docs/POLICIES.md`).
+/// The default policy of a node. Not clearly below the best of [`BASELINES`] from 5 % of the blocks
+/// on (`docs/POLICIES.md`).
 pub const DEFAULT: &str = "density";
 
-/// A fresh policy with this name, or nothing when no policy has it. `seed` feeds the policies that draw;
-/// none of the present ones does.
+/// A new policy with this name; `None` for an unknown name. `seed` is for randomised policies; no
+/// present one uses it.
 #[must_use]
 pub fn by_name(name: &str, _seed: u64) -> Option<Box<dyn Policy>> {
     Some(match name {

@@ -1,9 +1,10 @@
-//! Intrusive queues of blocks: links in one vector indexed by [`BlockKey`], any number of queues over it.
+//! Intrusive queues of blocks: links in one vector indexed by [`BlockKey`], with any number of
+//! queues over it.
 //!
-//! Every operation is O(1) and allocates only when a key larger than all before appears. A block is in
-//! at most one queue, or parked: resident, but in none because something holds it. What a policy knows of a
-//! block lies beside its links, so that a block costs one cache line and not one per vector. Not here: why a
-//! block stands where it stands (the policies beside this file).
+//! Every operation is O(1) and allocates only for a key above all earlier ones. A block is in at
+//! most one queue, or parked: resident, but outside all queues because it is held. A policy's data
+//! on a block lies next to its links, so a block costs one cache line. Not here: the order of
+//! blocks (the policies).
 
 use super::BlockKey;
 use crate::cpu::prefetch_whole;
@@ -12,20 +13,20 @@ use crate::cpu::prefetch_whole;
 const NONE: u32 = u32::MAX;
 /// Not in any queue. Kept in `colder`, so that a resident block costs no further byte.
 const ABSENT: u32 = u32::MAX - 1;
-/// In no queue, but resident. Kept in `warmer` of a block that is `ABSENT` from every queue.
+/// Resident but in no queue. Stored in `warmer` of a block with `ABSENT` in `colder`.
 const PARKED: u32 = u32::MAX - 1;
 
 #[derive(Clone, Copy, Debug)]
-struct Link<T> {
+struct QueueLink<T> {
     colder: u32,
     warmer: u32,
-    about: T,
+    data: T,
 }
 
-/// The links of all blocks of one tier, each with what its policy knows of the block.
+/// The links of all blocks of one tier, each with its policy's data.
 #[derive(Debug)]
 pub(crate) struct Links<T = ()> {
-    links: Vec<Link<T>>,
+    links: Vec<QueueLink<T>>,
     parked: usize,
 }
 
@@ -75,7 +76,7 @@ impl<T: Copy + Default> Links<T> {
 
     /// Whether the block is parked.
     pub(crate) fn is_parked(&self, key: BlockKey) -> bool {
-        let parked = |link: &Link<T>| link.colder == ABSENT && link.warmer == PARKED;
+        let parked = |link: &QueueLink<T>| link.colder == ABSENT && link.warmer == PARKED;
         self.links.get(key.0 as usize).is_some_and(parked)
     }
 
@@ -84,70 +85,69 @@ impl<T: Copy + Default> Links<T> {
         self.parked
     }
 
-    /// What is known of a block that was resident at some time; the default of any other.
-    pub(crate) fn about(&self, key: BlockKey) -> T {
-        self.links.get(key.0 as usize).map_or_else(T::default, |link| link.about)
+    /// Data of a block that was ever resident; the default for any other.
+    pub(crate) fn data(&self, key: BlockKey) -> T {
+        self.links.get(key.0 as usize).map_or_else(T::default, |link| link.data)
     }
 
-    /// Remembers this of a block, resident or about to be.
-    pub(crate) fn set_about(&mut self, key: BlockKey, about: T) {
-        self.reach(key);
-        self.links[key.0 as usize].about = about;
+    /// Stores data of a block that is or becomes resident.
+    pub(crate) fn set_data(&mut self, key: BlockKey, about: T) {
+        self.ensure_key(key);
+        self.links[key.0 as usize].data = about;
     }
 
-    /// The neighbour that leaves later than `key`.
+    /// The neighbour that leaves right after `key`.
     pub(crate) fn warmer(&self, key: BlockKey) -> Option<BlockKey> {
         some(self.links[key.0 as usize].warmer)
     }
 
-    /// What is known of a block that was resident at some time, to be changed.
-    pub(crate) fn about_mut(&mut self, key: BlockKey) -> Option<&mut T> {
-        self.links.get_mut(key.0 as usize).map(|link| &mut link.about)
+    /// Mutable data of a block that was ever resident.
+    pub(crate) fn data_mut(&mut self, key: BlockKey) -> Option<&mut T> {
+        self.links.get_mut(key.0 as usize).map(|link| &mut link.data)
     }
 
-    /// Asks the memory for what is known of the block that leaves second after `key`, without waiting for it. The first
-    /// was asked for when the block before `key` was here.
-    pub(crate) fn prefetch_behind(&self, key: BlockKey) {
+    /// Prefetches the second block behind `key`. The first was prefetched one call earlier.
+    pub(crate) fn prefetch_second_next(&self, key: BlockKey) {
         let behind = |key: BlockKey| self.links.get(key.0 as usize).and_then(|link| some(link.warmer));
         let second = behind(key).and_then(behind).and_then(|key| self.links.get(key.0 as usize));
         second.inspect(|link| prefetch_whole(*link));
     }
 
-    /// Asks the memory for what is known of a block, if there is such a one, without waiting for it.
+    /// Prefetches a block's row, if there is one.
     pub(crate) fn prefetch(&self, key: BlockKey) {
         self.links.get(key.0 as usize).inspect(|link| prefetch_whole(*link));
     }
 
-    /// The neighbour that leaves before `key`.
+    /// The neighbour that leaves right before `key`.
     pub(crate) fn colder(&self, key: BlockKey) -> Option<BlockKey> {
         some(self.links[key.0 as usize].colder)
     }
 
-    /// Puts an absent block at the warm end.
+    /// Inserts an absent block at the warm end.
     pub(crate) fn push_warm(&mut self, queue: &mut Queue, key: BlockKey) {
-        self.splice(queue, key, queue.warm, NONE);
+        self.link_between(queue, key, queue.warm, NONE);
     }
 
-    /// Puts an absent block right before `next`, which is in `queue`.
+    /// Inserts an absent block right before `next`, which is in `queue`.
     pub(crate) fn insert_colder_than(&mut self, queue: &mut Queue, key: BlockKey, next: BlockKey) {
-        self.splice(queue, key, self.links[next.0 as usize].colder, next.0);
+        self.link_between(queue, key, self.links[next.0 as usize].colder, next.0);
     }
 
-    /// Puts an absent block right after `previous`, which is in `queue`.
+    /// Inserts an absent block right after `previous`, which is in `queue`.
     pub(crate) fn insert_warmer_than(&mut self, queue: &mut Queue, key: BlockKey, previous: BlockKey) {
-        self.splice(queue, key, previous.0, self.links[previous.0 as usize].warmer);
+        self.link_between(queue, key, previous.0, self.links[previous.0 as usize].warmer);
     }
 
-    fn reach(&mut self, key: BlockKey) {
+    fn ensure_key(&mut self, key: BlockKey) {
         let at = key.0 as usize;
         if at >= self.links.len() {
-            self.links.resize(at + 1, Link { colder: ABSENT, warmer: NONE, about: T::default() });
+            self.links.resize(at + 1, QueueLink { colder: ABSENT, warmer: NONE, data: T::default() });
         }
     }
 
-    fn splice(&mut self, queue: &mut Queue, key: BlockKey, colder: u32, warmer: u32) {
-        debug_assert!(!self.contains(key) && !self.is_parked(key), "block {} is here already", key.0);
-        self.reach(key);
+    fn link_between(&mut self, queue: &mut Queue, key: BlockKey, colder: u32, warmer: u32) {
+        debug_assert!(!self.contains(key) && !self.is_parked(key), "block {} is resident already", key.0);
+        self.ensure_key(key);
         let link = &mut self.links[key.0 as usize];
         (link.colder, link.warmer) = (colder, warmer);
         match some(colder) {
@@ -161,7 +161,7 @@ impl<T: Copy + Default> Links<T> {
         queue.len += 1;
     }
 
-    /// Takes a block out of the queue it is in.
+    /// Removes a block from its queue.
     pub(crate) fn unlink(&mut self, queue: &mut Queue, key: BlockKey) {
         debug_assert!(self.contains(key), "block {} is in no queue", key.0);
         let link = &mut self.links[key.0 as usize];
@@ -178,14 +178,14 @@ impl<T: Copy + Default> Links<T> {
         queue.len -= 1;
     }
 
-    /// Takes a block out of the queue it is in and keeps it resident.
+    /// Removes a block from its queue and keeps it resident.
     pub(crate) fn park(&mut self, queue: &mut Queue, key: BlockKey) {
         self.unlink(queue, key);
         self.links[key.0 as usize].warmer = PARKED;
         self.parked += 1;
     }
 
-    /// Makes a parked block absent; `false` when it is not parked.
+    /// Makes a parked block absent; `false` if it is not parked.
     pub(crate) fn unpark(&mut self, key: BlockKey) -> bool {
         let was = self.is_parked(key);
         if was {
@@ -195,8 +195,8 @@ impl<T: Copy + Default> Links<T> {
         was
     }
 
-    /// The first block from the cold end that `spared` does not hold.
-    pub(crate) fn coldest_unspared(
+    /// The first block from the cold end that `spared` does not protect.
+    pub(crate) fn coldest_evictable(
         &self,
         queue: &Queue,
         spared: &dyn Fn(BlockKey) -> bool,
@@ -255,27 +255,27 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_queue_has_no_victim_and_a_spared_one_neither() {
+    fn empty_or_protected_queue_has_no_victim() {
         let (mut links, mut queue) = (Links::<()>::default(), Queue::default());
-        assert_eq!(links.coldest_unspared(&queue, &|_| false), None);
+        assert_eq!(links.coldest_evictable(&queue, &|_| false), None);
         links.push_warm(&mut queue, BlockKey(0));
-        assert_eq!(links.coldest_unspared(&queue, &|_| true), None);
-        assert_eq!(links.coldest_unspared(&queue, &|_| false), Some(BlockKey(0)));
+        assert_eq!(links.coldest_evictable(&queue, &|_| true), None);
+        assert_eq!(links.coldest_evictable(&queue, &|_| false), Some(BlockKey(0)));
     }
 
     #[test]
-    fn a_parked_block_is_in_no_queue_and_what_is_known_of_it_stays() {
+    fn parked_block_keeps_its_data() {
         let (mut links, mut queue) = (Links::<u8>::default(), Queue::default());
         for key in 0..3 {
-            links.set_about(BlockKey(key), 10 + key as u8);
+            links.set_data(BlockKey(key), 10 + key as u8);
             links.push_warm(&mut queue, BlockKey(key));
         }
         links.park(&mut queue, BlockKey(1));
-        assert_eq!((queue.len(), links.parked_len(), links.about(BlockKey(1))), (2, 1, 11));
+        assert_eq!((queue.len(), links.parked_len(), links.data(BlockKey(1))), (2, 1, 11));
         assert!(links.is_parked(BlockKey(1)) && !links.contains(BlockKey(1)));
         assert!(!links.is_parked(BlockKey(0)) && !links.is_parked(BlockKey(99)));
         assert!(links.unpark(BlockKey(1)) && !links.unpark(BlockKey(1)));
-        assert_eq!((links.parked_len(), links.about(BlockKey(99))), (0, 0));
+        assert_eq!((links.parked_len(), links.data(BlockKey(99))), (0, 0));
         links.push_warm(&mut queue, BlockKey(1));
         assert_eq!(queue.warmest(), Some(BlockKey(1)));
     }

@@ -1,65 +1,65 @@
-//! Blocks in the order of a number each of them has: what LFU and GDSF share.
+//! Blocks ordered by a number per block, shared by LFU and GDSF.
 //!
-//! One queue per number that is in use, found by a tree: O(log of the different numbers) per operation, and
-//! those are few where blocks have one size. Not here: what the number says (the policies beside this file).
+//! One queue per distinct number, found by a tree: O(log of the distinct numbers) per operation.
+//! With blocks of one size these are few. Not here: the meaning of the number (the policies).
 
 use super::BlockKey;
 use super::queue::{Links, Queue};
 use std::collections::BTreeMap;
 
-/// What is remembered of a resident block.
+/// Data of a resident block.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Ranking {
+pub(super) struct RankEntry {
     /// The lowest leaves first.
     pub(super) rank: u64,
     /// Uses since it became resident.
     pub(super) uses: u32,
 }
 
-/// Resident blocks by rank; among equals, who got its rank first leaves first.
+/// Resident blocks by rank; among equal ranks the one that got its rank first leaves first.
 #[derive(Debug, Default)]
-pub(super) struct Ranked {
-    links: Links<Ranking>,
+pub(super) struct RankedBlocks {
+    links: Links<RankEntry>,
     queues: BTreeMap<u64, Queue>,
     queued: usize,
 }
 
-impl Ranked {
+impl RankedBlocks {
     pub(super) fn len(&self) -> usize {
         self.queued + self.links.parked_len()
     }
 
-    /// What is known of a resident block, parked or not.
-    pub(super) fn get(&self, key: BlockKey) -> Option<Ranking> {
+    /// Data of a resident block, parked or not.
+    pub(super) fn get(&self, key: BlockKey) -> Option<RankEntry> {
         let resident = self.links.contains(key) || self.links.is_parked(key);
-        resident.then(|| self.links.about(key))
+        resident.then(|| self.links.data(key))
     }
 
-    /// Gives the block its place behind all of its rank, whatever place it had.
-    pub(super) fn put(&mut self, key: BlockKey, ranking: Ranking) {
+    /// Moves the block behind all blocks of its new rank.
+    pub(super) fn put(&mut self, key: BlockKey, ranking: RankEntry) {
         self.remove(key);
-        self.links.set_about(key, ranking);
+        self.links.set_data(key, ranking);
         self.links.push_warm(self.queues.entry(ranking.rank).or_default(), key);
         self.queued += 1;
     }
 
-    /// Takes a block out, if it is resident.
+    /// Removes a block, if it is resident.
     pub(super) fn remove(&mut self, key: BlockKey) {
         if !self.links.unpark(key) {
             self.unqueue(key, Links::unlink);
         }
     }
 
-    /// Takes a resident block out of its order.
+    /// Parks a queued block.
     pub(super) fn park(&mut self, key: BlockKey) {
         self.unqueue(key, Links::park);
     }
 
-    fn unqueue(&mut self, key: BlockKey, how: fn(&mut Links<Ranking>, &mut Queue, BlockKey)) {
+    fn unqueue(&mut self, key: BlockKey, how: fn(&mut Links<RankEntry>, &mut Queue, BlockKey)) {
         if !self.links.contains(key) {
             return;
         }
-        let rank = self.links.about(key).rank;
+        let rank = self.links.data(key).rank;
         let Some(queue) = self.queues.get_mut(&rank) else { return };
         how(&mut self.links, queue, key);
         self.queued -= 1;
@@ -68,9 +68,12 @@ impl Ranked {
         }
     }
 
-    /// The first block that `spared` does not hold, with what is known of it.
-    pub(super) fn lowest_unspared(&self, spared: &dyn Fn(BlockKey) -> bool) -> Option<(BlockKey, Ranking)> {
-        let key = self.queues.values().find_map(|queue| self.links.coldest_unspared(queue, spared))?;
-        Some((key, self.links.about(key)))
+    /// The first block that `spared` does not protect, with its data.
+    pub(super) fn lowest_evictable(
+        &self,
+        spared: &dyn Fn(BlockKey) -> bool,
+    ) -> Option<(BlockKey, RankEntry)> {
+        let key = self.queues.values().find_map(|queue| self.links.coldest_evictable(queue, spared))?;
+        Some((key, self.links.data(key)))
     }
 }

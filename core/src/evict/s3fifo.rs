@@ -1,71 +1,70 @@
-//! S3-FIFO (SOSP '23): a small queue on trial, a main queue with second chances, and fingerprints of what failed
-//! the trial.
+//! S3-FIFO (SOSP '23): a small probationary queue, a main queue with second chances, and a ghost
+//! list of blocks that failed probation.
 //!
-//! Whatever is new stands in the small queue, a tenth of the blocks. At its end a block used more than once moves
-//! to the main queue, any other leaves and its fingerprint is kept; who comes back while it is known goes
-//! straight to the main queue. There a used block is put back with one use less. Not here: recency; a use
-//! moves nothing.
+//! New blocks enter the small queue, a tenth of all blocks. At its end a block used more than once
+//! moves to the main queue; any other is evicted and its fingerprint kept. A block that returns
+//! while its fingerprint is known enters the main queue. There a used block is reinserted with one
+//! use less. Not here: recency; a use moves no block.
 //!
-//! The capacity is not told: shares are taken of the blocks resident when a victim is asked for or leaves. While the
-//! tier fills, everything stands in the small queue and is tried once there is somebody to drive out (of the rules in
-//! use the one that hits more). As many fingerprints are kept as blocks have room in the main queue, as in the
-//! paper: what would come back later than that would not have stayed either.
+//! Capacity is inferred from the blocks resident at a victim search or a removal. While the tier
+//! fills, every block is in the small queue and is tested once evictions begin. The ghost list
+//! holds as many fingerprints as the main queue has blocks, as in the paper.
 
-use super::departed::{Departed, shortened};
+use super::ghost_list::{GhostList, short_fingerprint};
 use super::queue::{Links, Queue};
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 
-/// One in this many blocks stands in the small queue: the paper's share.
+/// One block in this many is in the small queue: the paper's share.
 const SMALL_ONE_IN: usize = 10;
-/// Uses counted; more say nothing that matters.
+/// Highest use count; higher counts make no difference.
 const USES_MAX: u8 = 3;
-/// Uses after its first with which a block passes the trial.
+/// Uses after the first that a block needs to pass probation.
 const USES_TO_PASS: u8 = 2;
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Known {
+struct S3FifoEntry {
     fingerprint: u32,
     /// Uses after the first, up to [`USES_MAX`].
     uses: u8,
     in_main: bool,
 }
 
-/// Evicts what was used at most once more, before what was used twice more.
+/// Evicts blocks used at most once more before blocks used twice more.
 #[derive(Debug, Default)]
 pub struct S3Fifo {
-    links: Links<Known>,
+    links: Links<S3FifoEntry>,
     small: Queue,
     main: Queue,
-    departed: Departed,
-    /// The victim that was named, while nothing has happened since: looking for it moved blocks between the queues,
-    /// and another look might find another one.
-    named: Option<BlockKey>,
+    ghosts: GhostList,
+    /// The last victim, while no other call followed: the search moved blocks between the queues,
+    /// so a second search might return another.
+    last_victim: Option<BlockKey>,
 }
 
 impl S3Fifo {
-    /// A policy over no block.
+    /// An empty policy.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// How many of `blocks` stand in the small queue.
-    fn small_of(blocks: usize) -> usize {
+    /// Target size of the small queue for `blocks` resident blocks.
+    fn small_target(blocks: usize) -> usize {
         (blocks / SMALL_ONE_IN).max(1)
     }
 
-    fn enqueue(&mut self, key: BlockKey, known: Known) {
-        self.named = None;
-        self.links.set_about(key, known);
+    fn enqueue(&mut self, key: BlockKey, known: S3FifoEntry) {
+        self.last_victim = None;
+        self.links.set_data(key, known);
         let queue = if known.in_main { &mut self.main } else { &mut self.small };
         self.links.push_warm(queue, key);
     }
 
-    /// Takes a block out of its queue or from among the parked ones; nothing when it is not resident.
-    fn take_out(&mut self, key: BlockKey) -> Option<Known> {
-        self.named = None;
-        let known = self.links.about(key);
+    /// Removes a block from its queue or from the parked ones; `None` if it is not resident.
+    fn detach(&mut self, key: BlockKey) -> Option<S3FifoEntry> {
+        self.last_victim = None;
+        let known = self.links.data(key);
         if self.links.unpark(key) {
             return Some(known);
         }
@@ -77,29 +76,29 @@ impl S3Fifo {
         Some(known)
     }
 
-    /// Who leaves from the small queue; those that pass the trial on the way move to the main one.
+    /// Victim of the small queue; blocks that pass probation move to the main queue.
     fn small_victim(&mut self, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
         loop {
-            let key = self.links.coldest_unspared(&self.small, spared)?;
-            let known = self.links.about(key);
+            let key = self.links.coldest_evictable(&self.small, spared)?;
+            let known = self.links.data(key);
             if known.uses < USES_TO_PASS {
                 return Some(key);
             }
             self.links.unlink(&mut self.small, key);
-            self.enqueue(key, Known { uses: 0, in_main: true, ..known });
+            self.enqueue(key, S3FifoEntry { uses: 0, in_main: true, ..known });
         }
     }
 
-    /// Who leaves from the main queue; those used since they came to its end get another round.
+    /// Victim of the main queue; blocks used since they reached its end get another round.
     fn main_victim(&mut self, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
         loop {
-            let key = self.links.coldest_unspared(&self.main, spared)?;
-            let known = self.links.about(key);
+            let key = self.links.coldest_evictable(&self.main, spared)?;
+            let known = self.links.data(key);
             if known.uses == 0 {
                 return Some(key);
             }
             self.links.unlink(&mut self.main, key);
-            self.enqueue(key, Known { uses: known.uses - 1, ..known });
+            self.enqueue(key, S3FifoEntry { uses: known.uses - 1, ..known });
         }
     }
 }
@@ -110,57 +109,58 @@ impl Policy for S3Fifo {
     }
 
     fn insert(&mut self, key: BlockKey, traits: BlockTraits, _now: Timestamp) {
-        self.take_out(key);
-        let fingerprint = shortened(traits.fingerprint);
-        let in_main = self.departed.take(fingerprint);
-        self.enqueue(key, Known { fingerprint, uses: 0, in_main });
+        self.detach(key);
+        let fingerprint = short_fingerprint(traits.fingerprint);
+        let in_main = self.ghosts.take(fingerprint);
+        self.enqueue(key, S3FifoEntry { fingerprint, uses: 0, in_main });
     }
 
     fn access(&mut self, key: BlockKey, _traits: BlockTraits, _now: Timestamp) {
-        let known = self.links.about(key);
-        let known = Known { uses: (known.uses + 1).min(USES_MAX), ..known };
+        let known = self.links.data(key);
+        let known = S3FifoEntry { uses: (known.uses + 1).min(USES_MAX), ..known };
         if self.links.unpark(key) {
             self.enqueue(key, known);
         } else if self.links.contains(key) {
-            self.named = None;
-            self.links.set_about(key, known);
+            self.last_victim = None;
+            self.links.set_data(key, known);
         }
     }
 
     fn settle(&mut self, key: BlockKey, _traits: BlockTraits, _now: Timestamp) {
-        if let Some(known) = self.take_out(key) {
+        if let Some(known) = self.detach(key) {
             self.enqueue(key, known);
         }
     }
 
     fn park(&mut self, key: BlockKey) {
         if self.links.contains(key) {
-            self.named = None;
-            let known = self.links.about(key);
+            self.last_victim = None;
+            let known = self.links.data(key);
             let queue = if known.in_main { &mut self.main } else { &mut self.small };
             self.links.park(queue, key);
         }
     }
 
     fn remove(&mut self, key: BlockKey) {
-        if let Some(known) = self.take_out(key)
+        if let Some(known) = self.detach(key)
             && !known.in_main
         {
-            self.departed.push(known.fingerprint);
-            // The tier had one block more before this one left.
+            self.ghosts.push(known.fingerprint);
+            // The tier had one block more before this removal.
             let blocks = self.len() + 1;
-            self.departed.trim(blocks - blocks / SMALL_ONE_IN);
+            self.ghosts.trim(blocks - blocks / SMALL_ONE_IN);
         }
     }
 
     fn victim(&mut self, _now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
-        if let Some(named) = self.named.filter(|&named| !spared(named)) {
+        if let Some(named) = self.last_victim.filter(|&named| !spared(named)) {
             return Some(named);
         }
         let from_small =
-            if self.small.len() >= Self::small_of(self.len()) { self.small_victim(spared) } else { None };
-        self.named = from_small.or_else(|| self.main_victim(spared)).or_else(|| self.small_victim(spared));
-        self.named
+            if self.small.len() >= Self::small_target(self.len()) { self.small_victim(spared) } else { None };
+        self.last_victim =
+            from_small.or_else(|| self.main_victim(spared)).or_else(|| self.small_victim(spared));
+        self.last_victim
     }
 
     fn len(&self) -> usize {
@@ -182,7 +182,8 @@ mod tests {
         BlockTraits { fingerprint: u64::from(key), ..BlockTraits::default() }
     }
 
-    /// A tier of a hundred blocks that filled long ago. Of every twenty blocks one is used three times more.
+    /// A full tier of a hundred blocks in steady state. One block in twenty is used three times
+    /// more.
     fn full() -> S3Fifo {
         let mut policy = S3Fifo::new();
         (0..100).for_each(|key| policy.insert(BlockKey(key), traits(key), Timestamp(0)));
@@ -195,31 +196,31 @@ mod tests {
         policy
     }
 
-    /// Evicts; gives the key and the fingerprint that left.
+    /// Evicts a block; returns its key and fingerprint.
     fn evict(policy: &mut S3Fifo) -> (u32, u32) {
         let key = policy.victim(Timestamp(1), &|_| false).unwrap_or(BlockKey(0));
-        let left = policy.links.about(key).fingerprint;
+        let left = policy.links.data(key).fingerprint;
         policy.remove(key);
         (key.0, left)
     }
 
     #[test]
-    fn one_in_ten_is_on_trial_once_the_tier_has_run_for_a_while() {
+    fn small_queue_reaches_its_share() {
         let policy = full();
         assert_eq!((policy.small.len(), policy.main.len()), (10, 90));
     }
 
     #[test]
-    fn used_once_leaves_from_the_small_queue_and_used_again_moves_on() {
+    fn reused_blocks_move_to_the_main_queue() {
         assert_eq!(suite::eviction_order(&mut S3Fifo::new(), "+1 +2 +3 use1 use1 use2 +4"), [2, 3, 4, 1]);
     }
 
     #[test]
-    fn a_victim_stays_the_victim_though_others_passed_their_trial_on_the_way() {
+    fn repeated_search_returns_the_same_victim() {
         let mut policy = full();
-        // Nine of the ten on trial pass it, which leaves fewer there than their share.
+        // Nine of the ten probationary blocks pass, which leaves the small queue below its share.
         let on_trial: Vec<BlockKey> =
-            (0..100).map(BlockKey).filter(|&key| !policy.links.about(key).in_main).collect();
+            (0..100).map(BlockKey).filter(|&key| !policy.links.data(key).in_main).collect();
         for &key in &on_trial[..9] {
             (0..3).for_each(|_| policy.access(key, BlockTraits::default(), Timestamp(1)));
         }
@@ -229,19 +230,19 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_back_while_it_is_known_goes_to_the_main_queue() {
+    fn returning_block_enters_the_main_queue() {
         let mut policy = full();
         let (key, left) = evict(&mut policy);
         policy.insert(BlockKey(key), traits(left), Timestamp(2));
-        assert!(policy.links.about(BlockKey(key)).in_main);
+        assert!(policy.links.data(BlockKey(key)).in_main);
         let (key, _) = evict(&mut policy);
         policy.insert(BlockKey(key), traits(9999), Timestamp(3));
-        assert!(!policy.links.about(BlockKey(key)).in_main);
+        assert!(!policy.links.data(BlockKey(key)).in_main);
     }
 
     #[test]
-    fn fingerprints_are_as_many_as_blocks_have_room_in_the_main_queue() {
+    fn ghosts_are_bounded_by_the_main_queue() {
         let policy = full();
-        assert!((80..=90).contains(&policy.departed.len()), "{}", policy.departed.len());
+        assert!((80..=90).contains(&policy.ghosts.len()), "{}", policy.ghosts.len());
     }
 }

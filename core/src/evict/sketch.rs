@@ -1,14 +1,14 @@
-//! How often something was used lately, in four bits a block: a count-min sketch that is halved now and then.
+//! Recent use counts in four bits a block: a count-min sketch that is halved now and then.
 //!
-//! The estimate is never too low by more than halving takes, and too high only where four counters all collide.
-//! Memory: eight to sixteen bytes a block. Not here: what is decided by it ([`super::tinylfu`]).
+//! The estimate is too low only by halving, and too high only if four counters all collide. Memory:
+//! eight to sixteen bytes a block. Not here: the decisions based on it ([`super::tinylfu`]).
 
-/// Counters of a fingerprint, each of which it shares with others; the least of them counts.
+/// Counters per fingerprint, each shared with others; the lowest one counts.
 const ROWS: usize = 4;
 /// Largest count of four bits.
 const COUNT_MAX: u64 = 15;
-/// Uses per word of the sketch between two halvings: the paper's sample, ten times the
-/// blocks, or up to twice as much, as words are a power of two.
+/// Uses per word between two halvings: the paper's sample of ten times the blocks, or up to twice
+/// that, as the number of words is a power of two.
 const USES_PER_WORD: usize = 10;
 /// Every bit of a word but the highest of each counter.
 const HALVED: u64 = 0x7777_7777_7777_7777;
@@ -19,7 +19,7 @@ const ROW_FACTORS: [u64; ROWS] =
 /// Counts of uses by fingerprint.
 #[derive(Debug)]
 pub(super) struct Sketch {
-    /// A power of two of them; sixteen counters each, four for every row.
+    /// A power of two of words; sixteen counters each, four for every row.
     words: Vec<u64>,
     uses: usize,
 }
@@ -31,14 +31,14 @@ impl Default for Sketch {
 }
 
 impl Sketch {
-    /// Makes room for this many blocks. What was counted stays: the new half starts as a copy of the old.
-    pub(super) fn reach(&mut self, blocks: usize) {
+    /// Grows for this many blocks. Counts are kept: the new half starts as a copy of the old.
+    pub(super) fn grow_for(&mut self, blocks: usize) {
         while self.words.len() < blocks {
             self.words.extend_from_within(..);
         }
     }
 
-    /// Word and place of a fingerprint's counters.
+    /// Word and bit shift of a fingerprint's counters.
     fn counters(&self, fingerprint: u32) -> [(usize, u32); ROWS] {
         let mask = self.words.len() - 1;
         std::array::from_fn(|row| {
@@ -63,7 +63,7 @@ impl Sketch {
         }
     }
 
-    /// How often it was used lately, 0 to 15.
+    /// Recent uses, 0 to 15.
     pub(super) fn estimate(&self, fingerprint: u32) -> u64 {
         let counts = self.counters(fingerprint).map(|(word, shift)| self.words[word] >> shift & COUNT_MAX);
         counts.into_iter().min().unwrap_or(0)
@@ -77,7 +77,7 @@ mod tests {
     #[test]
     fn counts_are_never_too_low_and_seldom_too_high() {
         let mut sketch = Sketch::default();
-        sketch.reach(1000);
+        sketch.grow_for(1000);
         for fingerprint in 0..1000 {
             (0..fingerprint % 5).for_each(|_| sketch.count(fingerprint));
         }
@@ -96,10 +96,10 @@ mod tests {
     }
 
     #[test]
-    fn growing_forgets_nothing() {
+    fn growing_keeps_counts() {
         let mut sketch = Sketch::default();
         (0..5).for_each(|_| sketch.count(3));
-        sketch.reach(1 << 14);
+        sketch.grow_for(1 << 14);
         assert_eq!(sketch.estimate(3), 5);
     }
 }

@@ -1,4 +1,4 @@
-//! The behaviour suite every policy passes, and the notation its own tests are written in.
+//! The behaviour suite that every policy passes, and the notation of the policies' own tests.
 //!
 //! Not here: which block a given policy prefers (each policy's tests).
 
@@ -11,7 +11,7 @@ use std::collections::BTreeSet;
 
 /// One call to a policy.
 #[derive(Clone, Debug)]
-enum Act {
+enum PolicyCall {
     Insert(u32, BlockTraits),
     MoveIn(u32, BlockTraits),
     Access(u32, BlockTraits),
@@ -20,16 +20,17 @@ enum Act {
     Park(u32),
     Wait(u64),
     Refit,
-    /// Ask for a victim while every key with a set bit is spared, and evict it.
+    /// Evicts the victim while every key with a set bit is protected.
     Evict(u64),
-    /// Ask for a victim and whether it should leave for this block; if so the block comes in, and is passed if not.
+    /// Asks for a victim and whether to admit this block for it; then inserts the block or reports
+    /// it absent.
     Admit(u32, BlockTraits),
 }
 
 fn any_traits() -> impl Strategy<Value = BlockTraits> {
     let fields = (0..7_u8, 0..12_u8, 0..20_u32, any::<bool>(), 0..96_u64);
     fields.prop_map(|(kind, turn, offset_blocks, is_partial, fingerprint)| BlockTraits {
-        category: Category { kind: RequestKind::from_u8(kind), turn },
+        category: Category { kind: RequestKind::from_u8(kind), conversation_turn: turn },
         offset_blocks,
         bytes: 4096,
         is_partial,
@@ -37,65 +38,65 @@ fn any_traits() -> impl Strategy<Value = BlockTraits> {
     })
 }
 
-fn any_act() -> impl Strategy<Value = Act> {
+fn any_call() -> impl Strategy<Value = PolicyCall> {
     let key = 0..48_u32;
     prop_oneof![
-        4 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Insert(key, traits)),
-        1 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::MoveIn(key, traits)),
-        4 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Access(key, traits)),
-        1 => (key.clone(), any_traits()).prop_map(|(key, traits)| Act::Settle(key, traits)),
-        1 => key.clone().prop_map(Act::Remove),
-        2 => key.prop_map(Act::Park),
-        2 => (0..90_000_000_u64).prop_map(Act::Wait),
-        1 => Just(Act::Refit),
-        3 => any::<u64>().prop_map(Act::Evict),
-        2 => (0..48_u32, any_traits()).prop_map(|(key, traits)| Act::Admit(key, traits)),
+        4 => (key.clone(), any_traits()).prop_map(|(key, traits)| PolicyCall::Insert(key, traits)),
+        1 => (key.clone(), any_traits()).prop_map(|(key, traits)| PolicyCall::MoveIn(key, traits)),
+        4 => (key.clone(), any_traits()).prop_map(|(key, traits)| PolicyCall::Access(key, traits)),
+        1 => (key.clone(), any_traits()).prop_map(|(key, traits)| PolicyCall::Settle(key, traits)),
+        1 => key.clone().prop_map(PolicyCall::Remove),
+        2 => key.prop_map(PolicyCall::Park),
+        2 => (0..90_000_000_u64).prop_map(PolicyCall::Wait),
+        1 => Just(PolicyCall::Refit),
+        3 => any::<u64>().prop_map(PolicyCall::Evict),
+        2 => (0..48_u32, any_traits()).prop_map(|(key, traits)| PolicyCall::Admit(key, traits)),
     ]
 }
 
-/// What a policy did, so that two of a kind can be compared.
+/// The victims of a run, for comparison.
 #[derive(Debug, PartialEq, Eq)]
-struct Trail(Vec<Option<BlockKey>>);
+struct VictimTrace(Vec<Option<BlockKey>>);
 
 /// Runs `acts` and checks every answer against the plain set of resident keys.
-fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
+fn check_calls(policy: &mut dyn Policy, acts: &[PolicyCall]) -> VictimTrace {
     let (mut resident, mut parked) = (BTreeSet::new(), BTreeSet::new());
     let mut now = Timestamp(0);
     let mut trail = Vec::new();
     for act in acts {
         match *act {
-            Act::Insert(key, traits) => {
+            PolicyCall::Insert(key, traits) => {
                 policy.insert(BlockKey(key), traits, now);
                 resident.insert(BlockKey(key));
                 parked.remove(&BlockKey(key));
             }
-            Act::MoveIn(key, traits) => {
-                policy.moved_in(BlockKey(key), traits, now);
+            PolicyCall::MoveIn(key, traits) => {
+                policy.insert_moved(BlockKey(key), traits, now);
                 resident.insert(BlockKey(key));
                 parked.remove(&BlockKey(key));
             }
-            Act::Access(key, traits) => {
+            PolicyCall::Access(key, traits) => {
                 policy.access(BlockKey(key), traits, now);
                 parked.remove(&BlockKey(key));
             }
-            Act::Settle(key, traits) => {
+            PolicyCall::Settle(key, traits) => {
                 policy.settle(BlockKey(key), traits, now);
                 parked.remove(&BlockKey(key));
             }
-            Act::Remove(key) => {
+            PolicyCall::Remove(key) => {
                 policy.remove(BlockKey(key));
                 resident.remove(&BlockKey(key));
                 parked.remove(&BlockKey(key));
             }
-            Act::Park(key) => {
+            PolicyCall::Park(key) => {
                 policy.park(BlockKey(key));
                 if resident.contains(&BlockKey(key)) {
                     parked.insert(BlockKey(key));
                 }
             }
-            Act::Wait(micros) => now.0 += micros,
-            Act::Refit => policy.refit(now),
-            Act::Evict(spared) => {
+            PolicyCall::Wait(micros) => now.0 += micros,
+            PolicyCall::Refit => policy.refit(now),
+            PolicyCall::Evict(spared) => {
                 let victim = checked_victim(policy, &resident, &parked, now, spared);
                 if let Some(key) = victim {
                     policy.remove(key);
@@ -103,11 +104,11 @@ fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
                 }
                 trail.push(victim);
             }
-            Act::Admit(key, newcomer) => {
+            PolicyCall::Admit(key, newcomer) => {
                 let gone = checked_admits(policy, &resident, &parked, now, newcomer);
                 trail.push(gone);
                 let Some(victim) = gone else {
-                    policy.pass(newcomer, now);
+                    policy.note_absent(newcomer, now);
                     continue;
                 };
                 policy.remove(victim);
@@ -120,13 +121,13 @@ fn run(policy: &mut dyn Policy, acts: &[Act]) -> Trail {
         assert_eq!(policy.len(), resident.len());
         assert_eq!(policy.is_empty(), resident.is_empty());
     }
-    // Whatever was held is let go in the end, or it could not leave.
+    // Parked blocks are released first, so that every block can leave.
     for key in parked {
         policy.settle(key, BlockTraits::default(), now);
     }
     trail.extend(drain(policy, now).into_iter().map(Some));
     assert_eq!(trail.iter().rev().take(resident.len()).flatten().count(), resident.len());
-    Trail(trail)
+    VictimTrace(trail)
 }
 
 fn checked_victim(
@@ -139,14 +140,14 @@ fn checked_victim(
     let is_spared = |key: BlockKey| spared >> (key.0 % 64) & 1 == 1 || parked.contains(&key);
     let victim = policy.victim(now, &is_spared);
     match victim {
-        Some(key) => assert!(resident.contains(&key) && !is_spared(key), "{key:?} may not leave"),
-        None => assert!(resident.iter().all(|&key| is_spared(key)), "somebody could have left"),
+        Some(key) => assert!(resident.contains(&key) && !is_spared(key), "{key:?} must not be evicted"),
+        None => assert!(resident.iter().all(|&key| is_spared(key)), "a block could have been evicted"),
     }
-    assert_eq!(policy.victim(now, &is_spared), victim, "asking changes nothing");
+    assert_eq!(policy.victim(now, &is_spared), victim, "victim must be repeatable");
     victim
 }
 
-/// Whom the policy would let go for a newcomer.
+/// The block that the policy would evict for a newcomer.
 fn checked_admits(
     policy: &mut dyn Policy,
     resident: &BTreeSet<BlockKey>,
@@ -156,23 +157,29 @@ fn checked_admits(
 ) -> Option<BlockKey> {
     let victim = checked_victim(policy, resident, parked, now, 0)?;
     let admits = policy.admits(newcomer, victim, now);
-    assert_eq!(policy.admits(newcomer, victim, now), admits, "asking changes nothing");
-    check_prospects(policy, now, newcomer, victim);
-    assert_eq!(policy.victim(now, &|key| parked.contains(&key)), Some(victim), "nor the victim");
+    assert_eq!(policy.admits(newcomer, victim, now), admits, "admits must be repeatable");
+    check_reuse_probs(policy, now, newcomer, victim);
+    assert_eq!(policy.victim(now, &|key| parked.contains(&key)), Some(victim), "admits must keep the victim");
     admits.then_some(victim)
 }
 
-/// What a policy says of chances is one, and the same when it is asked again.
-fn check_prospects(policy: &mut dyn Policy, now: Timestamp, mover: BlockTraits, victim: BlockKey) {
+/// Checks that reuse probabilities are within 0 to 1 and repeatable.
+fn check_reuse_probs(policy: &mut dyn Policy, now: Timestamp, mover: BlockTraits, victim: BlockKey) {
     let asked: Vec<f64> = (0..2)
         .flat_map(|_| {
-            let into = [policy.prospect(mover, None, now), policy.prospect(mover, Some(victim), now)];
-            [into[0], into[1], policy.prospect_of(victim, now)]
+            let into = [
+                policy.reuse_prob_if_moved_in(mover, None, now),
+                policy.reuse_prob_if_moved_in(mover, Some(victim), now),
+            ];
+            [into[0], into[1], policy.reuse_prob_if_kept(victim, now)]
         })
         .collect();
     assert!(asked.iter().all(|chance| (0.0..=1.0).contains(chance)), "{asked:?}");
-    assert!(asked[0] >= asked[1], "who stays longer is used as likely at least: {asked:?}");
-    assert_eq!(asked[..3], asked[3..], "asking changes nothing");
+    assert!(
+        asked[0] >= asked[1],
+        "a block that stays longer must be at least as likely to be used: {asked:?}"
+    );
+    assert_eq!(asked[..3], asked[3..], "probabilities must be repeatable");
 }
 
 /// Evicts everything, in the policy's order.
@@ -186,15 +193,15 @@ fn drain(policy: &mut dyn Policy, now: Timestamp) -> Vec<BlockKey> {
     order
 }
 
-/// Holds a policy to the contract of [`Policy`].
+/// Checks a policy against the contract of [`Policy`].
 pub(super) fn policy_suite(make: fn() -> Box<dyn Policy>) {
     empty_policy_has_no_victim(make().as_mut());
     absent_blocks_are_ignored(make().as_mut());
     keys_are_reused_after_removal(make().as_mut());
-    everything_spared_is_no_victim(make().as_mut());
-    proptest!(|(acts in prop::collection::vec(any_act(), 0..200))| {
-        let first = run(make().as_mut(), &acts);
-        prop_assert_eq!(first, run(make().as_mut(), &acts), "equal calls give equal victims");
+    protected_blocks_are_no_victims(make().as_mut());
+    proptest!(|(acts in prop::collection::vec(any_call(), 0..200))| {
+        let first = check_calls(make().as_mut(), &acts);
+        prop_assert_eq!(first, check_calls(make().as_mut(), &acts), "equal calls give equal victims");
     });
 }
 
@@ -224,7 +231,7 @@ fn keys_are_reused_after_removal(policy: &mut dyn Policy) {
     }
 }
 
-fn everything_spared_is_no_victim(policy: &mut dyn Policy) {
+fn protected_blocks_are_no_victims(policy: &mut dyn Policy) {
     for key in 0..100 {
         policy.insert(BlockKey(key), BlockTraits::default(), Timestamp(0));
     }
@@ -233,8 +240,9 @@ fn everything_spared_is_no_victim(policy: &mut dyn Policy) {
     assert_eq!(policy.len(), 100);
 }
 
-/// Plays a script, one microsecond a word, and says in which order the blocks then leave. Words: `+K`
-/// insert, `-K` remove, `useK`, `settleK`; every block is of one category and its offset is its key.
+/// Plays a script, one microsecond a word, and returns the keys in eviction order. Words: `+K`
+/// insert, `-K` remove, `useK`, `settleK`. All blocks share a category; the offset of a block is
+/// its key.
 pub(super) fn eviction_order(policy: &mut dyn Policy, script: &str) -> Vec<u32> {
     let mut now = Timestamp(0);
     for word in script.split_whitespace() {
@@ -250,7 +258,7 @@ pub(super) fn eviction_order(policy: &mut dyn Policy, script: &str) -> Vec<u32> 
         } else if let Some(key) = number("settle") {
             policy.settle(BlockKey(key), traits(key), now);
         } else {
-            panic!("no such word: {word}");
+            panic!("unknown script word: {word}");
         }
     }
     drain(policy, now).into_iter().map(|key| key.0).collect()

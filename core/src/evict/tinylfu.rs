@@ -1,27 +1,28 @@
-//! W-TinyLFU (ToS '17): a window for what is new, and a main part that takes in only what was used more often
-//! than what it would drive out.
+//! W-TinyLFU (ToS '17): a window for new blocks, and a main part that admits only blocks used more
+//! often than the block they would evict.
 //!
-//! The window is a hundredth of the blocks, longest unused last. What falls out of it and the coldest block of
-//! the main part are compared by a sketch that also counted blocks while they were away; the one used more
-//! often stays. The main part has a probation and, for four fifths of it, a protected queue for blocks used
-//! again there. Not here: a window whose size adapts (Caffeine has one).
+//! The window is a hundredth of the blocks, in LRU order. A sketch, which also counts absent
+//! blocks, compares the block that falls out of it with the coldest block of the main part. The one
+//! used more often stays. The main part has a probation queue and, for four fifths of it, a
+//! protected queue for blocks used again there. Not here: an adaptive window size (Caffeine has
+//! one).
 //!
-//! The capacity is not told: shares are taken of the blocks resident now, and as long as there are more of them than
-//! when a victim was ever asked for, there was room, and nothing is compared.
+//! Capacity is inferred: shares refer to the blocks resident now. While more blocks are resident
+//! than at any victim search, space was free and blocks enter without comparison.
 
-use super::departed::shortened;
+use super::ghost_list::short_fingerprint;
 use super::queue::{Links, Queue};
 use super::sketch::Sketch;
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::Timestamp;
 
-/// One in this many blocks stands in the window.
+/// One block in this many is in the window.
 const WINDOW_ONE_IN: usize = 100;
 /// Tenths of the main part that are protected.
 const PROTECTED_TENTHS: usize = 8;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Segment {
+enum TinyLfuSegment {
     #[default]
     Window,
     Probation,
@@ -29,32 +30,32 @@ enum Segment {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Known {
+struct TinyLfuEntry {
     fingerprint: u32,
-    segment: Segment,
+    segment: TinyLfuSegment,
 }
 
-/// Evicts what was used less often of the oldest new block and the coldest old one.
+/// Evicts the less often used of the oldest window block and the coldest main block.
 #[derive(Debug, Default)]
 pub struct TinyLfu {
-    links: Links<Known>,
+    links: Links<TinyLfuEntry>,
     queues: [Queue; 3],
     sketch: Sketch,
-    /// Most blocks that were resident when a victim was asked for; there is room while there are more.
-    full: usize,
-    /// The victim that was named, while nothing has happened since: looking for it moved blocks out of the window, and
-    /// another look might find another one.
-    named: Option<BlockKey>,
+    /// Most blocks resident at a victim search; above it space is free.
+    resident_max: usize,
+    /// The last victim, while no other call followed: the search moved blocks out of the window, so
+    /// a second search might return another.
+    last_victim: Option<BlockKey>,
 }
 
 impl TinyLfu {
-    /// A policy over no block.
+    /// An empty policy.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    fn in_segment(&self, segment: Segment) -> usize {
+    fn in_segment(&self, segment: TinyLfuSegment) -> usize {
         self.queues[segment as usize].len()
     }
 
@@ -62,16 +63,16 @@ impl TinyLfu {
         (self.len() / WINDOW_ONE_IN).max(1)
     }
 
-    fn enqueue(&mut self, key: BlockKey, known: Known) {
-        self.named = None;
-        self.links.set_about(key, known);
+    fn enqueue(&mut self, key: BlockKey, known: TinyLfuEntry) {
+        self.last_victim = None;
+        self.links.set_data(key, known);
         self.links.push_warm(&mut self.queues[known.segment as usize], key);
     }
 
-    /// Takes a block out of its queue or from among the parked ones; nothing when it is not resident.
-    fn take_out(&mut self, key: BlockKey) -> Option<Known> {
-        self.named = None;
-        let known = self.links.about(key);
+    /// Removes a block from its queue or from the parked ones; `None` if it is not resident.
+    fn detach(&mut self, key: BlockKey) -> Option<TinyLfuEntry> {
+        self.last_victim = None;
+        let known = self.links.data(key);
         if self.links.unpark(key) {
             return Some(known);
         }
@@ -83,28 +84,28 @@ impl TinyLfu {
     }
 
     /// Moves a queued block to the warm end of another segment.
-    fn shift(&mut self, key: BlockKey, to: Segment) {
-        if let Some(known) = self.take_out(key) {
-            self.enqueue(key, Known { segment: to, ..known });
+    fn move_to_segment(&mut self, key: BlockKey, to: TinyLfuSegment) {
+        if let Some(known) = self.detach(key) {
+            self.enqueue(key, TinyLfuEntry { segment: to, ..known });
         }
     }
 
-    /// Lets the coldest protected blocks go on probation until the share holds.
-    fn unprotect(&mut self) {
-        let main = self.in_segment(Segment::Probation) + self.in_segment(Segment::Protected);
-        while self.in_segment(Segment::Protected) * 10 > main * PROTECTED_TENTHS
-            && let Some(key) = self.queues[Segment::Protected as usize].coldest()
+    /// Moves the coldest protected blocks to probation until the share holds.
+    fn demote_protected(&mut self) {
+        let main = self.in_segment(TinyLfuSegment::Probation) + self.in_segment(TinyLfuSegment::Protected);
+        while self.in_segment(TinyLfuSegment::Protected) * 10 > main * PROTECTED_TENTHS
+            && let Some(key) = self.queues[TinyLfuSegment::Protected as usize].coldest()
         {
-            self.shift(key, Segment::Probation);
+            self.move_to_segment(key, TinyLfuSegment::Probation);
         }
     }
 
     fn uses(&self, key: BlockKey) -> u64 {
-        self.sketch.estimate(self.links.about(key).fingerprint)
+        self.sketch.estimate(self.links.data(key).fingerprint)
     }
 
-    fn coldest(&self, segment: Segment, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
-        self.links.coldest_unspared(&self.queues[segment as usize], spared)
+    fn coldest(&self, segment: TinyLfuSegment, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
+        self.links.coldest_evictable(&self.queues[segment as usize], spared)
     }
 }
 
@@ -114,72 +115,72 @@ impl Policy for TinyLfu {
     }
 
     fn insert(&mut self, key: BlockKey, traits: BlockTraits, _now: Timestamp) {
-        self.take_out(key);
-        let fingerprint = shortened(traits.fingerprint);
-        self.enqueue(key, Known { fingerprint, segment: Segment::Window });
-        self.sketch.reach(self.len());
+        self.detach(key);
+        let fingerprint = short_fingerprint(traits.fingerprint);
+        self.enqueue(key, TinyLfuEntry { fingerprint, segment: TinyLfuSegment::Window });
+        self.sketch.grow_for(self.len());
         self.sketch.count(fingerprint);
-        if self.len() > self.full
-            && self.in_segment(Segment::Window) > self.window_max()
-            && let Some(oldest) = self.queues[Segment::Window as usize].coldest()
+        if self.len() > self.resident_max
+            && self.in_segment(TinyLfuSegment::Window) > self.window_max()
+            && let Some(oldest) = self.queues[TinyLfuSegment::Window as usize].coldest()
         {
-            self.shift(oldest, Segment::Probation);
+            self.move_to_segment(oldest, TinyLfuSegment::Probation);
         }
     }
 
     fn access(&mut self, key: BlockKey, _traits: BlockTraits, _now: Timestamp) {
-        let Some(known) = self.take_out(key) else { return };
+        let Some(known) = self.detach(key) else { return };
         self.sketch.count(known.fingerprint);
         let segment = match known.segment {
-            Segment::Window => Segment::Window,
-            Segment::Probation | Segment::Protected => Segment::Protected,
+            TinyLfuSegment::Window => TinyLfuSegment::Window,
+            TinyLfuSegment::Probation | TinyLfuSegment::Protected => TinyLfuSegment::Protected,
         };
-        self.enqueue(key, Known { segment, ..known });
-        self.unprotect();
+        self.enqueue(key, TinyLfuEntry { segment, ..known });
+        self.demote_protected();
     }
 
     fn settle(&mut self, key: BlockKey, _traits: BlockTraits, _now: Timestamp) {
-        if let Some(known) = self.take_out(key) {
+        if let Some(known) = self.detach(key) {
             self.enqueue(key, known);
         }
     }
 
     fn park(&mut self, key: BlockKey) {
         if self.links.contains(key) {
-            self.named = None;
-            let segment = self.links.about(key).segment;
+            self.last_victim = None;
+            let segment = self.links.data(key).segment;
             self.links.park(&mut self.queues[segment as usize], key);
         }
     }
 
     fn remove(&mut self, key: BlockKey) {
-        self.take_out(key);
+        self.detach(key);
     }
 
     fn victim(&mut self, _now: Timestamp, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
-        if let Some(named) = self.named.filter(|&named| !spared(named)) {
+        if let Some(named) = self.last_victim.filter(|&named| !spared(named)) {
             return Some(named);
         }
-        self.full = self.full.max(self.len());
-        self.named = loop {
-            let on_probation = self.coldest(Segment::Probation, spared);
-            let main = on_probation.or_else(|| self.coldest(Segment::Protected, spared));
-            let new = self.coldest(Segment::Window, spared);
+        self.resident_max = self.resident_max.max(self.len());
+        self.last_victim = loop {
+            let on_probation = self.coldest(TinyLfuSegment::Probation, spared);
+            let main = on_probation.or_else(|| self.coldest(TinyLfuSegment::Protected, spared));
+            let new = self.coldest(TinyLfuSegment::Window, spared);
             let (Some(settled), Some(new)) = (main, new) else { break main.or(new) };
-            if self.in_segment(Segment::Window) < self.window_max() {
+            if self.in_segment(TinyLfuSegment::Window) < self.window_max() {
                 break Some(settled);
             }
-            // At a tie the settled block stays: what is new has yet to show that it is used at all.
+            // A tie keeps the main block: the new one has not shown reuse yet.
             if self.uses(new) <= self.uses(settled) {
                 break Some(new);
             }
-            self.shift(new, Segment::Probation);
-            // Alone on probation, who has just won would be the one to leave.
+            self.move_to_segment(new, TinyLfuSegment::Probation);
+            // If probation was empty, the winner would be its only block and the next victim.
             if on_probation.is_none() {
                 break Some(settled);
             }
         };
-        self.named
+        self.last_victim
     }
 
     fn len(&self) -> usize {
@@ -210,10 +211,10 @@ mod tests {
         policy
     }
 
-    /// Evicts, then lets a block with this fingerprint in. Gives the fingerprint that left.
+    /// Evicts a block, inserts one with this fingerprint, and returns the evicted fingerprint.
     fn exchange(policy: &mut TinyLfu, fingerprint: u32) -> u32 {
         let key = policy.victim(Timestamp(2), &|_| false).unwrap_or(BlockKey(0));
-        let left = policy.links.about(key).fingerprint;
+        let left = policy.links.data(key).fingerprint;
         policy.remove(key);
         policy.insert(key, traits(fingerprint), Timestamp(2));
         left
@@ -222,12 +223,12 @@ mod tests {
     #[test]
     fn a_full_tier_has_its_shares() {
         let policy = full(1000);
-        let segments = [Segment::Window, Segment::Probation, Segment::Protected];
+        let segments = [TinyLfuSegment::Window, TinyLfuSegment::Probation, TinyLfuSegment::Protected];
         assert_eq!(segments.map(|segment| policy.in_segment(segment)), [10, 198, 792]);
     }
 
     #[test]
-    fn what_is_used_once_drives_out_nothing_but_its_like() {
+    fn blocks_used_once_evict_only_each_other() {
         let mut policy = full(1000);
         let left: Vec<u32> = (0..200).map(|new| exchange(&mut policy, 5000 + new)).collect();
         let old = left.iter().filter(|&&fingerprint| fingerprint < 1000).count();
@@ -235,25 +236,26 @@ mod tests {
     }
 
     #[test]
-    fn who_wins_against_a_protected_block_stays() {
+    fn winner_over_a_protected_block_stays() {
         let mut policy = full(100);
         policy.insert(BlockKey(500), traits(500), Timestamp(2));
         (0..9).for_each(|_| policy.access(BlockKey(500), traits(500), Timestamp(2)));
-        // It alone is in the window, and nobody is left on probation.
+        // It is alone in the window, and probation is empty.
         for key in (0..100).map(BlockKey) {
-            if policy.links.about(key).segment != Segment::Protected {
+            if policy.links.data(key).segment != TinyLfuSegment::Protected {
                 policy.remove(key);
             }
         }
-        let segments = [Segment::Window, Segment::Probation].map(|segment| policy.in_segment(segment));
+        let segments =
+            [TinyLfuSegment::Window, TinyLfuSegment::Probation].map(|segment| policy.in_segment(segment));
         assert_eq!(segments, [1, 0]);
         let first = policy.victim(Timestamp(3), &|_| false);
         assert_ne!(first, Some(BlockKey(500)));
-        assert_eq!(policy.victim(Timestamp(3), &|_| false), first, "asking again changes nothing");
+        assert_eq!(policy.victim(Timestamp(3), &|_| false), first, "a second search returns the same victim");
     }
 
     #[test]
-    fn what_comes_back_often_gets_in() {
+    fn frequently_returning_blocks_are_admitted() {
         let mut policy = full(1000);
         for _ in 0..5 {
             for new in 0..50 {
@@ -261,7 +263,7 @@ mod tests {
             }
         }
         let is_in = |fingerprint: u32| {
-            (0..1000).any(|key| policy.links.about(BlockKey(key)).fingerprint == fingerprint)
+            (0..1000).any(|key| policy.links.data(BlockKey(key)).fingerprint == fingerprint)
         };
         assert!((0..50).filter(|new| is_in(7000 + new)).count() > 40);
     }

@@ -1,15 +1,15 @@
-//! Reading and writing the few shapes that log records and snapshots are made of: numbers of seven
-//! bits a byte, texts with their length, hashes.
+//! Reads and writes the primitives of log records and snapshots: varints of seven bits a byte,
+//! texts with their length, hashes.
 //!
-//! Every value has exactly one encoding; the reader refuses any other. Nothing is reserved on the word
-//! of a length field: memory grows with the bytes that are there. Not here: what the shapes mean.
+//! Every value has exactly one encoding; the reader refuses any other. A length field alone
+//! reserves no memory: memory grows with the bytes present. Not here: what the values mean.
 
 use crate::id::{BlockHash, IdentityDigest, Tier};
 
-/// Why bytes are not what they should be.
+/// Why bytes cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CodecError {
-    /// More bytes than any valid encoding has.
+    /// The input is longer than any valid encoding.
     #[error("{got} bytes, at most {limit} are valid")]
     TooLong {
         /// Bytes given.
@@ -17,8 +17,8 @@ pub enum CodecError {
         /// Bytes allowed.
         limit: u64,
     },
-    /// Written by another release.
-    #[error("format {got} is not known here, only {known}: use the release that wrote it")]
+    /// Another release wrote the bytes.
+    #[error("format {got} is unknown, this release reads {known}: use the release that wrote it")]
     Format {
         /// Number found.
         got: u32,
@@ -28,20 +28,20 @@ pub enum CodecError {
     /// The bytes end too early.
     #[error("ends at byte {at}, but {wanted} more bytes must follow")]
     Truncated {
-        /// Where the end is.
+        /// Length of the input in bytes.
         at: usize,
-        /// Bytes missing at least.
+        /// Missing bytes, at least.
         wanted: u64,
     },
-    /// Bytes are left over.
+    /// Bytes follow the end.
     #[error("ends at byte {at}, but {left} more bytes follow")]
     Trailing {
-        /// Where the end should be.
+        /// Position of the expected end.
         at: usize,
-        /// Bytes left.
+        /// Bytes after it.
         left: usize,
     },
-    /// A field has a value that it cannot have.
+    /// A field has an invalid value.
     #[error("{what} at byte {at} is {got}, which is not valid")]
     Invalid {
         /// Name of the field.
@@ -53,8 +53,8 @@ pub enum CodecError {
     },
 }
 
-/// Appends a number, seven bits a byte, lowest first.
-pub(super) fn put_number(out: &mut Vec<u8>, mut number: u64) {
+/// Appends a varint, seven bits a byte, lowest bits first.
+pub(super) fn put_varint(out: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         out.push(number as u8 | 0x80);
         number >>= 7;
@@ -62,48 +62,48 @@ pub(super) fn put_number(out: &mut Vec<u8>, mut number: u64) {
     out.push(number as u8);
 }
 
-/// Appends a text with its length before it.
+/// Appends a text, its length first.
 pub(super) fn put_text(out: &mut Vec<u8>, text: &str) {
-    put_number(out, text.len() as u64);
+    put_varint(out, text.len() as u64);
     out.extend_from_slice(text.as_bytes());
 }
 
-/// Appends zero for nothing, else one and the number.
+/// Appends zero for `None`, else one and the number.
 pub(super) fn put_option(out: &mut Vec<u8>, number: Option<u64>) {
     out.push(u8::from(number.is_some()));
     if let Some(number) = number {
-        put_number(out, number);
+        put_varint(out, number);
     }
 }
 
-/// Reads from the front of some bytes and remembers how far it came.
+/// Reads from the front of a byte slice and tracks the position.
 #[derive(Clone, Debug)]
-pub(super) struct Reader<'a> {
-    rest: &'a [u8],
+pub(super) struct ByteReader<'a> {
+    remaining: &'a [u8],
     at: usize,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> ByteReader<'a> {
     pub(super) fn new(bytes: &'a [u8]) -> Self {
-        Self { rest: bytes, at: 0 }
+        Self { remaining: bytes, at: 0 }
     }
 
     /// Bytes read so far.
-    pub(super) fn at(&self) -> usize {
+    pub(super) fn position(&self) -> usize {
         self.at
     }
 
     /// Bytes not read yet.
-    pub(super) fn left(&self) -> usize {
-        self.rest.len()
+    pub(super) fn remaining(&self) -> usize {
+        self.remaining.len()
     }
 
     pub(super) fn take(&mut self, wanted: usize) -> Result<&'a [u8], CodecError> {
-        let Some((taken, rest)) = self.rest.split_at_checked(wanted) else {
-            let missing = (wanted - self.rest.len()) as u64;
-            return Err(CodecError::Truncated { at: self.at + self.rest.len(), wanted: missing });
+        let Some((taken, rest)) = self.remaining.split_at_checked(wanted) else {
+            let missing = (wanted - self.remaining.len()) as u64;
+            return Err(CodecError::Truncated { at: self.at + self.remaining.len(), wanted: missing });
         };
-        self.rest = rest;
+        self.remaining = rest;
         self.at += wanted;
         Ok(taken)
     }
@@ -131,8 +131,8 @@ impl<'a> Reader<'a> {
         Ok(self.take(wanted)?.chunks_exact(16).filter_map(BlockHash::from_slice).collect())
     }
 
-    /// A number in its shortest form.
-    pub(super) fn number(&mut self, what: &'static str) -> Result<u64, CodecError> {
+    /// Reads a varint and refuses all but its shortest form.
+    pub(super) fn varint(&mut self, what: &'static str) -> Result<u64, CodecError> {
         let at = self.at;
         let mut number = 0u64;
         for shift in (0..64).step_by(7) {
@@ -148,21 +148,21 @@ impl<'a> Reader<'a> {
         Err(invalid(what, at, number))
     }
 
-    pub(super) fn number_u32(&mut self, what: &'static str) -> Result<u32, CodecError> {
+    pub(super) fn varint_u32(&mut self, what: &'static str) -> Result<u32, CodecError> {
         let at = self.at;
-        let number = self.number(what)?;
+        let number = self.varint(what)?;
         u32::try_from(number).map_err(|_| invalid(what, at, number))
     }
 
-    /// A count of things of which each takes at least `bytes_each` of the bytes left.
+    /// Reads a count of items that take at least `bytes_each` of the remaining bytes each.
     pub(super) fn count(&mut self, what: &'static str, bytes_each: usize) -> Result<usize, CodecError> {
-        let count = self.number(what)?;
+        let count = self.varint(what)?;
         let wanted = count.saturating_mul(bytes_each as u64);
-        let left = self.left() as u64;
+        let left = self.remaining() as u64;
         if wanted > left {
-            return Err(CodecError::Truncated { at: self.at + self.left(), wanted: wanted - left });
+            return Err(CodecError::Truncated { at: self.at + self.remaining(), wanted: wanted - left });
         }
-        // Each takes a byte at least, so a count that fits the bytes left fits the machine.
+        // Each item takes at least one byte, so a count within the remaining bytes fits `usize`.
         Ok(usize::try_from(count).unwrap_or(usize::MAX))
     }
 
@@ -176,11 +176,11 @@ impl<'a> Reader<'a> {
     }
 
     pub(super) fn option(&mut self, what: &'static str) -> Result<Option<u64>, CodecError> {
-        if self.flag(what)? { self.number(what).map(Some) } else { Ok(None) }
+        if self.flag(what)? { self.varint(what).map(Some) } else { Ok(None) }
     }
 
     pub(super) fn option_u32(&mut self, what: &'static str) -> Result<Option<u32>, CodecError> {
-        if self.flag(what)? { self.number_u32(what).map(Some) } else { Ok(None) }
+        if self.flag(what)? { self.varint_u32(what).map(Some) } else { Ok(None) }
     }
 
     pub(super) fn text(&mut self, what: &'static str) -> Result<String, CodecError> {
@@ -196,16 +196,16 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Refuses bytes that are left over.
+    /// Refuses trailing bytes.
     pub(super) fn finish(self) -> Result<(), CodecError> {
-        if self.rest.is_empty() {
+        if self.remaining.is_empty() {
             return Ok(());
         }
-        Err(CodecError::Trailing { at: self.at, left: self.rest.len() })
+        Err(CodecError::Trailing { at: self.at, left: self.remaining.len() })
     }
 }
 
-/// A tier by its number.
+/// The tier with this number.
 pub(super) fn tier(number: u8, at: usize) -> Result<Tier, CodecError> {
     Tier::from_u8(number).ok_or(invalid("tier", at, number.into()))
 }

@@ -1,34 +1,35 @@
-//! The closed list of what may enter the Raft log, and what applying it answers.
+//! The closed list of commands that may enter the Raft log, and the answers of applying them.
 //!
-//! Not here: what a command does (`index/mod.rs`) and its bytes (`index/codec.rs`). Load and heat
-//! never appear in this list: they are soft state of a router.
+//! Not here: the effect of a command (`index/mod.rs`) and its bytes (`index/codec.rs`). Load and
+//! heat never appear in this list: they are ephemeral state of a router.
 
-use crate::id::{BlockHash, Epoch, Generation, GroupId, InstanceId, NodeId, PinId, Seq, TenantId, Tier};
+use crate::id::{BlockHash, Epoch, Generation, InstanceId, NodeId, PinId, Seq, TenantId, Tier, TtlGroupId};
 
-/// Everything that can be written to the log. Each command is deterministic: equal logs give equal
-/// indexes on every replica.
+/// Every command that the log may hold. Each one is deterministic: equal logs give equal indexes on
+/// every replica.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Command {
-    /// A node starts (or starts anew). Gets a fresh [`Epoch`]; blocks of its earlier epochs vanish.
+    /// A node starts or restarts. It gets a fresh [`Epoch`]; blocks of its earlier epochs stop
+    /// counting.
     Join(NodeRecord),
-    /// The control group gave this node this epoch: a shard takes it over. Blocks of its earlier epochs
-    /// vanish, and its announcements start at number 1. Ignored when the epoch is known already or is
-    /// older than the one known.
+    /// A shard takes over the epoch that the control group gave to a node. Blocks of earlier epochs
+    /// stop counting, and announcements start at number 1. Ignored if this epoch or a later one is
+    /// known.
     Admit {
         /// The node, as it joined.
         record: NodeRecord,
-        /// The epoch it was given.
+        /// The epoch that the control group gave it.
         epoch: Epoch,
     },
-    /// A node went silent: everything it announced under `epoch` stops counting, in O(1).
+    /// A node went silent: everything that it announced under `epoch` stops counting, in O(1).
     Fence {
         /// The silent node.
         node: NodeId,
-        /// The epoch that is over. Ignored when the node has joined again since.
+        /// The epoch to end. Ignored if the node has joined again since.
         epoch: Epoch,
     },
-    /// A node says goodbye; like `Fence`, and the node is forgotten (its last epoch is not, so that
-    /// epochs only grow). A fenced node may still leave.
+    /// A node leaves: like `Fence`, and the node is forgotten. Its last epoch stays known, so
+    /// epochs only grow. A fenced node may still leave.
     Leave {
         /// The leaving node.
         node: NodeId,
@@ -37,35 +38,36 @@ pub enum Command {
     },
     /// Ownership changes of one or more nodes, gathered in one batch window.
     Announce(Vec<Announcement>),
-    /// Keep these blocks wherever they are until unpinned, or until the pin's end. Its owner may change how firmly and
-    /// until when by saying it again.
+    /// Keep these blocks on every holder until an `Unpin` or the end of the pin. Repeating the
+    /// command lets the owner change the kind and the end.
     Pin(Pin),
     /// End a pin. Only its owner may.
     Unpin {
         /// The pin to end.
         pin: PinId,
-        /// Who asks; must be the pin's owner.
+        /// The caller; must be the pin's owner.
         owner: String,
-        /// Only if this is the pin's end: of a pin that is over, and that its owner may be renewing just now.
+        /// If set, unpin only if the pin still has this end. Protects a pin that its owner renews
+        /// at the same moment.
         ends_ms: Option<u64>,
     },
-    /// Bytes a tenant may hold on each node; `None` lifts the limit.
+    /// Sets the bytes that a tenant may hold on each node; `None` removes the limit.
     SetQuota {
         /// The tenant.
         tenant: TenantId,
         /// Limit in bytes per node.
         bytes: Option<u64>,
     },
-    /// Time to live of a group, in milliseconds since last use; `None` lifts it.
+    /// Sets the time to live of a group, in milliseconds since last use; `None` removes it.
     SetTtl {
         /// The group.
-        group: GroupId,
+        group: TtlGroupId,
         /// Time to live in milliseconds.
         ttl_ms: Option<u64>,
     },
-    /// The instances have loaded other weights: what was computed with those before is void on every node, in O(nodes).
-    /// Every node's epoch ends, and each learns of it as it joins again. Refused unless it is the generation that follows
-    /// the one in force; that one itself changes nothing, so that a caller may repeat a lost call.
+    /// The instances have loaded other weights: every node's epoch ends, in O(nodes), and blocks of
+    /// earlier weights stop counting. Each node learns it when it joins again. Refused unless the
+    /// generation follows the current one. `Ignored` for the current one, so a caller may retry.
     SetGeneration(Generation),
 }
 
@@ -74,13 +76,13 @@ pub enum Command {
 pub struct NodeRecord {
     /// The node.
     pub node: NodeId,
-    /// Where block bytes are served, `host:port` (QUIC).
+    /// Address that serves block bytes, `host:port` (QUIC).
     pub data_address: String,
-    /// Where control calls are served, `host:port` (gRPC).
+    /// Address that serves control calls, `host:port` (gRPC).
     pub control_address: String,
     /// Host name, to recognise an instance on the same host.
     pub host: String,
-    /// The instance that uses this node as its own, if any.
+    /// The instance that owns this node, if any.
     pub instance: Option<InstanceId>,
     /// Digest of the identity manifest it serves; must equal that of the nodes already known.
     pub identity: crate::id::IdentityDigest,
@@ -88,16 +90,16 @@ pub struct NodeRecord {
     pub block_bytes: u64,
 }
 
-/// One batch of changes of one node, in the order in which they happened there.
+/// One batch of changes of one node, in order of occurrence.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Announcement {
-    /// Who announces.
+    /// The announcing node.
     pub node: NodeId,
-    /// Under which epoch; older ones are ignored.
+    /// Epoch of the node; a batch of an older epoch is ignored.
     pub epoch: Epoch,
-    /// Number of this batch, previous one plus one.
+    /// Number of this batch: the previous one plus one.
     pub seq: Seq,
-    /// What changed.
+    /// The changes.
     pub changes: Vec<Change>,
 }
 
@@ -106,45 +108,45 @@ pub struct Announcement {
 pub enum Change {
     /// A run of consecutive blocks became readable in `tier`.
     Stored {
-        /// Hash before the first block; `None` at the start of a prefix.
+        /// Hash of the block before the first one; `None` at the start of a prefix.
         parent: Option<BlockHash>,
         /// The blocks, each the child of the one before.
         blocks: Vec<BlockHash>,
-        /// Where.
+        /// The tier.
         tier: Tier,
     },
-    /// Blocks went from one tier to another: afterwards they are not in `from` and are in `to`, known
-    /// before or not.
+    /// Blocks moved between tiers. Afterwards they are in `to` and not in `from`, whether or not
+    /// the index listed them before.
     Moved {
         /// The blocks, in any order.
         blocks: Vec<BlockHash>,
-        /// Where they were.
+        /// Their previous tier.
         from: Tier,
-        /// Where they are now.
+        /// Their new tier.
         to: Tier,
     },
     /// The copies in `tier` are gone.
     Dropped {
         /// The blocks, in any order.
         blocks: Vec<BlockHash>,
-        /// Where they were.
+        /// The tier that lost them.
         tier: Tier,
-        /// Why. It changes nothing in the index; a router that is asked why a block is missing tells it.
+        /// The cause. The index ignores it; a router reports it when asked why a block is missing.
         cause: DropCause,
     },
-    /// Everything this node announced before is void (start of a full re-announcement).
+    /// Everything that this node announced before is invalid; a full re-announcement follows.
     Cleared,
 }
 
-/// Why a node dropped the last copy of blocks. Closed: two bits of a log record.
+/// Why a node dropped the last copy of blocks. Closed: it takes two bits of a log record.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum DropCause {
-    /// Room was needed, and the policy or the shares of tenants chose them.
+    /// The tier needed space, and the policy or the tenants' shares chose these blocks.
     #[default]
-    Room = 0,
-    /// Their tenant's quota.
+    Capacity = 0,
+    /// The quota of their tenant.
     Quota = 1,
-    /// The time to live of their group was over.
+    /// The time to live of their group ended.
     Ttl = 2,
     /// Their bytes could not be read or written.
     Failed = 3,
@@ -152,7 +154,8 @@ pub enum DropCause {
 
 impl DropCause {
     /// Every cause, in the order of its number.
-    pub const ALL: [DropCause; 4] = [DropCause::Room, DropCause::Quota, DropCause::Ttl, DropCause::Failed];
+    pub const ALL: [DropCause; 4] =
+        [DropCause::Capacity, DropCause::Quota, DropCause::Ttl, DropCause::Failed];
 
     /// The cause of this number.
     #[must_use]
@@ -161,26 +164,26 @@ impl DropCause {
     }
 }
 
-/// A hold on blocks, with an owner, kept by every node that has them.
+/// A request by an owner that every holder keep these blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pin {
     /// The pin.
     pub pin: PinId,
-    /// Who may end it.
+    /// The owner; only the owner may end it.
     pub owner: String,
-    /// What it holds.
+    /// The pinned blocks.
     pub blocks: Vec<BlockHash>,
-    /// How firmly.
+    /// Hard or soft.
     pub kind: PinKind,
-    /// When it is over, in milliseconds of Unix time; never without. Chosen where the write is accepted: applying a
-    /// command reads no clock, so the index keeps a pin that is over until an `Unpin` ends it.
+    /// End in milliseconds of Unix time; in practice always set. The router that accepts the write
+    /// chooses it. Applying a command reads no clock, so an expired pin stays until an `Unpin`.
     pub ends_ms: Option<u64>,
 }
 
 impl Pin {
-    /// Whether the pin is over at this Unix time in milliseconds.
+    /// Whether the pin has ended at this Unix time in milliseconds.
     #[must_use]
-    pub fn is_over(&self, now_ms: u64) -> bool {
+    pub fn is_expired(&self, now_ms: u64) -> bool {
         self.ends_ms.is_some_and(|ends_ms| ends_ms <= now_ms)
     }
 }
@@ -188,10 +191,11 @@ impl Pin {
 /// How firmly a pin keeps its blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PinKind {
-    /// They leave for nobody.
+    /// Never evicted.
     #[default]
     Hard,
-    /// They leave after everything that nobody pinned, leased or waits for, and before anybody is refused room.
+    /// Evicted only after all blocks that are neither pinned, leased nor awaited, and before a save
+    /// is refused for lack of space.
     Soft,
 }
 
@@ -200,10 +204,10 @@ pub enum PinKind {
 pub enum Applied {
     /// `Join`: the node's new epoch.
     Joined(Epoch),
-    /// The command took effect: the state is another one.
+    /// The command took effect and changed the state.
     Done,
-    /// The command named something that is not so (older epoch, already gone) or asked for what is so
-    /// already: no effect.
+    /// No effect: the command named an older epoch or an absent item, or the state already was as
+    /// asked.
     Ignored,
     /// The command was refused, with the reason for the caller.
     Refused(Refusal),
@@ -211,10 +215,10 @@ pub enum Applied {
     Announced(Vec<AnnounceOutcome>),
 }
 
-/// Why a command was refused. Refusals change nothing.
+/// Why a command was refused. A refused command leaves the state unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// The joining node serves bytes of another identity than the cluster.
+    /// The joining node serves another identity than the cluster.
     #[error(
         "identity {theirs} differs from the cluster's {ours}: start the node with the same model manifest"
     )]
@@ -224,7 +228,7 @@ pub enum Refusal {
         /// The node's identity.
         theirs: crate::id::IdentityDigest,
     },
-    /// The pin belongs to someone else.
+    /// The pin belongs to another owner.
     #[error("{pin} belongs to {owner:?}: only its owner may end it")]
     NotOwner {
         /// The pin.
@@ -232,48 +236,48 @@ pub enum Refusal {
         /// Its owner.
         owner: String,
     },
-    /// A pin with this number exists with other contents.
+    /// A pin with this number exists with other blocks or another owner.
     #[error("{0} exists with other blocks or another owner: choose another number")]
     PinExists(PinId),
-    /// Generations follow each other one by one.
+    /// The generation does not directly follow the current one.
     #[error(
-        "{to} does not follow {now}, which is in force: look which weights the instances have loaded, and name the \
-         generation that follows the one they had"
+        "{to} does not follow {now}, the generation in force: check which weights the instances have loaded, and name the \
+         generation that follows theirs"
     )]
     Generation {
         /// The generation in force.
         now: Generation,
-        /// The one that was asked for.
+        /// The requested generation.
         to: Generation,
     },
     /// A named limit of the index was exceeded.
     #[error("{what} is {got}, the limit is {limit}: send less")]
     OverLimit {
-        /// Which limit.
+        /// The limit's name.
         what: String,
-        /// What was asked.
+        /// The requested amount.
         got: u64,
         /// The limit.
         limit: u64,
     },
 }
 
-/// What became of one announcement.
+/// Result of one announcement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnnounceOutcome {
-    /// Applied; the next one must carry this sequence number.
+    /// The batch was applied.
     Applied {
-        /// Next expected number.
+        /// Sequence number that the next batch must carry.
         next: Seq,
-        /// Blocks that the index, being full, did not list: readers will miss them.
+        /// Blocks that the full index did not list: readers will miss them.
         unlisted: u64,
     },
-    /// Seen before; nothing changed.
+    /// The batch was applied before and is ignored.
     Duplicate {
-        /// Next expected number.
+        /// Sequence number that the next batch must carry.
         next: Seq,
     },
-    /// One or more batches are missing: the node must send `Cleared` and everything it holds, under
+    /// At least one batch is missing: the node must send `Cleared` and everything it holds, under
     /// number `expected`.
     Gap {
         /// The number that was expected.

@@ -1,16 +1,18 @@
-//! What one node's hold of one block adds to the digest over what it holds, so that the node can keep the sum
-//! itself and both sides can compare.
+//! The digest over the blocks that a node holds, computed from its announcements. The node keeps
+//! the same sum, so both sides can compare.
 //!
-//! Not here: the sum over runs (`store.rs`), which comes to the same, and the digest of all state (`snapshot.rs`).
+//! Not here: the equal sum over runs (`store.rs`), and the digest of the whole state
+//! (`snapshot.rs`).
 
 use super::command::Change;
 use super::holders::TierSet;
 use super::store::TIERS_SALT;
 use crate::id::{BlockHash, Tier};
 
-/// The share of one block that a node holds in one tier and in no other. Sums of shares wrap.
+/// Contribution of one block that a node holds in exactly one tier. Contributions are added with
+/// wrapping.
 #[must_use]
-pub fn of_hold(block: BlockHash, tier: Tier) -> u128 {
+pub fn copy_digest(block: BlockHash, tier: Tier) -> u128 {
     let [tag, hash @ ..] = block.0;
     let salt = u64::from(TierSet::only(tier).bits()).wrapping_mul(TIERS_SALT) ^ u64::from(tag) << 56;
     let [_, high @ ..] = hash;
@@ -20,11 +22,11 @@ pub fn of_hold(block: BlockHash, tier: Tier) -> u128 {
     product ^ u128::from(low) << 64 ^ u128::from(high)
 }
 
-/// The digest over what a node holds after a change, if each of its blocks is in one tier at a time.
+/// The digest after a change, if each block is in one tier at a time.
 #[must_use]
-pub fn after(before: u128, change: &Change) -> u128 {
+pub fn digest_after(before: u128, change: &Change) -> u128 {
     let sum = |blocks: &[BlockHash], tier| {
-        blocks.iter().fold(0u128, |sum, block| sum.wrapping_add(of_hold(*block, tier)))
+        blocks.iter().fold(0u128, |sum, block| sum.wrapping_add(copy_digest(*block, tier)))
     };
     match change {
         Change::Stored { blocks, tier, .. } => before.wrapping_add(sum(blocks, *tier)),

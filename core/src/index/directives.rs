@@ -1,29 +1,30 @@
-//! What the operators ask of every node: pins, quotas, times to live, and of which weights its blocks are to be.
+//! Operator settings for every node: pins, quotas, times to live, and the generation of the
+//! weights.
 //!
-//! Not here: how a node follows them.
+//! Not here: how a node applies them.
 
 use std::collections::BTreeMap;
 
 use super::command::{Applied, Pin, Refusal};
-use super::limits::{IndexLimits, within};
-use crate::id::{Generation, GroupId, PinId, TenantId};
+use super::limits::{IndexLimits, check_limit};
+use crate::id::{Generation, PinId, TenantId, TtlGroupId};
 
-/// Pins, quotas and times to live in force, each in the order of its number; and the generation of the weights.
+/// Pins, quotas and times to live in force, each ordered by id, and the generation of the weights.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Directives {
     pub(super) pins: BTreeMap<PinId, Pin>,
     /// Limit in bytes per node.
     pub(super) quotas: BTreeMap<TenantId, u64>,
     /// Milliseconds since last use.
-    pub(super) ttls: BTreeMap<GroupId, u64>,
-    /// Blocks of all pins, counted as often as pinned.
+    pub(super) ttls: BTreeMap<TtlGroupId, u64>,
+    /// Blocks of all pins; a block counts once per pin.
     pub(super) pinned_blocks: u64,
     pub(super) generation: Generation,
 }
 
 impl Directives {
-    /// Adds a pin. The same pin again changes nothing, so that a caller may repeat a lost call; with the same owner and
-    /// blocks, how firmly and until when is what was said last.
+    /// Adds a pin. Repeating the same pin is ignored, so a caller may retry. If owner and blocks
+    /// are equal, the new kind and end replace the old ones.
     pub(super) fn pin(&mut self, pin: &Pin, limits: &IndexLimits) -> Result<Applied, Refusal> {
         if let Some(known) = self.pins.get_mut(&pin.pin) {
             if known == pin {
@@ -35,9 +36,9 @@ impl Directives {
             (known.kind, known.ends_ms) = (pin.kind, pin.ends_ms);
             return Ok(Applied::Done);
         }
-        within("pins", self.pins.len() as u64 + 1, limits.pins_max.into())?;
+        check_limit("pins", self.pins.len() as u64 + 1, limits.pins_max.into())?;
         let blocks = self.pinned_blocks + pin.blocks.len() as u64;
-        within("blocks of all pins", blocks, limits.pinned_blocks_max.into())?;
+        check_limit("blocks of all pins", blocks, limits.pinned_blocks_max.into())?;
         self.insert_pin(pin.clone());
         Ok(Applied::Done)
     }
@@ -47,7 +48,7 @@ impl Directives {
         self.pins.insert(pin.pin, pin);
     }
 
-    /// Ends a pin, if its owner asks; one with another end than `ends_ms`, if that is named, stays.
+    /// Ends a pin if its owner asks. If `ends_ms` is set, a pin with another end stays.
     pub(super) fn unpin(
         &mut self,
         pin: PinId,
@@ -66,7 +67,7 @@ impl Directives {
         Ok(Applied::Done)
     }
 
-    /// Goes on to the generation that follows. `Ignored` when that is the one in force.
+    /// Moves to the next generation. `Ignored` if `to` is the current one.
     pub(super) fn set_generation(&mut self, to: Generation) -> Result<Applied, Refusal> {
         let now = self.generation;
         if to == now {
@@ -85,21 +86,21 @@ impl Directives {
         bytes: Option<u64>,
         limits: &IndexLimits,
     ) -> Result<Applied, Refusal> {
-        set(&mut self.quotas, tenant, bytes, "tenants with a quota", limits.quotas_max)
+        set_or_remove(&mut self.quotas, tenant, bytes, "tenants with a quota", limits.quotas_max)
     }
 
     pub(super) fn set_ttl(
         &mut self,
-        group: GroupId,
+        group: TtlGroupId,
         ttl_ms: Option<u64>,
         limits: &IndexLimits,
     ) -> Result<Applied, Refusal> {
-        set(&mut self.ttls, group, ttl_ms, "groups with a time to live", limits.ttls_max)
+        set_or_remove(&mut self.ttls, group, ttl_ms, "groups with a time to live", limits.ttls_max)
     }
 }
 
-/// Sets or lifts one value; `Ignored` when it was so already.
-fn set<K: Ord>(
+/// Sets or removes one value; `Ignored` if it already is so.
+fn set_or_remove<K: Ord>(
     map: &mut BTreeMap<K, u64>,
     key: K,
     value: Option<u64>,
@@ -115,7 +116,7 @@ fn set<K: Ord>(
         }
         Some(value) => {
             let grown = map.len() as u64 + u64::from(!map.contains_key(&key));
-            within(what, grown, limit.into())?;
+            check_limit(what, grown, limit.into())?;
             map.insert(key, value);
         }
     }

@@ -1,6 +1,6 @@
-//! Tiers of a hold: in which memories of a node a block is.
+//! Tiers of a copy: the memories of a node that hold the block.
 //!
-//! Not here: which blocks a hold covers (`run.rs`).
+//! Not here: which blocks an extent covers (`run.rs`).
 
 use crate::id::Tier;
 
@@ -31,25 +31,25 @@ impl TierSet {
         self.0
     }
 
-    /// Whether no tier is in it.
+    /// Whether the set is empty.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// Whether `tier` is in it.
+    /// Whether the set contains `tier`.
     #[must_use]
     pub fn contains(self, tier: Tier) -> bool {
         self.0 & Self::only(tier).0 != 0
     }
 
-    /// Without the tiers of `gone`, with those of `added`.
+    /// Without the tiers of `removed`, with those of `added`.
     #[must_use]
-    pub fn changed(self, gone: TierSet, added: TierSet) -> TierSet {
-        TierSet(self.0 & !gone.0 | added.0)
+    pub fn with_changes(self, removed: TierSet, added: TierSet) -> TierSet {
+        TierSet(self.0 & !removed.0 | added.0)
     }
 
-    /// The tier a reader is served from, if any.
+    /// The fastest tier, which serves readers; `None` if the set is empty.
     #[must_use]
     pub fn fastest(self) -> Option<Tier> {
         Tier::ALL.get((self.0.checked_ilog2()?) as usize).copied()
@@ -62,16 +62,15 @@ impl std::fmt::Debug for TierSet {
     }
 }
 
-/// What a change does to the tiers of a hold.
+/// Change of the tiers of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Tiers {
-    pub(super) gone: TierSet,
+pub(super) struct TierUpdate {
+    pub(super) removed: TierSet,
     pub(super) added: TierSet,
 }
 
-impl Tiers {
-    /// The tiers after the change.
-    pub(super) fn after(self, before: TierSet) -> TierSet {
-        before.changed(self.gone, self.added)
+impl TierUpdate {
+    pub(super) fn apply_to(self, before: TierSet) -> TierSet {
+        before.with_changes(self.removed, self.added)
     }
 }

@@ -1,50 +1,50 @@
-//! What pages, or runs, were when a snapshot began: of those that were written since.
+//! Copy-on-write images of pages and runs that changed since a snapshot began.
 //!
-//! The living index is written where it is. Whoever writes a page or a run for the first time since a snapshot began
-//! keeps here what it was, and whoever writes the snapshot down reads that instead. A command keeps what it touches and
-//! waits for nothing else: nothing here moves when it grows, and nothing large is cleared at once. Not here: who writes
-//! (`pages.rs`, `run.rs`) and who reads (`snapshot.rs`).
+//! The live index is changed in place. The first write to a page or run after a snapshot begins
+//! stores its old contents here, and the snapshot writer reads them instead. A command copies only
+//! the pages and runs that it changes. The table never moves when it grows and never clears large
+//! memory at once. Not here: the writers (`pages.rs`, `run.rs`) and the reader (`snapshot.rs`).
 
-/// Numbers that share a piece of the table: 1 KiB, made when the first of them is written. Few in tests, so that there
-/// are several.
-const PIECE_NUMBERS: usize = if cfg!(test) { 4 } else { 256 };
+/// Numbers per chunk of the lookup table: 1 KiB, allocated at the first write in the chunk. Few in
+/// tests, so that there are several chunks.
+const INDEX_CHUNK: usize = if cfg!(test) { 4 } else { 256 };
 /// Images that are allocated together.
 const SLAB_IMAGES: usize = if cfg!(test) { 3 } else { 256 };
 
-/// Images by number, for the numbers there were when the snapshot began.
+/// Images by page or run number, for the numbers that existed when the snapshot began.
 #[derive(Clone, Debug)]
 pub(super) struct Images<T> {
-    numbers: u32,
-    /// Which image is that of a number, plus one; zero while it was not written.
-    places: Vec<Option<Box<[u32; PIECE_NUMBERS]>>>,
-    /// All full but the last.
+    count: u32,
+    /// Index of a number's image plus one; zero if it was not written.
+    index: Vec<Option<Box<[u32; INDEX_CHUNK]>>>,
+    /// Slabs of images; all full but the last.
     slabs: Vec<Vec<T>>,
 }
 
 impl<T: Clone> Images<T> {
-    /// None yet, of so many numbers. Costs a word per 256 numbers.
-    pub(super) fn new(numbers: u32) -> Self {
-        let places = vec![None; (numbers as usize).div_ceil(PIECE_NUMBERS)];
-        // Room for all there can be: 24 bytes for 256 images, which take no memory before they are used.
-        let slabs = Vec::with_capacity((numbers as usize).div_ceil(SLAB_IMAGES));
-        Self { numbers, places, slabs }
+    /// An empty table for `numbers` numbers. Costs one word per 256 numbers.
+    pub(super) fn new(count: u32) -> Self {
+        let index = vec![None; (count as usize).div_ceil(INDEX_CHUNK)];
+        // Reserves for the maximum: 24 bytes per 256 images, untouched until used.
+        let slabs = Vec::with_capacity((count as usize).div_ceil(SLAB_IMAGES));
+        Self { count, index, slabs }
     }
 
-    /// Numbers there were when the snapshot began.
-    pub(super) fn numbers(&self) -> u32 {
-        self.numbers
+    /// Numbers that existed when the snapshot began.
+    pub(super) fn count(&self) -> u32 {
+        self.count
     }
 
-    /// Keeps what a number stands for, which is about to be written, unless it was written before, or was none when
-    /// the snapshot began.
+    /// Saves `now` before its first write since the snapshot began. Ignores later writes and newer
+    /// numbers.
     #[cold]
     #[inline(never)]
-    pub(super) fn keep(&mut self, number: u32, now: &T) {
-        if number >= self.numbers {
+    pub(super) fn preserve(&mut self, number: u32, now: &T) {
+        if number >= self.count {
             return;
         }
-        let (piece, nth) = (number as usize / PIECE_NUMBERS, number as usize % PIECE_NUMBERS);
-        let place = &mut self.places[piece].get_or_insert_with(|| Box::new([0; PIECE_NUMBERS]))[nth];
+        let (piece, nth) = (number as usize / INDEX_CHUNK, number as usize % INDEX_CHUNK);
+        let place = &mut self.index[piece].get_or_insert_with(|| Box::new([0; INDEX_CHUNK]))[nth];
         if *place > 0 {
             return;
         }
@@ -58,11 +58,11 @@ impl<T: Clone> Images<T> {
         }
     }
 
-    /// What a number stood for when the snapshot began, if it was written since.
+    /// The image from when the snapshot began, if the number was written since.
     #[inline]
     pub(super) fn get(&self, number: u32) -> Option<&T> {
-        let piece = self.places.get(number as usize / PIECE_NUMBERS)?.as_deref()?;
-        let image = piece[number as usize % PIECE_NUMBERS].checked_sub(1)? as usize;
+        let piece = self.index.get(number as usize / INDEX_CHUNK)?.as_deref()?;
+        let image = piece[number as usize % INDEX_CHUNK].checked_sub(1)? as usize;
         Some(&self.slabs[image / SLAB_IMAGES][image % SLAB_IMAGES])
     }
 }

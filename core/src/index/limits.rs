@@ -1,19 +1,20 @@
-//! How much the index takes: named limits, and the check that every command passes before it is
-//! proposed and again when it is applied.
+//! Named limits of the index, and the check that every command passes before it is proposed and
+//! again when it is applied.
 //!
-//! Not here: limits of queues in front of the log (they belong to the router). All replicas must run
-//! with equal limits: a command that one refuses and another applies would part them.
+//! Not here: limits of the queues in front of the log, which belong to the router. All replicas
+//! must run with equal limits: a command that one refuses and another applies would make them
+//! diverge.
 
 use super::command::{Announcement, Change, Command, NodeRecord, Pin, Refusal};
 
-/// Nodes known at once, live or fenced. 4,096 is four times the largest fleet published for this kind
-/// of cache, and keeps a status reply below 1 MiB.
+/// Nodes known at once, live or fenced. Four times the largest published fleet of this kind of
+/// cache; keeps a status reply below 1 MiB.
 pub const NODES_MAX: u32 = 4_096;
-/// Blocks in one `Announce` command: four full batch windows of a router, 4 MiB of hashes, so that one
-/// log record never holds up the others for long.
+/// Blocks in one `Announce` command: four full batch windows of a router. At 4 MiB of hashes, one
+/// log record never delays the others for long.
 pub const ANNOUNCE_BLOCKS_MAX: u32 = 262_144;
-/// Announcements plus changes in one `Announce` command: as many as blocks, because a useful change
-/// carries at least one.
+/// Announcements plus changes in one `Announce` command. Equals the block limit, because a useful
+/// change carries at least one block.
 pub const ANNOUNCE_CHANGES_MAX: u32 = 262_144;
 /// (node, block) pairs in all: about 2 GiB of memory at 22 bytes each.
 pub const COPIES_MAX: u64 = 100_000_000;
@@ -73,10 +74,7 @@ impl Default for IndexLimits {
 }
 
 impl IndexLimits {
-    /// Checks what can be told from the command alone. A router calls this before it proposes.
-    ///
-    /// # Errors
-    /// [`Refusal::OverLimit`], naming the limit.
+    /// Checks the limits that depend on the command alone. A router calls this before it proposes.
     pub fn check(&self, command: &Command) -> Result<(), Refusal> {
         match command {
             Command::Join(record) | Command::Admit { record, .. } => self.check_record(record),
@@ -99,18 +97,18 @@ impl IndexLimits {
 
     fn check_announce(&self, batch: &[Announcement]) -> Result<(), Refusal> {
         let changes = batch.len() + batch.iter().map(|one| one.changes.len()).sum::<usize>();
-        within("changes in one announce", changes as u64, self.announce_changes_max.into())?;
+        check_limit("changes in one announce", changes as u64, self.announce_changes_max.into())?;
         let blocks = batch.iter().flat_map(|one| &one.changes).map(changed_blocks).sum();
-        within("blocks in one announce", blocks, self.announce_blocks_max.into())
+        check_limit("blocks in one announce", blocks, self.announce_blocks_max.into())
     }
 
     fn check_pin(&self, pin: &Pin) -> Result<(), Refusal> {
         self.check_text("owner length in bytes", &pin.owner)?;
-        within("blocks of one pin", pin.blocks.len() as u64, self.pin_blocks_max.into())
+        check_limit("blocks of one pin", pin.blocks.len() as u64, self.pin_blocks_max.into())
     }
 
     fn check_text(&self, what: &str, text: &str) -> Result<(), Refusal> {
-        within(what, text.len() as u64, self.text_bytes_max.into())
+        check_limit(what, text.len() as u64, self.text_bytes_max.into())
     }
 }
 
@@ -124,14 +122,15 @@ fn changed_blocks(change: &Change) -> u64 {
     }
 }
 
-/// Blocks a batch may add at most: dropped ones add none, repeated ones are counted as if new.
+/// Upper bound of the blocks that a batch adds: dropped blocks add none, repeated ones count as
+/// new.
 pub(super) fn added_blocks(batch: &[Announcement]) -> u64 {
     let adds = |change: &&Change| matches!(change, Change::Stored { .. } | Change::Moved { .. });
     batch.iter().flat_map(|one| &one.changes).filter(adds).map(changed_blocks).sum()
 }
 
-/// Refuses `got` above `limit`.
-pub(super) fn within(what: &str, got: u64, limit: u64) -> Result<(), Refusal> {
+/// Returns [`Refusal::OverLimit`] if `got` exceeds `limit`.
+pub(super) fn check_limit(what: &str, got: u64, limit: u64) -> Result<(), Refusal> {
     if got <= limit {
         return Ok(());
     }

@@ -1,14 +1,14 @@
-//! What a lookup answers: the longest prefix that live nodes hold, cut into runs of equal holders.
+//! Lookups: the longest prefix that live nodes hold, cut into runs of blocks with equal holders.
 //!
-//! Not here: the runs that are asked (`store.rs`) and what a router makes of the answer
-//! (`crate::schedule`).
+//! Not here: the block runs that a lookup reads (`store.rs`) and the use that a router makes of the
+//! answer (`crate::schedule`).
 
 use smallvec::SmallVec;
 
 use super::Index;
-use super::places::Sought;
-use super::run::{Run, head_of};
-use super::store::{At, Store};
+use super::locations::LocationProbe;
+use super::run::{PrefixRun, head_bits};
+use super::store::{RunPosition, Store};
 use crate::id::{BlockHash, Epoch, NodeId, Tier};
 
 /// A live node that holds a block.
@@ -22,10 +22,10 @@ pub struct Holder {
     pub tier: Tier,
 }
 
-/// A node that held a block under an epoch that is over.
+/// A node that held a block under an epoch that has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Lost {
-    /// Which, while it is fenced; one that has left or joined again is not told.
+pub struct LostHolder {
+    /// The node, while it is fenced; `None` if it left or joined again.
     pub node: Option<NodeId>,
 }
 
@@ -36,7 +36,7 @@ pub struct HolderRun {
     pub start_blocks: u32,
     /// Blocks in the run; at least one.
     pub len_blocks: u32,
-    /// Who holds all of them, by ascending node; at least one.
+    /// Nodes that hold all of these blocks, by ascending node; at least one.
     pub holders: SmallVec<[Holder; 4]>,
 }
 
@@ -47,14 +47,14 @@ impl HolderRun {
         self.start_blocks + self.len_blocks
     }
 
-    /// The hold of one node, if it holds the run.
+    /// The holder entry of one node, if it holds the run.
     #[must_use]
     pub fn holder(&self, node: NodeId) -> Option<&Holder> {
         self.holders.iter().find(|holder| holder.node == node)
     }
 }
 
-/// The longest prefix of a request of which every block has at least one live holder.
+/// The longest prefix of a request with at least one live holder of every block.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PrefixMatch {
     /// In prefix order, without gaps, from block 0; neighbours differ.
@@ -64,11 +64,11 @@ pub struct PrefixMatch {
 impl PrefixMatch {
     /// Blocks from the start that one node holds without a gap.
     #[must_use]
-    pub fn per_node(&self, node: NodeId) -> u32 {
+    pub fn node_prefix_blocks(&self, node: NodeId) -> u32 {
         self.runs.iter().take_while(|run| run.holder(node).is_some()).last().map_or(0, HolderRun::end_blocks)
     }
 
-    /// Blocks from the start that somebody holds.
+    /// Blocks from the start that each have a holder.
     #[must_use]
     pub fn union_blocks(&self) -> u32 {
         self.runs.last().map_or(0, HolderRun::end_blocks)
@@ -81,12 +81,14 @@ impl PrefixMatch {
 }
 
 impl Index {
-    /// Finds the longest prefix of `hashes` (in prefix order, each the child of the one before) that live
-    /// nodes hold. Costs one probe per run of the answer, not one per block: a hash stands for everything
-    /// before it, so two positions that agree agree in between. Hashes that are not one prefix may get an
-    /// answer that is too long or too short. Those that begin in the middle of one may get none, unless somebody
-    /// announced the first without a block before it: a single block is asked for with [`Index::holders_of`].
-    /// Blocks past `u32::MAX` are not looked at.
+    /// Finds the longest prefix of `hashes` that live nodes hold. The hashes are in prefix order,
+    /// each the child of the one before. Costs one probe per run of the answer, not per block: a
+    /// hash covers everything before it, so two positions that match also match in between.
+    ///
+    /// Hashes that are not one prefix may get an answer that is too long or too short. Hashes that
+    /// start in the middle of a prefix may get none, unless a node announced the first one without
+    /// a parent; look up a single block with [`Index::holders_of`]. Blocks past `u32::MAX` are
+    /// ignored.
     #[must_use]
     pub fn longest_prefix(&self, hashes: &[BlockHash]) -> PrefixMatch {
         let mut found = PrefixMatch::default();
@@ -94,21 +96,21 @@ impl Index {
         found
     }
 
-    /// The same, into an answer whose memory is used again.
+    /// Like [`Index::longest_prefix`], but reuses the memory of `found`.
     pub fn longest_prefix_into(&self, hashes: &[BlockHash], found: &mut PrefixMatch) {
         found.runs.clear();
         let hashes = &hashes[..hashes.len().min(u32::MAX as usize)];
         let (Some(first), Some(last)) = (hashes.first(), hashes.last()) else { return };
-        let Store { runs, heads, places, .. } = &self.store;
+        let Store { runs, entry_points: heads, locations: places, .. } = &self.store;
         let Some(first) = heads.find(*first) else { return };
-        let mut whole = Whole::new();
+        let mut path = RunPath::new();
         let mut ends_unlisted = false;
         let last = places.seek(*last);
-        if !self.parts_at_fork(first, hashes) {
+        if !self.diverges_at_fork(first, hashes) {
             match self.find_last(last) {
-                Some(last) if self.walk_back(hashes, (first, last), &mut whole) => {}
+                Some(last) if self.walk_back(hashes, (first, last), &mut path) => {}
                 last => {
-                    whole.clear();
+                    path.clear();
                     ends_unlisted = last.is_none();
                 }
             }
@@ -117,9 +119,9 @@ impl Index {
         let mut next = Some(first);
         while let Some(at) = next {
             let run = runs.get(at.run);
-            let known = whole.pop().filter(|(expected, _)| *expected == at);
+            let known = path.pop().filter(|(expected, _)| *expected == at);
             let len = known.map_or_else(
-                || self.agreement(run, at.offset, (&hashes[position..], ends_unlisted)),
+                || self.matching_blocks(run, at.offset, (&hashes[position..], ends_unlisted)),
                 |(_, len)| len,
             );
             let held = self.push_holders(found, run, at.offset, len);
@@ -127,94 +129,102 @@ impl Index {
             if (held == 0 && known.is_none()) || position == hashes.len() {
                 return;
             }
-            // Past the end of the run the prefix may go on in another one; in its middle, and at the head of
-            // one that was reached from behind, too, where blocks that were dropped and came back have moved.
-            next = match whole.last() {
+            // After the end of its run a prefix may continue in another run. So it may in the
+            // middle of a run, or at the start of a run found from behind: dropped blocks that come
+            // back are listed elsewhere.
+            next = match path.last() {
                 Some((at, _)) if held == len => Some(*at),
                 _ => {
-                    whole.clear();
+                    path.clear();
                     let next = hashes[position];
-                    // What came from behind need not have left the run before where it ends.
+                    // A run reached from behind may have left the previous run before its end.
                     if known.is_some() { self.store.find(next) } else { heads.find(next) }
                 }
             };
         }
     }
 
-    /// Whether the hashes leave the run they begin in where another run went off, and go on in none: the blocks
-    /// before are shared with many others, and near, and those behind are new. Where they go on, asks the memory
-    /// for the run.
-    fn parts_at_fork(&self, first: At, hashes: &[BlockHash]) -> bool {
-        let Store { runs, pages, heads, .. } = &self.store;
+    /// Whether the hashes leave their first run at its fork and continue in no other run. Then the
+    /// blocks before the fork are shared and the blocks behind it are new. If they continue,
+    /// prefetches that run.
+    fn diverges_at_fork(&self, first: RunPosition, hashes: &[BlockHash]) -> bool {
+        let Store { runs, pages, entry_points: heads, .. } = &self.store;
         let run = runs.get(first.run);
         let Some(fork) = run.fork().checked_sub(first.offset).filter(|fork| *fork > 0) else { return false };
         let Some(next) = hashes.get(fork as usize) else { return false };
-        let [shared, new] = [fork - 1, fork].map(|step| run.place(first.offset + step));
+        let [shared, new] = [fork - 1, fork].map(|step| run.page_slot(first.offset + step));
         [shared, new].into_iter().flatten().for_each(|place| pages.prefetch(place));
         if let Some(next) = heads.find(*next) {
             runs.prefetch(next.run);
             return false;
         }
-        // In front of the fork all of the hash is compared: by a lie there, prompts that go on behind it would be
-        // followed from the front, run by run.
-        shared.is_some_and(|place| pages.holds(place, hashes[fork as usize - 1]))
-            && !new.is_some_and(|place| pages.holds_own(place, *next))
+        // Compares the whole hash before the fork. A forged block there would otherwise force a
+        // walk from the front, run by run, for all prompts that continue behind it.
+        shared.is_some_and(|place| pages.matches(place, hashes[fork as usize - 1]))
+            && !new.is_some_and(|place| pages.suffix_matches(place, *next))
     }
 
-    /// Where the last block of a prompt is, which was sought.
-    fn find_last(&self, mut last: Sought<'_>) -> Option<At> {
+    /// Position of the last block of a prompt, from a lookup that has started.
+    fn find_last(&self, mut last: LocationProbe<'_>) -> Option<RunPosition> {
         let Store { pages, runs, .. } = &self.store;
-        let at = if last.look(pages) { self.store.at(&last)? } else { return None };
+        let at = if last.probe_bucket(pages) { self.store.resolve(&last)? } else { return None };
         runs.prefetch(at.run);
         Some(at)
     }
 
-    /// The live nodes that hold a block, by ascending id, wherever in a prefix it is.
+    /// The live nodes that hold a block at any offset of a prefix, by ascending id.
     #[must_use]
     pub fn holders_of(&self, block: BlockHash) -> SmallVec<[Holder; 4]> {
         let Some(at) = self.store.find(block) else { return SmallVec::new() };
-        let holds = self.store.runs.get(at.run).holds().iter().filter(|hold| hold.covers(at.offset));
+        let holds = self.store.runs.get(at.run).extents().iter().filter(|hold| hold.covers(at.offset));
         let mut holders: SmallVec<[Holder; 4]> = holds.filter_map(|hold| self.nodes.holder(hold)).collect();
         holders.sort_unstable();
         holders
     }
 
-    /// Somebody who held a block under an epoch that is over, until its blocks are swept: nobody where there is none, or a live node holds it.
+    /// A node that held a block under an ended epoch, until the sweep frees its blocks. `None` if
+    /// there is none, or if a live node holds the block.
     #[must_use]
-    pub fn lost_holder(&self, block: BlockHash) -> Option<Lost> {
+    pub fn lost_holder(&self, block: BlockHash) -> Option<LostHolder> {
         let at = self.store.find(block)?;
-        let holds = self.store.runs.get(at.run).holds().iter();
+        let holds = self.store.runs.get(at.run).extents().iter();
         let mut lost = None;
         for hold in holds.filter(|hold| hold.covers(at.offset)) {
             if self.nodes.holder(hold).is_some() {
                 return None;
             }
-            lost = Some(Lost { node: self.nodes.fenced(hold.slot) });
+            lost = Some(LostHolder { node: self.nodes.fenced_node(hold.slot) });
         }
         lost
     }
 
-    /// Follows the runs of a prefix from its last block to its first. Answers whether they are one
-    /// unbroken way; then nothing but holders is left to be looked at.
-    fn walk_back(&self, hashes: &[BlockHash], (first, last): (At, At), whole: &mut Whole) -> bool {
+    /// Follows the runs of a prefix from its last block to its first. Returns whether they form one
+    /// unbroken path; then only the holders remain to be read.
+    fn walk_back(
+        &self,
+        hashes: &[BlockHash],
+        (first, last): (RunPosition, RunPosition),
+        path: &mut RunPath,
+    ) -> bool {
         let runs = &self.store.runs;
         let (mut at, mut end) = (last, hashes.len());
         loop {
             let run = runs.get(at.run);
             let len = (at.offset + 1 - run.start()) as usize;
             let Some(position) = end.checked_sub(len) else { return false };
-            // The last of the stretch is the block that was asked for, so all of it is: a hash stands for those
-            // before it. Who announces what is no prefix is most often seen here.
-            if run.head != head_of(hashes[position]) {
+            // The last block of the run part matched, and a hash covers all blocks before it, so
+            // the whole part matches. Announcements that are not real prefixes are mostly caught
+            // here.
+            if run.head_bits != head_bits(hashes[position]) {
                 return false;
             }
-            let head = At { offset: run.start(), ..at };
-            whole.push((head, len as u32));
+            let head = RunPosition { offset: run.start(), ..at };
+            path.push((head, len as u32));
             if position == 0 {
                 return head == first;
             }
-            let before = match runs.before(run) {
-                Some((run, offset)) => Some(At { run, offset }),
+            let before = match runs.predecessor(run) {
+                Some((run, offset)) => Some(RunPosition { run, offset }),
                 None => self.store.find(hashes[position - 1]),
             };
             let Some(before) = before else { return false };
@@ -222,45 +232,53 @@ impl Index {
         }
     }
 
-    /// How many of the hashes stand in the run from an offset on; the first does. `ends_unlisted` says that the
-    /// last is known not to be listed. Goes by the blocks' own bytes and then compares all of the last hash only:
-    /// what stands for that block stands for all before it.
-    fn agreement(&self, run: &Run, offset: u32, hashes: (&[BlockHash], bool)) -> u32 {
-        let (equal, (hashes, _)) = (self.own_agreement(run, offset, hashes), hashes);
-        let last = run.place(offset + equal - 1);
-        if equal == 1 || last.is_some_and(|last| self.store.pages.holds(last, hashes[equal as usize - 1])) {
+    /// Number of hashes that match the run from an offset on; the first one does. `ends_unlisted`
+    /// says that the last hash is known to be unlisted. Compares suffixes and then the whole last
+    /// hash: a match there covers all blocks before it.
+    fn matching_blocks(&self, run: &PrefixRun, offset: u32, hashes: (&[BlockHash], bool)) -> u32 {
+        let (equal, (hashes, _)) = (self.matching_blocks_by_suffix(run, offset, hashes), hashes);
+        let last = run.page_slot(offset + equal - 1);
+        if equal == 1 || last.is_some_and(|last| self.store.pages.matches(last, hashes[equal as usize - 1])) {
             return equal;
         }
-        self.full_agreement(run, offset, hashes)
+        self.matching_blocks_exact(run, offset, hashes)
     }
 
-    /// The same where somebody announced a block with the own bytes of another one, in another octet.
+    /// Like [`Index::matching_blocks`], for forged blocks that share a suffix with a block of
+    /// another block group.
     #[cold]
-    fn full_agreement(&self, run: &Run, offset: u32, hashes: &[BlockHash]) -> u32 {
+    fn matching_blocks_exact(&self, run: &PrefixRun, offset: u32, hashes: &[BlockHash]) -> u32 {
         let len = (run.end() - offset).min(hashes.len() as u32);
-        halve(1, len, |step| {
-            let place = run.place(offset + step);
-            place.is_some_and(|place| self.store.pages.holds(place, hashes[step as usize]))
+        first_mismatch(1, len, |step| {
+            let place = run.page_slot(offset + step);
+            place.is_some_and(|place| self.store.pages.matches(place, hashes[step as usize]))
         })
     }
 
-    /// The same by the blocks' own bytes: never less, and more only where somebody lied.
+    /// Like [`Index::matching_blocks`], by suffixes only. Never too short; too long only if a node
+    /// forged hashes.
     #[inline]
-    fn own_agreement(&self, run: &Run, offset: u32, (hashes, ends_unlisted): (&[BlockHash], bool)) -> u32 {
+    fn matching_blocks_by_suffix(
+        &self,
+        run: &PrefixRun,
+        offset: u32,
+        (hashes, ends_unlisted): (&[BlockHash], bool),
+    ) -> u32 {
         let pages = &self.store.pages;
         let len = (run.end() - offset).min(hashes.len() as u32);
-        // Most prompts that part from a run do so where another one did, and many at its end.
+        // Most prompts that leave a run do so at its fork, and many at its end.
         let fork = run.fork().checked_sub(offset).filter(|fork| (1..len).contains(fork));
         if let Some(fork) = fork {
             for step in [fork - 1, fork] {
-                run.place(offset + step).inspect(|place| pages.prefetch(*place));
+                run.page_slot(offset + step).inspect(|place| pages.prefetch(*place));
             }
         }
         let agrees = |step: u32| {
-            let place =
-                run.place(offset + step).filter(|place| pages.holds_own(*place, hashes[step as usize]));
-            // It may be the last, of which all is compared.
-            place.inspect(|place| pages.prefetch_octet(*place)).is_some()
+            let place = run
+                .page_slot(offset + step)
+                .filter(|place| pages.suffix_matches(*place, hashes[step as usize]));
+            // This may be the last match, which is compared in full.
+            place.inspect(|place| pages.prefetch_group(*place)).is_some()
         };
         let (mut equal, mut differs) = (1, len);
         if !ends_unlisted || (len as usize) < hashes.len() {
@@ -275,20 +293,21 @@ impl Index {
             Some(fork) => differs = fork - 1,
             None => {}
         }
-        halve(equal, differs, agrees)
+        first_mismatch(equal, differs, agrees)
     }
 
-    /// Appends the holders of a stretch up to the first block nobody holds; answers how many are held.
-    fn push_holders(&self, found: &mut PrefixMatch, run: &Run, from: u32, len: u32) -> u32 {
-        if run.holds().len() > FEW_HOLDS {
+    /// Appends the holders of a part of a run up to the first block without a holder. Returns the
+    /// number of blocks appended.
+    fn push_holders(&self, found: &mut PrefixMatch, run: &PrefixRun, from: u32, len: u32) -> u32 {
+        if run.extents().len() > FEW_EXTENTS {
             return self.push_many_holders(found, run, from, len);
         }
         let to = from + len;
         let mut at = from;
         while at < to {
             let mut end = to;
-            let mut holders: SmallVec<[Holder; 4]> = SmallVec::with_capacity(run.holds().len());
-            for hold in run.holds() {
+            let mut holders: SmallVec<[Holder; 4]> = SmallVec::with_capacity(run.extents().len());
+            for hold in run.extents() {
                 let Some(holder) = self.nodes.holder(hold) else { continue };
                 if hold.covers(at) {
                     holders.push(holder);
@@ -306,30 +325,30 @@ impl Index {
         at - from
     }
 
-    /// The same for a run whose holders come and go all along it: each hold is looked at where it begins
-    /// and where it ends, not at every place between.
+    /// Like [`Index::push_holders`], for a run with many extents: visits each extent at its start
+    /// and its end only.
     #[cold]
-    fn push_many_holders(&self, found: &mut PrefixMatch, run: &Run, from: u32, len: u32) -> u32 {
+    fn push_many_holders(&self, found: &mut PrefixMatch, run: &PrefixRun, from: u32, len: u32) -> u32 {
         let to = from + len;
-        let mut waiting: Vec<(u32, u32, Holder)> = run
-            .holds()
+        let mut upcoming: Vec<(u32, u32, Holder)> = run
+            .extents()
             .iter()
             .filter(|hold| u32::from(hold.to) > from && u32::from(hold.from) < to)
             .filter_map(|hold| Some((hold.from.into(), hold.to.into(), self.nodes.holder(hold)?)))
             .collect();
-        waiting.sort_unstable_by_key(|(first, _, _)| *first);
-        let mut waiting = waiting.into_iter().peekable();
-        let mut here: Vec<(u32, Holder)> = Vec::new();
+        upcoming.sort_unstable_by_key(|(first, _, _)| *first);
+        let mut waiting = upcoming.into_iter().peekable();
+        let mut active: Vec<(u32, Holder)> = Vec::new();
         let mut at = from;
         while at < to {
-            here.retain(|(end, _)| *end > at);
+            active.retain(|(end, _)| *end > at);
             while let Some((_, end, holder)) = waiting.next_if(|(first, _, _)| *first <= at) {
-                here.push((end, holder));
+                active.push((end, holder));
             }
             let next = waiting.peek().map_or(to, |(first, _, _)| *first);
-            let Some(end) = here.iter().map(|(end, _)| *end).min() else { break };
+            let Some(end) = active.iter().map(|(end, _)| *end).min() else { break };
             let end = end.min(next).min(to);
-            found.push(here.iter().map(|(_, holder)| *holder).collect(), end - at);
+            found.push(active.iter().map(|(_, holder)| *holder).collect(), end - at);
             at = end;
         }
         at - from
@@ -339,8 +358,8 @@ impl Index {
 impl PrefixMatch {
     /// Appends blocks; their holders come in any order.
     fn push(&mut self, mut holders: SmallVec<[Holder; 4]>, blocks: u32) {
-        // By ascending node: the order of slots tells of who joined first and must not show. It is most
-        // often the order of nodes.
+        // Sorts by node, because slot order reveals the order of joins and must not show. Slots
+        // mostly are in node order already.
         if !holders.is_sorted_by_key(|holder| holder.node) {
             holders.sort_unstable();
         }
@@ -354,23 +373,24 @@ impl PrefixMatch {
     }
 }
 
-/// The first step that does not agree, of those from `equal` on, or `differs`. Equal hashes mean equal prefixes, so it
-/// is found by halving. A page that was given back differs: nobody holds its blocks here.
+/// The first step from `equal` on that does not match, or `differs` if all do. Equal hashes mean
+/// equal prefixes, so a binary search finds it. A page that was released does not match: its blocks
+/// have no holder here.
 #[inline]
-fn halve(mut equal: u32, mut differs: u32, agrees: impl Fn(u32) -> bool) -> u32 {
-    while equal < differs {
-        let middle = equal + (differs - equal) / 2;
+fn first_mismatch(mut first: u32, mut differs: u32, agrees: impl Fn(u32) -> bool) -> u32 {
+    while first < differs {
+        let middle = first + (differs - first) / 2;
         if agrees(middle) {
-            equal = middle + 1;
+            first = middle + 1;
         } else {
             differs = middle;
         }
     }
-    equal
+    first
 }
 
-/// Holds of a run that are looked through at every place where one of them begins or ends.
-const FEW_HOLDS: usize = if cfg!(test) { 3 } else { 64 };
+/// Up to this number of extents, all are scanned wherever one of them begins or ends.
+const FEW_EXTENTS: usize = if cfg!(test) { 3 } else { 64 };
 
-/// Stretches of runs that make up a request, the first of them last.
-type Whole = SmallVec<[(At, u32); 8]>;
+/// Parts of runs that make up a request, the first part last.
+type RunPath = SmallVec<[(RunPosition, u32); 8]>;

@@ -1,12 +1,9 @@
 //! The replicated index: a state machine that maps blocks to the nodes that hold them.
 //!
-//! Commands go in through [`Index::apply`], in log order; lookups of prompts come out of
-//! [`Index::longest_prefix`], those of a single block out of [`Index::holders_of`]. Equal logs give equal indexes, byte-equal snapshots and equal digests,
-//! whatever each replica has restored on the way. Not here: the log, time, load, and any promise about
-//! bytes: an answer says where a block should be, the reader checks that it is.
+//! [`Index::apply`] takes commands in log order. [`Index::longest_prefix`] looks up a prompt, [`Index::holders_of`] a single block. Equal logs give equal indexes, byte-equal snapshots and equal digests, whatever snapshot each replica restored on the way. Not here: the log, time, load, and any promise about bytes. An answer says where a block should be; the reader checks that it is there.
 //!
-//! Next: `command.rs` for what can be said, `nodes.rs` for epochs and fencing, `store.rs` for blocks and
-//! their holders. The picture of the structure is in `docs/adr/0018-run-compressed-index.md`.
+//! Read next: `command.rs` for the commands, `nodes.rs` for epochs and fencing, `store.rs` for
+//! blocks and their holders. `docs/adr/0018-run-compressed-index.md` shows the structure.
 
 pub mod command;
 pub mod digest;
@@ -15,14 +12,14 @@ mod bytes;
 mod codec;
 mod components;
 mod directives;
-mod heads;
+mod entry_points;
 mod holders;
 mod images;
 mod limits;
+mod locations;
 mod lookup;
 mod nodes;
 mod pages;
-mod places;
 mod restore;
 mod run;
 mod snapshot;
@@ -44,39 +41,40 @@ pub use limits::{
     ANNOUNCE_BLOCKS_MAX, ANNOUNCE_CHANGES_MAX, COPIES_MAX, IndexLimits, NODES_MAX, PIN_BLOCKS_MAX,
     PINNED_BLOCKS_MAX, PINS_MAX, QUOTAS_MAX, TEXT_BYTES_MAX, TTLS_MAX,
 };
-pub use lookup::{Holder, HolderRun, Lost, PrefixMatch};
+pub use lookup::{Holder, HolderRun, LostHolder, PrefixMatch};
 pub use nodes::NodeState;
 pub use restore::Restore;
 pub use snapshot::{
-    SNAPSHOT_CHUNK_BYTES, SNAPSHOT_FORMAT, SnapshotCursor, SnapshotError, SnapshotImages, Superseded,
-    check_snapshot_format, is_whole_chunk,
+    SNAPSHOT_CHUNK_BYTES, SNAPSHOT_FORMAT, SnapshotCursor, SnapshotError, SnapshotImages, SnapshotSuperseded,
+    check_snapshot_format, is_valid_chunk,
 };
 
 use command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord, Pin, Refusal};
 use directives::Directives;
-use holders::Tiers;
-use limits::{added_blocks, within};
-use nodes::{Exhausted, Nodes, SLOTS_MAX};
-use store::{Depth, Named, Store, Who};
+use holders::TierUpdate;
+use limits::{added_blocks, check_limit};
+use nodes::{ExhaustedSlot, Nodes, SLOTS_MAX};
+use store::{ChangedBlocks, PrefetchStage, Store, Writer};
 
-use crate::id::{BlockHash, Epoch, Generation, GroupId, NodeId, Seq, TenantId};
+use crate::id::{BlockHash, Epoch, Generation, NodeId, Seq, TenantId, TtlGroupId};
 
-/// Blocks the sweep visits after a command that names no block: some tens of microseconds, so that ten
-/// million stale holds are gone after ten thousand commands. One in tests, so that readers meet them.
+/// Blocks that the sweep visits after a command that names no block. Costs tens of microseconds and
+/// frees ten million stale copies within ten thousand commands. One in tests, so that lookups meet
+/// stale copies.
 const SWEEP_BLOCKS_MIN: u64 = if cfg!(test) { 1 } else { 1_024 };
 /// Blocks the sweep visits per block a command adds: more than one, so that it outruns growth.
 const SWEEP_BLOCKS_PER_BLOCK: u64 = 4;
 
-/// Blocks that are applied at a time, with the memory of the next ones asked for ahead of their turn: as many as
-/// the store asks for at once.
-const PIECE_BLOCKS: usize = if cfg!(test) { 3 } else { 64 };
+/// Blocks of a change that are applied together while the memory of the next part is prefetched.
+/// Equals the store's prefetch limit.
+const PART_BLOCKS: usize = if cfg!(test) { 3 } else { 64 };
 
 /// Counts of the logical state: equal on replicas that applied the same log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IndexStats {
     /// Distinct blocks that some live node holds.
     pub blocks: u64,
-    /// (node, block) pairs; tiers are not counted apart.
+    /// (node, block) pairs; a block in several tiers of one node counts once.
     pub copies: u64,
     /// Pins in force.
     pub pins: u64,
@@ -84,7 +82,7 @@ pub struct IndexStats {
     pub pinned_blocks: u64,
     /// Nodes known, live or fenced.
     pub nodes: u64,
-    /// Nodes whose epoch counts.
+    /// Nodes with an epoch that still counts.
     pub live_nodes: u64,
     /// Tenants with a quota.
     pub quotas: u64,
@@ -92,15 +90,15 @@ pub struct IndexStats {
     pub ttls: u64,
 }
 
-/// The replicated map from prefix to holders, with everything else that the log decides.
+/// The replicated map from prefix to holders, with all other state that the log decides.
 #[derive(Clone, Debug, Default)]
 pub struct Index {
     limits: IndexLimits,
     nodes: Nodes,
     directives: Directives,
     store: Store,
-    /// The snapshot that is being made; its cursor has the same.
-    snapshot: Option<Arc<()>>,
+    /// Token of the snapshot that is being written; its cursor holds the same token.
+    active_snapshot: Option<Arc<()>>,
 }
 
 impl Index {
@@ -110,7 +108,8 @@ impl Index {
         Self { limits, ..Self::default() }
     }
 
-    /// Applies one command of the log. Never fails: what cannot be done is an answer.
+    /// Applies one command of the log. Never fails: a command that cannot be applied gets
+    /// [`Applied::Refused`] or [`Applied::Ignored`].
     pub fn apply(&mut self, command: &Command) -> Applied {
         let applied = self.limits.check(command).and_then(|()| self.apply_checked(command));
         self.sweep_after(command);
@@ -134,9 +133,9 @@ impl Index {
 
     fn join(&mut self, record: &NodeRecord) -> Result<Applied, Refusal> {
         self.check_identity(record)?;
-        self.check_room(record)?;
+        self.check_node_limit(record)?;
         let (epoch, exhausted) = self.nodes.join(record.clone());
-        self.recycle(exhausted);
+        self.release_slot(exhausted);
         Ok(Applied::Joined(epoch))
     }
 
@@ -147,10 +146,10 @@ impl Index {
         }
     }
 
-    fn check_room(&self, record: &NodeRecord) -> Result<(), Refusal> {
+    fn check_node_limit(&self, record: &NodeRecord) -> Result<(), Refusal> {
         let known = self.nodes.get(record.node).is_some();
         let grown = self.nodes.len() as u64 + u64::from(!known);
-        within("nodes", grown, self.limits.nodes_max.min(SLOTS_MAX).into())
+        check_limit("nodes", grown, self.limits.nodes_max.min(SLOTS_MAX).into())
     }
 
     fn admit(&mut self, record: &NodeRecord, epoch: Epoch) -> Result<Applied, Refusal> {
@@ -162,9 +161,9 @@ impl Index {
         if known.is_some_and(|known| known >= epoch) {
             return Ok(Applied::Ignored);
         }
-        self.check_room(record)?;
+        self.check_node_limit(record)?;
         let exhausted = self.nodes.admit(record.clone(), epoch);
-        self.recycle(exhausted);
+        self.release_slot(exhausted);
         Ok(Applied::Done)
     }
 
@@ -174,13 +173,14 @@ impl Index {
             Some(state) if state.live && state.epoch == epoch => state.live = false,
             _ => return Applied::Ignored,
         }
-        let exhausted = self.nodes.void(slot);
-        self.recycle(exhausted);
+        let exhausted = self.nodes.invalidate(slot);
+        self.release_slot(exhausted);
         Applied::Done
     }
 
-    /// Ends the epoch of every node. What they announced stops counting with that, and late announcements are refused;
-    /// its memory is swept as that of a node that was fenced.
+    /// Moves to the next generation of weights and ends the epoch of every node. Earlier
+    /// announcements stop counting and late ones are refused. The sweep frees their memory as after
+    /// a fence.
     fn set_generation(&mut self, to: Generation) -> Result<Applied, Refusal> {
         let applied = self.directives.set_generation(to)?;
         if applied == Applied::Done {
@@ -197,44 +197,46 @@ impl Index {
             return Applied::Ignored;
         }
         let exhausted = self.nodes.leave(slot);
-        self.recycle(exhausted);
+        self.release_slot(exhausted);
         Applied::Done
     }
 
     fn announce(&mut self, batch: &[Announcement]) -> Applied {
-        let pieces: Vec<Piece<'_>> = batch.iter().flat_map(|one| &one.changes).flat_map(pieces).collect();
+        let pieces: Vec<ChangePart<'_>> =
+            batch.iter().flat_map(|one| &one.changes).flat_map(change_parts).collect();
         let mut outcomes = Vec::with_capacity(batch.len());
         let mut done = 0;
         for one in batch {
-            let end = done + one.changes.iter().map(pieces_count).sum::<usize>();
+            let end = done + one.changes.iter().map(change_part_count).sum::<usize>();
             outcomes.push(self.announce_one(one, &pieces[done..], end - done));
             done = end;
         }
         Applied::Announced(outcomes)
     }
 
-    /// Asks the memory for what the next pieces will look at, each a step deeper with every turn.
-    fn look_ahead(&self, next: &[Piece<'_>]) {
+    /// Prefetches memory for the next parts; each part moves one stage deeper per call.
+    fn prefetch_ahead(&self, upcoming: &[ChangePart<'_>]) {
         let steps = [
-            (0, Depth::Pages),
-            (1, Depth::Tail),
-            (2, Depth::Run),
-            (3, Depth::Page),
-            (4, Depth::Buckets),
-            (6, Depth::Hashes),
+            (0, PrefetchStage::Pages),
+            (1, PrefetchStage::Tail),
+            (2, PrefetchStage::Run),
+            (3, PrefetchStage::Page),
+            (4, PrefetchStage::Buckets),
+            (6, PrefetchStage::Hashes),
         ];
         for (ahead, depth) in steps {
-            if let Some(Some((named, _))) = next.get(ahead) {
+            if let Some(Some((named, _))) = upcoming.get(ahead) {
                 self.store.prefetch(*named, depth);
             }
         }
     }
 
-    /// Makes one announcement: the first `count` of the pieces, behind which come those of the next ones.
+    /// Applies one announcement: the first `count` of `pieces`. The parts behind them belong to
+    /// later announcements and serve only for prefetching.
     fn announce_one(
         &mut self,
         announcement: &Announcement,
-        pieces: &[Piece<'_>],
+        parts: &[ChangePart<'_>],
         count: usize,
     ) -> AnnounceOutcome {
         let Some(slot) = self.nodes.slot_of(announcement.node) else { return AnnounceOutcome::Fenced };
@@ -252,29 +254,29 @@ impl Index {
         let next = Seq(expected.0 + 1);
         state.next_seq = next;
         let mut unlisted = 0;
-        for (position, piece) in pieces[..count].iter().enumerate() {
-            self.look_ahead(&pieces[position + 1..]);
-            unlisted += self.change(slot, *piece);
+        for (position, piece) in parts[..count].iter().enumerate() {
+            self.prefetch_ahead(&parts[position + 1..]);
+            unlisted += self.apply_part(slot, *piece);
         }
         AnnounceOutcome::Applied { next, unlisted }
     }
 
-    /// Makes one piece of a change, and counts the blocks that a full index did not list.
-    fn change(&mut self, slot: u16, piece: Piece<'_>) -> u64 {
-        let Some((named, tiers)) = piece else {
-            let exhausted = self.nodes.void(slot);
-            self.recycle(exhausted);
+    /// Applies one part of a change. Returns the blocks that the full index did not list.
+    fn apply_part(&mut self, slot: u16, part: ChangePart<'_>) -> u64 {
+        let Some((named, tiers)) = part else {
+            let exhausted = self.nodes.invalidate(slot);
+            self.release_slot(exhausted);
             return 0;
         };
-        let room = self.limits.copies_max.saturating_sub(self.nodes.copies());
-        let who = Who { slot, incarnations: &self.nodes.incarnations };
-        let tally = self.store.change(who, named, tiers, room);
-        self.nodes.book(slot, &tally);
-        tally.unlisted
+        let max_new_blocks = self.limits.copies_max.saturating_sub(self.nodes.copies());
+        let who = Writer { slot, incarnations: &self.nodes.incarnations };
+        let delta = self.store.apply_change(who, named, tiers, max_new_blocks);
+        self.nodes.apply_delta(slot, &delta);
+        delta.unlisted
     }
 
-    fn recycle(&mut self, exhausted: Exhausted) {
-        if let Exhausted(Some(slot)) = exhausted {
+    fn release_slot(&mut self, exhausted: ExhaustedSlot) {
+        if let ExhaustedSlot(Some(slot)) = exhausted {
             self.store.forget_slot(slot);
         }
     }
@@ -287,28 +289,28 @@ impl Index {
         self.sweep(added.saturating_mul(SWEEP_BLOCKS_PER_BLOCK).max(SWEEP_BLOCKS_MIN));
     }
 
-    /// Frees memory of holds that no longer count, looking at about so many blocks. Part of every command,
-    /// and of nothing else: what is freed decides where the next blocks lie, and that is equal on all
+    /// Frees memory of stale extents, visiting about `blocks` blocks. Runs only inside
+    /// [`Index::apply`]: freed memory decides where the next blocks lie, which must be equal on all
     /// replicas.
     fn sweep(&mut self, blocks: u64) {
-        if self.stale_holds() > 0 {
+        if self.stale_copies() > 0 {
             self.store.sweep(blocks, self.nodes.incarnations());
         }
     }
 
-    /// (node, block) pairs that count. O(1), which [`Index::stats`] is not.
+    /// (node, block) pairs that count. O(1), unlike [`Index::stats`].
     #[must_use]
     pub fn copies(&self) -> u64 {
         self.nodes.copies()
     }
 
-    /// (node, block) pairs that no longer count and still take memory.
+    /// (node, block) pairs that no longer count but still take memory.
     #[must_use]
-    pub fn stale_holds(&self) -> u64 {
-        self.store.held() - self.nodes.copies()
+    pub fn stale_copies(&self) -> u64 {
+        self.store.total_copies() - self.nodes.copies()
     }
 
-    /// Counts of the logical state. O(nodes), and O(blocks) while stale holds wait for the sweep.
+    /// Counts of the logical state. O(nodes), or O(blocks) while stale copies await the sweep.
     #[must_use]
     pub fn stats(&self) -> IndexStats {
         IndexStats {
@@ -324,7 +326,7 @@ impl Index {
     }
 
     fn count_blocks(&self) -> u64 {
-        if self.stale_holds() == 0 {
+        if self.stale_copies() == 0 {
             return self.store.len();
         }
         self.store.count_current(self.nodes.incarnations())
@@ -347,23 +349,24 @@ impl Index {
         self.nodes.get(node).map(|state| (state.epoch, state.next_seq))
     }
 
-    /// Whether everything announced under this epoch is void for good: the node was fenced, left, or
-    /// joined again. A node or an epoch that this replica has not heard of yet is not over.
+    /// Whether everything announced under this epoch is permanently invalid: the node was fenced,
+    /// left, or joined again. False for a node or an epoch that this replica does not know yet.
     #[must_use]
-    pub fn is_over(&self, node: NodeId, epoch: Epoch) -> bool {
+    pub fn is_epoch_over(&self, node: NodeId, epoch: Epoch) -> bool {
         match self.nodes.get(node) {
             Some(state) => state.epoch > epoch || (state.epoch == epoch && !state.live),
             None => self.nodes.departed_epoch(node).is_some_and(|last| epoch <= last),
         }
     }
 
-    /// The identity every node must serve: that of the nodes known; none before the first join.
+    /// The identity that every node must serve. `None` before the first join and after the last
+    /// leave.
     #[must_use]
     pub fn identity(&self) -> Option<crate::id::IdentityDigest> {
         self.nodes.identity()
     }
 
-    /// The generation of the weights, which counts from 0: the identity that requests and frames must have is
+    /// The generation of the weights, counted from 0. Requests and frames must carry
     /// [`Self::identity`] of this generation.
     #[must_use]
     pub fn generation(&self) -> Generation {
@@ -380,65 +383,68 @@ impl Index {
         self.directives.quotas.iter().map(|(&tenant, &bytes)| (tenant, bytes))
     }
 
-    /// Milliseconds of each group that has a time to live, by ascending group.
-    pub fn ttls(&self) -> impl Iterator<Item = (GroupId, u64)> + '_ {
+    /// Time to live of each group that has one, in milliseconds, by ascending group.
+    pub fn ttls(&self) -> impl Iterator<Item = (TtlGroupId, u64)> + '_ {
         self.directives.ttls.iter().map(|(&group, &ttl_ms)| (group, ttl_ms))
     }
 
-    /// The limits it was made with.
+    /// The limits that the index was created with.
     #[must_use]
     pub fn limits(&self) -> &IndexLimits {
         &self.limits
     }
 }
 
-/// Some blocks of a change and what becomes of their tiers; nothing for a change that voids everything.
-type Piece<'a> = Option<(Named<'a>, Tiers)>;
+/// Blocks of a change and the tier update they get; `None` for a change that invalidates
+/// everything.
+type ChangePart<'a> = Option<(ChangedBlocks<'a>, TierUpdate)>;
 
-/// A change in pieces of at most [`PIECE_BLOCKS`], which come to the same one after the other: the first block of
-/// a piece follows the last of the one before.
-fn pieces(change: &Change) -> impl Iterator<Item = Piece<'_>> {
-    let whole = named(change);
+/// Splits a change into parts of at most [`PART_BLOCKS`] blocks. Applying them in order equals
+/// applying the change: the first block of a part follows the last of the previous part.
+fn change_parts(change: &Change) -> impl Iterator<Item = ChangePart<'_>> {
+    let whole = blocks_and_tiers(change);
     let blocks = whole.map_or(&[][..], |(named, _)| named.blocks());
     let cleared = whole.is_none().then_some(None);
-    let parts = blocks.chunks(PIECE_BLOCKS).enumerate().filter_map(move |(nth, part)| {
+    let parts = blocks.chunks(PART_BLOCKS).enumerate().filter_map(move |(nth, part)| {
         let (whole, tiers) = whole?;
         let named = match whole {
-            Named::Chain { parent, .. } => {
-                let before = (nth * PIECE_BLOCKS).checked_sub(1).and_then(|before| blocks.get(before));
-                Named::Chain { parent: before.copied().or(parent), blocks: part }
+            ChangedBlocks::Chain { parent, .. } => {
+                let before = (nth * PART_BLOCKS).checked_sub(1).and_then(|before| blocks.get(before));
+                ChangedBlocks::Chain { parent: before.copied().or(parent), blocks: part }
             }
-            Named::Loose(_) => Named::Loose(part),
+            ChangedBlocks::Unordered(_) => ChangedBlocks::Unordered(part),
         };
         Some(Some((named, tiers)))
     });
     cleared.into_iter().chain(parts)
 }
 
-impl<'a> Named<'a> {
+impl<'a> ChangedBlocks<'a> {
     fn blocks(&self) -> &'a [BlockHash] {
         match *self {
-            Named::Chain { blocks, .. } | Named::Loose(blocks) => blocks,
+            ChangedBlocks::Chain { blocks, .. } | ChangedBlocks::Unordered(blocks) => blocks,
         }
     }
 }
 
-/// How many pieces a change has.
-fn pieces_count(change: &Change) -> usize {
-    named(change).map_or(1, |(named, _)| named.blocks().len().div_ceil(PIECE_BLOCKS))
+/// Number of parts of a change.
+fn change_part_count(change: &Change) -> usize {
+    blocks_and_tiers(change).map_or(1, |(named, _)| named.blocks().len().div_ceil(PART_BLOCKS))
 }
 
-/// The blocks of a change and what becomes of their tiers; nothing when it voids everything.
-fn named(change: &Change) -> Option<(Named<'_>, Tiers)> {
+/// The blocks of a change and their tier update; `None` if the change invalidates everything.
+fn blocks_and_tiers(change: &Change) -> Option<(ChangedBlocks<'_>, TierUpdate)> {
     let (named, gone, added) = match change {
         Change::Stored { parent, blocks, tier } => {
-            (Named::Chain { parent: *parent, blocks }, TierSet::NONE, TierSet::only(*tier))
+            (ChangedBlocks::Chain { parent: *parent, blocks }, TierSet::NONE, TierSet::only(*tier))
         }
         Change::Moved { blocks, from, to } => {
-            (Named::Loose(blocks), TierSet::only(*from), TierSet::only(*to))
+            (ChangedBlocks::Unordered(blocks), TierSet::only(*from), TierSet::only(*to))
         }
-        Change::Dropped { blocks, tier, .. } => (Named::Loose(blocks), TierSet::only(*tier), TierSet::NONE),
+        Change::Dropped { blocks, tier, .. } => {
+            (ChangedBlocks::Unordered(blocks), TierSet::only(*tier), TierSet::NONE)
+        }
         Change::Cleared => return None,
     };
-    Some((named, Tiers { gone, added }))
+    Some((named, TierUpdate { removed: gone, added }))
 }

@@ -1,42 +1,43 @@
-//! The nodes of the cluster: their records, epochs, announce positions, and the slots that make
-//! fencing O(1).
+//! The nodes of the cluster: records, epochs, announce positions, and the slots that make fencing
+//! O(1).
 //!
-//! Not here: which blocks they hold (`store.rs`); only how many, and the digest over them.
+//! Not here: which blocks a node holds (`store.rs`). This file keeps only their number and digest.
 
 use std::collections::BTreeMap;
 
 use super::command::NodeRecord;
 use super::lookup::Holder;
-use super::run::Hold;
-use super::store::Tally;
+use super::run::Extent;
+use super::store::CopyDelta;
 use crate::id::{Epoch, IdentityDigest, NodeId, Seq};
 
-/// Last epochs of nodes that left, kept one by one. Above it, the lowest is folded into a floor that
-/// every new node starts above: epochs still only grow, they just skip some numbers.
+/// Last epochs kept for nodes that left. Above this number the lowest is folded into `epoch_floor`,
+/// above which every new node starts. Epochs still only grow; they skip some numbers.
 pub(super) const DEPARTED_MAX: usize = if cfg!(test) { 2 } else { 4_096 };
 
-/// Last incarnation of a slot before it starts over. Small in tests, so that they get there.
+/// Last incarnation of a slot before it wraps. Small in tests, so that they reach it.
 const INCARNATION_MAX: u32 = if cfg!(test) { 3 } else { u32::MAX };
 
-/// Slots at most: their numbers are sixteen bits wide.
+/// Maximum number of slots: slot numbers have sixteen bits.
 pub(super) const SLOTS_MAX: u32 = 65_536;
 
 /// What the index knows about one node.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NodeState {
-    /// What it said when it joined.
+    /// The record of its last join.
     pub record: NodeRecord,
     /// The epoch of its last join.
     pub epoch: Epoch,
     /// Whether that epoch still counts. A fenced node stays known until it joins again or leaves.
     pub live: bool,
-    /// Number its next announcement must carry.
+    /// Sequence number that its next announcement must carry.
     pub next_seq: Seq,
     /// Distinct blocks it holds.
     pub blocks: u64,
     /// Blocks it holds per tier, by tier number; a block in two tiers counts in both.
     pub tier_blocks: [u64; 3],
-    /// Sum of the digests of its holds: order does not matter, each hold can be taken out again.
+    /// Wrapping sum of the digests of its extents. Independent of order, so an extent can be
+    /// subtracted again.
     pub(super) digest_sum: u128,
 }
 
@@ -45,23 +46,22 @@ impl NodeState {
         Self { record, epoch, live: true, next_seq: Seq(1), blocks: 0, tier_blocks: [0; 3], digest_sum: 0 }
     }
 
-    /// Digest over what it holds: what [`super::digest::after`] comes to over its announcements, as long as it
-    /// holds each block in one tier at a time and all of them found room.
+    /// Digest over the blocks it holds. Equals [`super::digest::digest_after`] over its
+    /// announcements if each block is in one tier at a time and the index listed all of them.
     #[must_use]
     pub fn digest(&self) -> u128 {
         self.digest_sum
     }
 
-    /// Books what a change came to.
-    fn book(&mut self, tally: &Tally) {
-        self.blocks = self.blocks.wrapping_add_signed(tally.blocks);
-        for (blocks, more) in self.tier_blocks.iter_mut().zip(tally.tier_blocks) {
+    fn apply_delta(&mut self, delta: &CopyDelta) {
+        self.blocks = self.blocks.wrapping_add_signed(delta.blocks);
+        for (blocks, more) in self.tier_blocks.iter_mut().zip(delta.tier_blocks) {
             *blocks = blocks.wrapping_add_signed(more);
         }
-        self.digest_sum = self.digest_sum.wrapping_add(tally.digest);
+        self.digest_sum = self.digest_sum.wrapping_add(delta.digest);
     }
 
-    fn forget_blocks(&mut self) {
+    fn clear_blocks(&mut self) {
         self.blocks = 0;
         self.tier_blocks = [0; 3];
         self.digest_sum = 0;
@@ -72,14 +72,14 @@ fn next_epoch(last: Epoch) -> Epoch {
     Epoch(last.0.saturating_add(1))
 }
 
-/// A slot whose incarnations ran out: every hold of it must leave the table before it is used again.
+/// A slot with no incarnations left: all its extents must be removed before the slot is used again.
 #[must_use]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Exhausted(pub(super) Option<u16>);
+pub(super) struct ExhaustedSlot(pub(super) Option<u16>);
 
-/// Node and epoch of a slot; kept together, because lookups read nothing else of a node.
+/// Node and epoch of a slot, stored together because a lookup reads only these.
 #[derive(Clone, Copy, Debug, Default)]
-struct Face {
+struct NodeEpoch {
     node: NodeId,
     epoch: Epoch,
 }
@@ -89,11 +89,12 @@ struct Face {
 pub(super) struct Nodes {
     by_id: BTreeMap<NodeId, u16>,
     pub(super) slots: Vec<Option<NodeState>>,
-    /// One per slot. Kept apart from the states because a lookup compares only these.
+    /// Current incarnation of each slot. Kept apart from the states because a lookup compares only
+    /// these.
     pub(super) incarnations: Vec<u32>,
-    /// One per slot: what a lookup says of its node.
-    faces: Vec<Face>,
-    /// Slots of nodes that left, the next to be used last.
+    /// Node and epoch of each slot, as lookups report them.
+    node_epochs: Vec<NodeEpoch>,
+    /// Slots of nodes that left; the last one is used next.
     pub(super) free: Vec<u16>,
     /// Sum of the blocks of all nodes.
     copies: u64,
@@ -133,14 +134,14 @@ impl Nodes {
         &self.incarnations
     }
 
-    /// Books what a change of the node of a slot came to.
-    pub(super) fn book(&mut self, slot: u16, tally: &Tally) {
+    /// Adds the delta of a change to the node of a slot.
+    pub(super) fn apply_delta(&mut self, slot: u16, delta: &CopyDelta) {
         let Some(Some(state)) = self.slots.get_mut(usize::from(slot)) else { return };
-        state.book(tally);
-        self.copies = self.copies.wrapping_add_signed(tally.blocks);
+        state.apply_delta(delta);
+        self.copies = self.copies.wrapping_add_signed(delta.blocks);
     }
 
-    /// The identity all nodes share; open again when the last node has left.
+    /// The identity that all nodes share; `None` when no node is known.
     pub(super) fn identity(&self) -> Option<IdentityDigest> {
         self.iter().next().map(|state| state.record.identity)
     }
@@ -150,99 +151,100 @@ impl Nodes {
         self.copies
     }
 
-    /// A hold as readers see it, if it still counts.
-    pub(super) fn holder(&self, hold: &Hold) -> Option<Holder> {
+    /// The holder that an extent stands for, if the extent still counts.
+    pub(super) fn holder(&self, hold: &Extent) -> Option<Holder> {
         if !hold.is_current(&self.incarnations) {
             return None;
         }
-        let Face { node, epoch } = *self.faces.get(usize::from(hold.slot))?;
+        let NodeEpoch { node, epoch } = *self.node_epochs.get(usize::from(hold.slot))?;
         Some(Holder { node, epoch, tier: hold.tiers.fastest()? })
     }
 
-    /// The node of a slot that was fenced and has not come back.
-    pub(super) fn fenced(&self, slot: u16) -> Option<NodeId> {
+    /// The node of a slot that was fenced and has not joined again.
+    pub(super) fn fenced_node(&self, slot: u16) -> Option<NodeId> {
         self.state(slot).filter(|state| !state.live).map(|state| state.record.node)
     }
 
-    /// Takes a node in under its next epoch.
-    pub(super) fn join(&mut self, record: NodeRecord) -> (Epoch, Exhausted) {
+    /// Adds a node under its next epoch.
+    pub(super) fn join(&mut self, record: NodeRecord) -> (Epoch, ExhaustedSlot) {
         let node = record.node;
         if let Some(slot) = self.slot_of(node) {
             let epoch = next_epoch(self.state(slot).map(|state| state.epoch).unwrap_or_default());
-            let exhausted = self.void(slot);
-            self.place(slot, NodeState::new(record, epoch));
+            let exhausted = self.invalidate(slot);
+            self.set_state(slot, NodeState::new(record, epoch));
             return (epoch, exhausted);
         }
         let last = self.departed.remove(&node).unwrap_or_default().max(self.epoch_floor);
         let epoch = next_epoch(last);
         self.insert(NodeState::new(record, epoch));
-        (epoch, Exhausted(None))
+        (epoch, ExhaustedSlot(None))
     }
 
-    /// Takes a node in under an epoch that was given elsewhere and is above every one known of it here.
-    pub(super) fn admit(&mut self, record: NodeRecord, epoch: Epoch) -> Exhausted {
+    /// Adds a node under an epoch from the control group, above every epoch known of it here.
+    pub(super) fn admit(&mut self, record: NodeRecord, epoch: Epoch) -> ExhaustedSlot {
         let Some(slot) = self.slot_of(record.node) else {
             self.departed.remove(&record.node);
             self.insert(NodeState::new(record, epoch));
-            return Exhausted(None);
+            return ExhaustedSlot(None);
         };
-        let exhausted = self.void(slot);
-        self.place(slot, NodeState::new(record, epoch));
+        let exhausted = self.invalidate(slot);
+        self.set_state(slot, NodeState::new(record, epoch));
         exhausted
     }
 
-    /// Gives a state a slot. The caller has checked that the node is not known and that there is room.
+    /// Assigns a slot. The caller has checked that the node is unknown and that a slot is
+    /// available.
     fn insert(&mut self, state: NodeState) -> u16 {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
             self.incarnations.push(0);
-            self.faces.push(Face::default());
+            self.node_epochs.push(NodeEpoch::default());
             (self.slots.len() - 1) as u16
         });
         self.by_id.insert(state.record.node, slot);
-        self.place(slot, state);
+        self.set_state(slot, state);
         slot
     }
 
-    fn place(&mut self, slot: u16, state: NodeState) {
+    fn set_state(&mut self, slot: u16, state: NodeState) {
         let slot = usize::from(slot);
-        self.faces[slot] = Face { node: state.record.node, epoch: state.epoch };
+        self.node_epochs[slot] = NodeEpoch { node: state.record.node, epoch: state.epoch };
         self.slots[slot] = Some(state);
     }
 
-    /// A slot as a snapshot describes it, with or without a node.
-    pub(super) fn restore(&mut self, incarnation: u32, state: Option<NodeState>) -> bool {
+    /// Adds a slot from a snapshot, with or without a node. Returns false if the slot is invalid.
+    pub(super) fn restore_slot(&mut self, incarnation: u32, state: Option<NodeState>) -> bool {
         let Ok(slot) = u16::try_from(self.slots.len()) else { return false };
         if let Some(state) = &state
             && self.by_id.insert(state.record.node, slot).is_some()
         {
             return false;
         }
-        let face = state.as_ref().map(|state| Face { node: state.record.node, epoch: state.epoch });
-        self.faces.push(face.unwrap_or_default());
+        let face = state.as_ref().map(|state| NodeEpoch { node: state.record.node, epoch: state.epoch });
+        self.node_epochs.push(face.unwrap_or_default());
         self.slots.push(state);
         self.incarnations.push(incarnation);
         INCARNATION_MAX.checked_sub(incarnation).is_some()
     }
 
-    /// Voids everything the node of a slot announced, in O(1).
-    pub(super) fn void(&mut self, slot: u16) -> Exhausted {
+    /// Invalidates everything that the node of a slot announced, in O(1).
+    pub(super) fn invalidate(&mut self, slot: u16) -> ExhaustedSlot {
         if let Some(Some(state)) = self.slots.get_mut(usize::from(slot)) {
             self.copies -= state.blocks;
-            state.forget_blocks();
+            state.clear_blocks();
         }
         let incarnation = &mut self.incarnations[usize::from(slot)];
         if *incarnation == INCARNATION_MAX {
             *incarnation = 0;
-            return Exhausted(Some(slot));
+            return ExhaustedSlot(Some(slot));
         }
         *incarnation += 1;
-        Exhausted(None)
+        ExhaustedSlot(None)
     }
 
-    /// Forgets a node, but not its epoch.
-    pub(super) fn leave(&mut self, slot: u16) -> Exhausted {
-        let exhausted = self.void(slot);
+    /// Removes a node but remembers its last epoch.
+    pub(super) fn leave(&mut self, slot: u16) -> ExhaustedSlot {
+        let exhausted = self.invalidate(slot);
         if let Some(state) = self.slots[usize::from(slot)].take() {
             self.by_id.remove(&state.record.node);
             self.free.push(slot);
@@ -251,7 +253,7 @@ impl Nodes {
         exhausted
     }
 
-    /// The epoch that every later join of an unknown node is above, if it is known to have been here.
+    /// The epoch that every later join of this node exceeds, if it may have been a member before.
     pub(super) fn departed_epoch(&self, node: NodeId) -> Option<Epoch> {
         let own = self.departed.get(&node).copied();
         own.max(Some(self.epoch_floor)).filter(|last| *last > Epoch::default())

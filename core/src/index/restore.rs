@@ -1,43 +1,45 @@
-//! An index out of the chunks of a snapshot, one by one: what agrees with all the rest, or an error.
+//! Rebuilds an index from the chunks of a snapshot, one by one: a consistent index, or an error.
 //!
-//! A snapshot may be forged, so all is checked that the living index relies on to end, to stay within its memory and to
-//! name the holders of a block. What only helps a lookup is taken as it stands: where a run hangs, goes off and was
-//! born, and that the blocks of a run are a prefix, as it is of nodes. Not here: how chunks are written, and what is
-//! in them (`snapshot.rs`).
+//! A snapshot may be forged. So everything is checked that the live index relies on to terminate,
+//! to bound its memory and to name the holders of a block. Data that only speeds up lookups is
+//! taken unchecked: predecessor, fork and birth of a run. So is the claim that a run's blocks form
+//! a prefix, as with announcements of nodes. Not here: the chunk format (`snapshot.rs`).
 
 use std::ops::Range;
 
 use smallvec::SmallVec;
 
-use super::bytes::{CodecError, Reader, invalid};
+use super::bytes::{ByteReader, CodecError, invalid};
 use super::codec::{read_pin, read_record};
 use super::directives::Directives;
 use super::holders::TierSet;
 use super::nodes::{DEPARTED_MAX, NodeState, Nodes};
-use super::pages::{PAGE_BLOCKS, Place};
-use super::run::{Before, Hold, RUN_BLOCKS_MAX, Run};
-use super::snapshot::{CHECK_BYTES, END, HEAD, OCTET_BYTES, RUNS, STUBS, SnapshotError, is_whole_chunk};
-use super::store::{At, Store};
+use super::pages::{PAGE_BLOCKS, PageSlot};
+use super::run::{Extent, Predecessor, PrefixRun, RUN_BLOCKS_MAX};
+use super::snapshot::{
+    CHECKSUM_BYTES, END, GROUP_BYTES, HEADER, RUNS, SnapshotError, TOMBSTONES, is_valid_chunk,
+};
+use super::store::{RunPosition, Store};
 use super::{Index, IndexLimits};
-use crate::id::{BlockHash, Epoch, Generation, GroupId, NodeId, Seq, TenantId};
+use crate::id::{BlockHash, Epoch, Generation, NodeId, Seq, TenantId, TtlGroupId};
 
 /// A page of a run.
 #[derive(Clone, Debug)]
 pub(super) struct RestoredPage {
     pub(super) number: u32,
-    /// Whether its octet is found by it.
-    pub(super) is_anchor: bool,
-    /// One for each offset of the run that falls into it, listed or not.
+    /// Whether the table entry of its block group names it.
+    pub(super) is_canonical: bool,
+    /// One hash for each offset of the run in this page, listed or not.
     pub(super) hashes: SmallVec<[BlockHash; PAGE_BLOCKS as usize]>,
 }
 
-/// Pages of which it shows only at the end whether they are what they say.
+/// Pages that can be verified only after the last chunk.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Unproven {
-    /// Pages whose octets are found by others.
-    others: Vec<u32>,
-    /// Anchors that list nothing.
-    stubs: Vec<u32>,
+pub(super) struct UnverifiedPages {
+    /// Pages that are not canonical for their block group.
+    siblings: Vec<u32>,
+    /// Tombstone pages.
+    tombstones: Vec<u32>,
 }
 
 /// An index that is being restored, chunk by chunk.
@@ -46,52 +48,49 @@ pub struct Restore {
     index: Index,
     /// Chunks read.
     chunks: u64,
-    /// Kind of the next chunk, if not the one that follows; none after the end.
+    /// Kind of the last chunk, which bounds the next one; `None` after the end.
     expected: Option<u8>,
     runs: u32,
-    /// Blocks that will be listed.
+    /// Number of listed blocks that the header announced.
     blocks: u64,
-    /// Entries that the table will have.
+    /// Number of table entries that the header announced.
     entries: u64,
-    unproven: Unproven,
+    unverified: UnverifiedPages,
 }
 
 impl Restore {
-    /// Nothing yet. Later commands are held to `limits`; what is in the snapshot is kept even above them.
+    /// An empty restore. `limits` apply to later commands only; the snapshot may exceed them.
     #[must_use]
     pub fn new(limits: IndexLimits) -> Self {
         let index = Index::new(limits);
-        let unproven = Unproven::default();
-        Self { index, chunks: 0, expected: Some(HEAD), runs: 0, blocks: 0, entries: 0, unproven }
+        let unverified = UnverifiedPages::default();
+        Self { index, chunks: 0, expected: Some(HEADER), runs: 0, blocks: 0, entries: 0, unverified }
     }
 
     /// Whether the last chunk was read.
     #[must_use]
-    pub fn is_whole(&self) -> bool {
+    pub fn is_complete(&self) -> bool {
         self.expected.is_none()
     }
 
-    /// Reads the next chunk. After an error the rest is of no use.
-    ///
-    /// # Errors
-    /// See [`SnapshotError`].
+    /// Reads the next chunk. After an error the restore is unusable.
     pub fn push(&mut self, chunk: &[u8]) -> Result<(), SnapshotError> {
         let damaged = SnapshotError::Corrupt { chunk: self.chunks };
-        if !is_whole_chunk(chunk) {
+        if !is_valid_chunk(chunk) {
             return Err(damaged);
         }
-        let (body, _) = chunk.split_at(chunk.len() - CHECK_BYTES);
-        let mut reader = Reader::new(body);
+        let (body, _) = chunk.split_at(chunk.len() - CHECKSUM_BYTES);
+        let mut reader = ByteReader::new(body);
         let kind = reader.byte()?;
-        let number = reader.number("chunk number")?;
+        let number = reader.varint("chunk number")?;
         if number != self.chunks {
             return Err(invalid("chunk number", 1, number).into());
         }
         match (self.expected, kind) {
-            (Some(HEAD), HEAD) => self.read_head(&mut reader)?,
+            (Some(HEADER), HEADER) => self.read_header(&mut reader)?,
             (Some(RUNS), RUNS) => self.read_runs(&mut reader)?,
-            (Some(RUNS | STUBS), STUBS) => self.read_stubs(&mut reader)?,
-            (Some(RUNS | STUBS), END) => self.read_end(&mut reader)?,
+            (Some(RUNS | TOMBSTONES), TOMBSTONES) => self.read_tombstones(&mut reader)?,
+            (Some(RUNS | TOMBSTONES), END) => self.read_end(&mut reader)?,
             _ => return Err(invalid("chunk kind", 0, kind.into()).into()),
         }
         self.expected = (kind != END).then_some(kind.max(RUNS));
@@ -99,124 +98,121 @@ impl Restore {
         Ok(reader.finish()?)
     }
 
-    /// The index.
-    ///
-    /// # Errors
-    /// [`SnapshotError::Torn`] when chunks are missing.
+    /// Returns the restored index.
     pub fn finish(self) -> Result<Index, SnapshotError> {
-        if self.is_whole() { Ok(self.index) } else { Err(SnapshotError::Torn { got: self.chunks }) }
+        if self.is_complete() { Ok(self.index) } else { Err(SnapshotError::Incomplete { got: self.chunks }) }
     }
 
-    fn read_head(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+    fn read_header(&mut self, reader: &mut ByteReader<'_>) -> Result<(), CodecError> {
         let nodes = &mut self.index.nodes;
-        nodes.epoch_floor = Epoch(reader.number("epoch floor")?);
+        nodes.epoch_floor = Epoch(reader.varint("epoch floor")?);
         let departed = read_settings(reader, "departed nodes")?;
         if departed.len() > DEPARTED_MAX {
-            return Err(invalid("departed nodes", reader.at(), departed.len() as u64));
+            return Err(invalid("departed nodes", reader.position(), departed.len() as u64));
         }
         nodes.departed = departed.into_iter().map(|(node, epoch)| (NodeId(node), Epoch(epoch))).collect();
         read_slots(nodes, reader)?;
         read_directives(&mut self.index.directives, reader)?;
-        self.index.store.sweep_at = reader.number_u32("sweep")?;
-        let at = reader.at();
-        let births = reader.number_u32("births")?;
-        // Births are even; an odd one would be taken for that of a run whose end was cut off.
+        self.index.store.sweep_cursor = reader.varint_u32("sweep")?;
+        let at = reader.position();
+        let births = reader.varint_u32("births")?;
+        // Births are even; odd marks a trimmed run.
         let even = u16::try_from(births).ok().filter(|births| births % 2 == 0);
-        self.index.store.runs.births = even.ok_or(invalid("births", at, births.into()))?;
-        self.blocks = reader.number("blocks")?;
-        self.entries = reader.number("entries")?;
-        self.index.store.places.expect(self.entries);
-        self.runs = reader.number_u32("runs")?;
+        self.index.store.runs.last_birth = even.ok_or(invalid("births", at, births.into()))?;
+        self.blocks = reader.varint("blocks")?;
+        self.entries = reader.varint("entries")?;
+        self.index.store.locations.expect_entries(self.entries);
+        self.runs = reader.varint_u32("runs")?;
         Ok(())
     }
 
-    fn read_runs(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
-        let at = reader.at();
-        let first = reader.number_u32("run")?;
-        if first != self.index.store.runs.used() {
+    fn read_runs(&mut self, reader: &mut ByteReader<'_>) -> Result<(), CodecError> {
+        let at = reader.position();
+        let first = reader.varint_u32("run")?;
+        if first != self.index.store.runs.number_limit() {
             return Err(invalid("run", at, first.into()));
         }
-        while reader.left() > 0 {
+        while reader.remaining() > 0 {
             self.read_run(reader)?;
         }
         Ok(())
     }
 
-    fn read_run(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
-        let at = reader.at();
-        let end = reader.number_u32("end of a run")?;
-        if end > RUN_BLOCKS_MAX || self.index.store.runs.used() >= self.runs {
+    fn read_run(&mut self, reader: &mut ByteReader<'_>) -> Result<(), CodecError> {
+        let at = reader.position();
+        let end = reader.varint_u32("end of a run")?;
+        if end > RUN_BLOCKS_MAX || self.index.store.runs.number_limit() >= self.runs {
             return Err(invalid("end of a run", at, end.into()));
         }
         if end == 0 {
-            self.index.store.runs.restore(Run::default());
+            self.index.store.runs.restore_run(PrefixRun::default());
             return Ok(());
         }
         let mut pages = Vec::new();
         for _ in 0..end.div_ceil(PAGE_BLOCKS) {
-            pages.push(reader.number_u32("page")?.checked_sub(1));
+            pages.push(reader.varint_u32("page")?.checked_sub(1));
         }
-        let before = reader.number_u32("run before")?;
+        let before = reader.varint_u32("run before")?;
         let mut word = || reader.array().map(u16::from_le_bytes);
         let (offset, before_born, born, head, fork) = (word()?, word()?, word()?, word()?, word()?);
-        let before = Before { run: before, offset, born: before_born };
+        let before = Predecessor { run: before, offset, birth: before_born };
         let mut holds = Vec::new();
         for _ in 0..reader.count("holds", 5)? {
-            holds.push(self.read_hold(reader)?);
+            holds.push(self.read_extent(reader)?);
         }
         let mut heads = Vec::new();
         for _ in 0..reader.count("heads", 1)? {
-            heads.push(reader.number_u32("head")?);
+            heads.push(reader.varint_u32("head")?);
         }
         let numbers: Vec<_> = pages.iter().map(|page| page.map(|page| page / 2)).collect();
-        let run = Run::restored(end, (born, head, fork, before), &numbers, &holds);
+        let run = PrefixRun::from_snapshot(end, (born, head, fork, before), &numbers, &holds);
         let run = run.ok_or(invalid("run", at, end.into()))?;
         let mut present = Vec::new();
         for (nth, page) in (0..).zip(pages) {
             let Some(page) = page else { continue };
             let slots = run.start().max(nth * PAGE_BLOCKS)..end.min((nth + 1) * PAGE_BLOCKS);
             let hashes = read_hashes(slots, reader)?;
-            present.push(RestoredPage { number: page / 2, is_anchor: page % 2 == 1, hashes });
+            present.push(RestoredPage { number: page / 2, is_canonical: page % 2 == 1, hashes });
         }
-        let number = self.index.store.runs.used();
-        if !self.index.store.restore_run(run, &present, &heads, &mut self.unproven) {
+        let number = self.index.store.runs.number_limit();
+        if !self.index.store.restore_run(run, &present, &heads, &mut self.unverified) {
             return Err(invalid("run", at, number.into()));
         }
-        self.book(number);
+        self.count_run(number);
         Ok(())
     }
 
-    fn read_stubs(&mut self, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+    fn read_tombstones(&mut self, reader: &mut ByteReader<'_>) -> Result<(), CodecError> {
         loop {
-            let at = reader.at();
-            let page = reader.number_u32("page")?;
-            let octet = read_octet(reader)?.octet();
-            if !self.index.store.restore_stub(page, octet, &mut self.unproven) {
+            let at = reader.position();
+            let page = reader.varint_u32("page")?;
+            let octet = read_block_group(reader)?.block_group();
+            if !self.index.store.restore_tombstone(page, octet, &mut self.unverified) {
                 return Err(invalid("page", at, page.into()));
             }
-            if reader.left() == 0 {
+            if reader.remaining() == 0 {
                 return Ok(());
             }
         }
     }
 
-    fn read_hold(&self, reader: &mut Reader<'_>) -> Result<Hold, CodecError> {
-        let at = reader.at();
-        let slot = reader.number_u32("holder")?;
-        let incarnation = reader.number_u32("incarnation")?;
-        let from = reader.number_u32("first block of a hold")?;
-        let blocks = reader.number_u32("blocks of a hold")?;
+    fn read_extent(&self, reader: &mut ByteReader<'_>) -> Result<Extent, CodecError> {
+        let at = reader.position();
+        let slot = reader.varint_u32("holder")?;
+        let incarnation = reader.varint_u32("incarnation")?;
+        let from = reader.varint_u32("first block of a hold")?;
+        let blocks = reader.varint_u32("blocks of a hold")?;
         let bits = reader.byte()?;
         let tiers = TierSet::from_bits(bits).filter(|tiers| !tiers.is_empty());
         let tiers = tiers.ok_or(invalid("tiers", at, bits.into()))?;
         let number = |number: u32| u16::try_from(number).map_err(|_| invalid("hold", at, number.into()));
         let to = number(from.saturating_add(blocks))?;
-        let hold = Hold { incarnation, slot: number(slot)?, from: number(from)?, to, tiers };
+        let hold = Extent { incarnation, slot: number(slot)?, from: number(from)?, to, tiers };
         let nodes = &self.index.nodes;
-        // What counts is held by a live node; what is stale may be anyone's that ever was.
+        // A current extent needs a live node; a stale one may belong to any past node.
         let is_live = nodes.state(hold.slot).is_some_and(|node| node.live);
         let is_current = hold.is_current(nodes.incarnations());
-        // One of a later incarnation would begin to count when the slot gets there.
+        // A later incarnation would start to count when the slot reaches it.
         let is_past = nodes.incarnations().get(usize::from(hold.slot)).is_some_and(|now| incarnation <= *now);
         if !is_past || (is_current && !is_live) {
             return Err(invalid("holder", at, slot.into()));
@@ -224,75 +220,75 @@ impl Restore {
         Ok(hold)
     }
 
-    fn book(&mut self, run: u32) {
+    fn count_run(&mut self, run: u32) {
         let Index { nodes, store, .. } = &mut self.index;
-        store.tally_run(run, &mut |hold, tally| {
+        store.run_deltas(run, &mut |hold, tally| {
             if hold.is_current(nodes.incarnations()) {
-                nodes.book(hold.slot, &tally);
+                nodes.apply_delta(hold.slot, &tally);
             }
         });
     }
 
-    fn read_end(&mut self, reader: &mut Reader<'_>) -> Result<(), SnapshotError> {
-        self.index.store.places.expect(0);
+    fn read_end(&mut self, reader: &mut ByteReader<'_>) -> Result<(), SnapshotError> {
+        self.index.store.locations.expect_entries(0);
         let store = &mut self.index.store;
-        if !store.prove(&self.unproven) {
+        if !store.verify_pages(&self.unverified) {
             return Err(invalid("octets", 0, self.blocks).into());
         }
-        if store.places.len() != self.blocks {
+        if store.locations.len() != self.blocks {
             return Err(invalid("blocks", 0, self.blocks).into());
         }
-        if store.places.entries() != self.entries {
+        if store.locations.entries() != self.entries {
             return Err(invalid("entries", 0, self.entries).into());
         }
-        if store.runs.used() != self.runs || store.runs.ends_free() {
-            return Err(invalid("runs", 0, store.runs.used().into()).into());
+        if store.runs.number_limit() != self.runs || store.runs.last_is_free() {
+            return Err(invalid("runs", 0, store.runs.number_limit().into()).into());
         }
         let digest: [u8; 16] = reader.array()?;
-        if digest != self.index.digest() { Err(SnapshotError::OtherState) } else { Ok(()) }
+        if digest != self.index.digest() { Err(SnapshotError::DigestMismatch) } else { Ok(()) }
     }
 }
 
-/// What the hashes of a page have in common, as the first of its octet would have it.
-fn read_octet(reader: &mut Reader<'_>) -> Result<BlockHash, CodecError> {
-    let at = reader.at();
-    let common: [u8; OCTET_BYTES] = reader.array()?;
+/// The shared bytes of a page's hashes, as the first hash of the block group.
+fn read_block_group(reader: &mut ByteReader<'_>) -> Result<BlockHash, CodecError> {
+    let at = reader.position();
+    let common: [u8; GROUP_BYTES] = reader.array()?;
     let mut hash = BlockHash::default();
-    hash.0[..OCTET_BYTES].copy_from_slice(&common);
-    if hash.nth_of_octet() != 0 {
+    hash.0[..GROUP_BYTES].copy_from_slice(&common);
+    if hash.position_in_group() != 0 {
         return Err(invalid("octet", at, common[1].into()));
     }
     Ok(hash)
 }
 
-/// The hashes of a page at some offsets of its run, at least one.
+/// The hashes of a page at some offsets of its run; at least one.
 fn read_hashes(
     offsets: Range<u32>,
-    reader: &mut Reader<'_>,
+    reader: &mut ByteReader<'_>,
 ) -> Result<SmallVec<[BlockHash; PAGE_BLOCKS as usize]>, CodecError> {
-    let octet = read_octet(reader)?;
+    let octet = read_block_group(reader)?;
     let mut hashes = SmallVec::new();
     for offset in offsets {
         let mut hash = BlockHash::default();
-        hash.0[OCTET_BYTES..].copy_from_slice(&reader.array::<{ 16 - OCTET_BYTES }>()?);
+        hash.0[GROUP_BYTES..].copy_from_slice(&reader.array::<{ 16 - GROUP_BYTES }>()?);
         hashes.push(hash.in_chain(octet.root_tag(), octet, offset as usize));
     }
     Ok(hashes)
 }
 
-fn read_slots(nodes: &mut Nodes, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+fn read_slots(nodes: &mut Nodes, reader: &mut ByteReader<'_>) -> Result<(), CodecError> {
     for _ in 0..reader.count("slots", 2)? {
-        let at = reader.at();
-        let incarnation = reader.number_u32("incarnation")?;
+        let at = reader.position();
+        let incarnation = reader.varint_u32("incarnation")?;
         let node = if reader.flag("node")? { Some(read_node(reader)?) } else { None };
-        if !nodes.restore(incarnation, node) {
+        if !nodes.restore_slot(incarnation, node) {
             return Err(invalid("slot", at, incarnation.into()));
         }
     }
     let mut is_free: Vec<bool> = nodes.slots.iter().map(Option::is_none).collect();
     for _ in 0..reader.count("free slots", 1)? {
-        let at = reader.at();
-        let slot = reader.number_u32("free slot")?;
+        let at = reader.position();
+        let slot = reader.varint_u32("free slot")?;
         match is_free.get_mut(slot as usize) {
             Some(free) if *free => *free = false,
             _ => return Err(invalid("free slot", at, slot.into())),
@@ -300,31 +296,31 @@ fn read_slots(nodes: &mut Nodes, reader: &mut Reader<'_>) -> Result<(), CodecErr
         nodes.free.push(slot as u16);
     }
     if is_free.contains(&true) {
-        return Err(invalid("free slots", reader.at(), nodes.free.len() as u64));
+        return Err(invalid("free slots", reader.position(), nodes.free.len() as u64));
     }
     let identities = nodes.iter().map(|node| node.record.identity);
     if identities.collect::<std::collections::BTreeSet<_>>().len() > 1 {
-        return Err(invalid("identities", reader.at(), 2));
+        return Err(invalid("identities", reader.position(), 2));
     }
     Ok(())
 }
 
-fn read_node(reader: &mut Reader<'_>) -> Result<NodeState, CodecError> {
+fn read_node(reader: &mut ByteReader<'_>) -> Result<NodeState, CodecError> {
     let record = read_record(reader)?;
-    let epoch = Epoch(reader.number("epoch")?);
+    let epoch = Epoch(reader.varint("epoch")?);
     let live = reader.flag("live")?;
-    let next_seq = Seq(reader.number("sequence number")?);
+    let next_seq = Seq(reader.varint("sequence number")?);
     Ok(NodeState { live, next_seq, ..NodeState::new(record, epoch) })
 }
 
-fn read_directives(directives: &mut Directives, reader: &mut Reader<'_>) -> Result<(), CodecError> {
+fn read_directives(directives: &mut Directives, reader: &mut ByteReader<'_>) -> Result<(), CodecError> {
     let quotas = read_settings(reader, "quotas")?;
     directives.quotas = quotas.into_iter().map(|(key, value)| (TenantId(key), value)).collect();
     let ttls = read_settings(reader, "times to live")?;
-    directives.ttls = ttls.into_iter().map(|(key, value)| (GroupId(key), value)).collect();
+    directives.ttls = ttls.into_iter().map(|(key, value)| (TtlGroupId(key), value)).collect();
     let mut before = None;
     for _ in 0..reader.count("pins", 5)? {
-        let at = reader.at();
+        let at = reader.position();
         let pin = read_pin(reader)?;
         if before >= Some(pin.pin) {
             return Err(invalid("pin", at, pin.pin.0));
@@ -332,40 +328,40 @@ fn read_directives(directives: &mut Directives, reader: &mut Reader<'_>) -> Resu
         before = Some(pin.pin);
         directives.insert_pin(pin);
     }
-    directives.generation = Generation(reader.number_u32("generation")?);
+    directives.generation = Generation(reader.varint_u32("generation")?);
     Ok(())
 }
 
-/// Pairs by strictly ascending key.
-fn read_settings(reader: &mut Reader<'_>, what: &'static str) -> Result<Vec<(u32, u64)>, CodecError> {
+/// Key-value pairs in strictly ascending key order.
+fn read_settings(reader: &mut ByteReader<'_>, what: &'static str) -> Result<Vec<(u32, u64)>, CodecError> {
     let mut settings: Vec<(u32, u64)> = Vec::new();
     for _ in 0..reader.count(what, 2)? {
-        let at = reader.at();
-        let key = reader.number_u32(what)?;
+        let at = reader.position();
+        let key = reader.varint_u32(what)?;
         if settings.last().is_some_and(|(before, _)| *before >= key) {
             return Err(invalid(what, at, key.into()));
         }
-        settings.push((key, reader.number(what)?));
+        settings.push((key, reader.varint(what)?));
     }
     Ok(settings)
 }
 
 impl Store {
-    /// Takes in a run, with those of its pages that were not given back, in order, and the offsets of heads. Answers
-    /// false when it cannot be.
+    /// Adds a run with its unreleased pages in order, and the offsets of its entry points. Returns
+    /// false if they are inconsistent.
     pub(super) fn restore_run(
         &mut self,
-        run: Run,
+        run: PrefixRun,
         pages: &[RestoredPage],
         heads: &[u32],
-        unproven: &mut Unproven,
+        unproven: &mut UnverifiedPages,
     ) -> bool {
-        let number = self.runs.restore(run);
+        let number = self.runs.restore_run(run);
         for page in pages {
-            if !self.pages.take_exactly(page.number) {
+            if !self.pages.allocate_exact(page.number) {
                 return false;
             }
-            page.hashes.first().inspect(|hash| self.places.prefetch(**hash));
+            page.hashes.first().inspect(|hash| self.locations.prefetch(**hash));
         }
         let run = self.runs.get(number).clone();
         let gaps = run.uncovered(run.start(), run.end());
@@ -382,51 +378,61 @@ impl Store {
                 continue;
             }
             let Some(page) = pages.next() else { return false };
-            let place = Place::new(page.number, first % PAGE_BLOCKS);
-            let whose = ((number, nth), page.is_anchor);
-            if live == 0 || !self.places.restore(place, whose, (&page.hashes, live), &mut self.pages) {
+            let place = PageSlot::new(page.number, first % PAGE_BLOCKS);
+            let whose = ((number, nth), page.is_canonical);
+            if live == 0 || !self.locations.restore_page(place, whose, (&page.hashes, live), &mut self.pages)
+            {
                 return false;
             }
-            unproven.others.extend((!page.is_anchor).then_some(page.number));
+            unproven.siblings.extend((!page.is_canonical).then_some(page.number));
         }
-        self.held += run.holds().iter().map(Hold::blocks).sum::<u64>();
-        self.restore_heads(number, heads)
+        self.total_copies += run.extents().iter().map(Extent::blocks).sum::<u64>();
+        self.restore_entry_points(number, heads)
     }
 
-    fn restore_heads(&mut self, number: u32, heads: &[u32]) -> bool {
+    fn restore_entry_points(&mut self, number: u32, heads: &[u32]) -> bool {
         if !heads.is_sorted_by(|one, next| one < next) {
             return false;
         }
         for &offset in heads {
-            let place = self.runs.get(number).place(offset).filter(|place| self.pages.make_head(*place));
+            let place =
+                self.runs.get(number).page_slot(offset).filter(|place| self.pages.make_entry_point(*place));
             let Some(place) = place else { return false };
-            self.heads.insert(self.pages.hash(place), At { run: number, offset });
+            self.entry_points.insert(self.pages.hash(place), RunPosition { run: number, offset });
         }
-        self.has_its_heads(self.runs.get(number))
+        self.has_entry_points(self.runs.get(number))
     }
 
-    /// Whether each listed block of a run is a head or follows a listed one: else no lookup would come to it.
-    fn has_its_heads(&self, run: &Run) -> bool {
+    /// Whether each listed block of a run is an entry point or follows a listed block; otherwise
+    /// lookups could not reach it.
+    fn has_entry_points(&self, run: &PrefixRun) -> bool {
         let mut before = 0;
         run.pages().all(|page| {
-            let (live, heads) = page.map_or((0, 0), |page| (self.pages.live(page), self.pages.heads(page)));
+            let (live, heads) =
+                page.map_or((0, 0), |page| (self.pages.listed(page), self.pages.entry_points(page)));
             let follows = live << 1 | before;
             before = live >> (PAGE_BLOCKS - 1);
             live & !follows & !heads == 0
         })
     }
 
-    /// Takes in an anchor that lists nothing; they come by ascending number. Answers false when it cannot be.
-    pub(super) fn restore_stub(&mut self, number: u32, octet: u64, unproven: &mut Unproven) -> bool {
-        let in_order = unproven.stubs.last().is_none_or(|last| *last < number);
-        unproven.stubs.push(number);
-        in_order && self.places.restore_stub(number, octet, &mut self.pages)
+    /// Adds a tombstone page; numbers must ascend. Returns false if the page is invalid.
+    pub(super) fn restore_tombstone(
+        &mut self,
+        number: u32,
+        octet: u64,
+        unproven: &mut UnverifiedPages,
+    ) -> bool {
+        let in_order = unproven.tombstones.last().is_none_or(|last| *last < number);
+        unproven.tombstones.push(number);
+        in_order && self.locations.restore_tombstone(number, octet, &mut self.pages)
     }
 
-    /// Joins pages with their anchors, when all are there. Answers false when they do not fit together.
-    pub(super) fn prove(&mut self, unproven: &Unproven) -> bool {
-        let Unproven { others, stubs } = unproven;
-        others.iter().all(|page| self.places.join_anchor(*page, &mut self.pages))
-            && stubs.iter().all(|stub| self.pages.others(*stub) > 0)
+    /// Attaches pages to their canonical pages, once all are present. Returns false if they are
+    /// inconsistent.
+    pub(super) fn verify_pages(&mut self, unproven: &UnverifiedPages) -> bool {
+        let UnverifiedPages { siblings: others, tombstones: stubs } = unproven;
+        others.iter().all(|page| self.locations.attach_to_canonical(*page, &mut self.pages))
+            && stubs.iter().all(|stub| self.pages.siblings(*stub) > 0)
     }
 }

@@ -1,34 +1,35 @@
-//! A run: consecutive blocks of one prefix that were announced one after the other, and who holds which
-//! stretch of them.
+//! A block run: consecutive blocks of one prefix that were announced in order, with the extents
+//! that nodes hold.
 //!
-//! Offsets of a run are counted from the beginning of the octet that its first block is in: a block's offset modulo
-//! eight is its position in its octet, and its slot in its page. A run only ever grows and shrinks at its end. A block
-//! in the middle that nobody holds any more is unlisted, but keeps its position: what stands at a position never
-//! becomes another block, so equal hashes at two positions of a run mean equal blocks between them. Not here: where
-//! the hashes lie (`pages.rs`), and what is done to the table (`store.rs`).
+//! Offsets count from the start of the block group of the first block. So an offset modulo eight is
+//! a block's index in its group and its slot in its page. A run grows and shrinks only at its end.
+//! A block in the middle that loses its last holder is unlisted but keeps its position. A position
+//! never becomes another block, so equal hashes at two positions mean equal blocks between them.
+//! Not here: the hashes (`pages.rs`) and the table (`store.rs`).
 
 use std::collections::BTreeSet;
 
 use smallvec::SmallVec;
 
-use super::holders::{TierSet, Tiers};
+use super::holders::{TierSet, TierUpdate};
 use super::images::Images;
-use super::pages::{PAGE_BLOCKS, Place};
+use super::pages::{PAGE_BLOCKS, PageSlot};
 use crate::cpu::prefetch;
 use crate::id::BlockHash;
 
-/// Offset that no run reaches: 128 Ki tokens at sixteen a block. Longer prefixes take a second run. Small in
-/// tests, so that they do.
+/// Offset that no run reaches: 128 Ki tokens at sixteen a block. A longer prefix takes a second
+/// run. Small in tests, so that they need one.
 pub(super) const RUN_BLOCKS_MAX: u32 = if cfg!(test) { 24 } else { 8_192 };
-/// Runs that are allocated together: 4 KiB.
+/// Runs per allocation: 4 KiB.
 const CHUNK_RUNS: usize = 64;
-/// Number of a page of a run that was given back.
-const GONE: u32 = u32::MAX;
+/// Marks a page of a run that was released.
+const RELEASED: u32 = u32::MAX;
 
-/// The hold of one node on a stretch of a run: `from..to`, never empty, in tiers that are never none.
+/// Blocks `from..to` of a run that one node holds in the same tiers. Never empty, never without a
+/// tier.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Hold {
-    /// Incarnation of the slot when this was announced.
+pub(super) struct Extent {
+    /// Incarnation of the slot at the announcement.
     pub(super) incarnation: u32,
     /// Slot of the node.
     pub(super) slot: u16,
@@ -37,8 +38,8 @@ pub(super) struct Hold {
     pub(super) tiers: TierSet,
 }
 
-impl Hold {
-    /// Whether the node still stands by it.
+impl Extent {
+    /// Whether the extent still counts: its incarnation is the current one.
     pub(super) fn is_current(&self, incarnations: &[u32]) -> bool {
         incarnations.get(usize::from(self.slot)) == Some(&self.incarnation)
     }
@@ -52,90 +53,91 @@ impl Hold {
     }
 }
 
-/// A stretch of a run whose tiers were changed by one node.
+/// A range of a run with tiers before and after a node's change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Changed {
+pub(super) struct TierChange {
     pub(super) from: u32,
     pub(super) to: u32,
     pub(super) before: TierSet,
     pub(super) after: TierSet,
 }
 
-/// Consecutive blocks, and who holds them. A run that ends at zero is no run.
-/// One cache line, and in one: a lookup waits for it.
+/// Consecutive blocks and their extents. A run with end zero is absent. Exactly one cache line,
+/// because a lookup waits for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[repr(align(64))]
-pub(super) struct Run {
-    /// Its pages in order; those that hold no listed block are given back.
+pub(super) struct PrefixRun {
+    /// Its pages in order; a page without listed blocks is released.
     pages: SmallVec<[u32; 2]>,
-    /// By ascending slot, then offset. Stretches of one slot neither overlap nor, with equal tiers, touch.
-    holds: SmallVec<[Hold; 1]>,
-    /// Offset behind the last block.
+    /// By ascending slot, then offset. Extents of one slot do not overlap; adjacent ones differ in
+    /// tiers.
+    extents: SmallVec<[Extent; 1]>,
+    /// Offset after the last block.
     end: u16,
-    /// Where the run that hangs here and began last goes off: prompts that part from this run do so there, most
-    /// often. Zero when none began.
+    /// Offset where the newest run that branches off this one starts: most prompts that leave this
+    /// run do so there. Zero if none does.
     fork: u16,
-    /// When it began, or last grew again after its end was cut off, by [`Runs::next_birth`]: even. Odd while
-    /// its end is cut off: what grows there next is another block.
-    pub(super) born: u16,
-    /// Some of the hash of its first block, by [`head_of`], which a lookup then need not go and see.
-    pub(super) head: u16,
-    /// Where the block before the first was when this run began. It may be elsewhere by now.
-    pub(super) before: Before,
+    /// Even: birth number from [`Runs::next_birth`], renewed when a trimmed run grows again. Odd
+    /// while its end is trimmed: the next block there may be another one.
+    pub(super) birth: u16,
+    /// Bits of the first block's hash, from [`head_bits`]; saves a lookup from reading the page.
+    pub(super) head_bits: u16,
+    /// Position of the block before the first when this run began. It may have moved since.
+    pub(super) predecessor: Predecessor,
 }
 
-/// A block in a run that was born at that time.
+/// A block in a run, valid while the run has this birth number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Before {
+pub(super) struct Predecessor {
     pub(super) run: u32,
     pub(super) offset: u16,
-    pub(super) born: u16,
+    pub(super) birth: u16,
 }
 
-/// Thirteen bits of a hash, and below them its position in its octet.
-pub(super) fn head_of(hash: BlockHash) -> u16 {
+/// The highest thirteen bits of a hash, and below them the block's index in its group.
+pub(super) fn head_bits(hash: BlockHash) -> u16 {
     let [.., low, high] = hash.0;
-    u16::from_le_bytes([low, high]) & !(PAGE_BLOCKS as u16 - 1) | hash.nth_of_octet() as u16
+    u16::from_le_bytes([low, high]) & !(PAGE_BLOCKS as u16 - 1) | hash.position_in_group() as u16
 }
 
-impl Run {
-    /// Offset of its first block.
+impl PrefixRun {
+    /// Offset of the first block.
     pub(super) fn start(&self) -> u32 {
-        u32::from(self.head) % PAGE_BLOCKS
+        u32::from(self.head_bits) % PAGE_BLOCKS
     }
 
-    /// Offset behind its last block.
+    /// Offset after the last block.
     pub(super) fn end(&self) -> u32 {
         self.end.into()
     }
 
-    /// Offset of the first block that the run that went off last does not share; zero when none did.
+    /// First offset that the newest branching run does not share; zero if there is none.
     pub(super) fn fork(&self) -> u32 {
         self.fork.into()
     }
 
-    pub(super) fn holds(&self) -> &[Hold] {
-        &self.holds
+    pub(super) fn extents(&self) -> &[Extent] {
+        &self.extents
     }
 
-    /// Pages by position; none for one that was given back.
+    /// Pages in order; `None` for a released one.
     pub(super) fn pages(&self) -> impl ExactSizeIterator<Item = Option<u32>> + '_ {
-        self.pages.iter().map(|&page| (page != GONE).then_some(page))
+        self.pages.iter().map(|&page| (page != RELEASED).then_some(page))
     }
 
-    /// Where the block at an offset lies, unless its page was given back.
-    pub(super) fn place(&self, offset: u32) -> Option<Place> {
+    /// Page slot of the block at an offset; `None` if its page was released.
+    pub(super) fn page_slot(&self, offset: u32) -> Option<PageSlot> {
         if !(self.start()..self.end()).contains(&offset) {
             return None;
         }
         let page = *self.pages.get((offset / PAGE_BLOCKS) as usize)?;
-        (page != GONE).then(|| Place::new(page, offset % PAGE_BLOCKS))
+        (page != RELEASED).then(|| PageSlot::new(page, offset % PAGE_BLOCKS))
     }
 
-    /// Makes the run some blocks longer, all in one page; `page` must be given when they start it.
+    /// Extends the run by `blocks` blocks of one page; `page` is required if they start that page.
     pub(super) fn push(&mut self, page: Option<u32>, blocks: u32) {
         if let Some(page) = page {
-            // A quarter at a time: the numbers of pages are a noticeable part of all memory.
+            // Grows by a quarter, because page numbers are a noticeable part of all memory.
             if self.pages.len() == self.pages.capacity() && self.pages.spilled() {
                 self.pages.reserve_exact(self.pages.len() / 4 + 1);
             }
@@ -144,74 +146,78 @@ impl Run {
         self.end += blocks as u16;
     }
 
-    /// Blocks that fit behind the last one without another page, or in the next page when that is full;
-    /// none in a run that is as long as runs get.
-    pub(super) fn room(&self) -> u32 {
+    /// Number of blocks that can be appended within the last page, or within a new page if it is
+    /// full. Zero for a run of maximum length.
+    pub(super) fn append_limit(&self) -> u32 {
         let in_page = PAGE_BLOCKS - self.end() % PAGE_BLOCKS;
         in_page.min(RUN_BLOCKS_MAX - self.end())
     }
 
-    /// The page that the last block is in.
+    /// Page of the last block.
     pub(super) fn last_page(&self) -> Option<u32> {
-        self.pages.last().copied().filter(|page| *page != GONE)
+        self.pages.last().copied().filter(|page| *page != RELEASED)
     }
 
-    /// One of its pages was given back.
-    pub(super) fn give_back(&mut self, nth: u32) {
-        self.pages[nth as usize] = GONE;
+    /// Marks a page as released.
+    pub(super) fn mark_released(&mut self, nth: u32) {
+        self.pages[nth as usize] = RELEASED;
     }
 
-    /// A page of it, unless it was given back.
+    /// A page by position; `None` if it was released.
     pub(super) fn page(&self, nth: u32) -> Option<u32> {
-        self.pages.get(nth as usize).copied().filter(|page| *page != GONE)
+        self.pages.get(nth as usize).copied().filter(|page| *page != RELEASED)
     }
 
-    /// Cuts off what follows the last block for which `is_live` says so.
-    pub(super) fn trim(&mut self, is_live: impl Fn(Place) -> bool) {
-        while self.pages.last() == Some(&GONE) {
+    /// Trims everything after the last block that satisfies `is_live`.
+    pub(super) fn trim(&mut self, is_live: impl Fn(PageSlot) -> bool) {
+        while self.pages.last() == Some(&RELEASED) {
             self.pages.pop();
             self.end = self.end.min((self.pages.len() as u32 * PAGE_BLOCKS) as u16);
         }
-        while self.end().checked_sub(1).and_then(|last| self.place(last)).is_some_and(|place| !is_live(place))
+        while self
+            .end()
+            .checked_sub(1)
+            .and_then(|last| self.page_slot(last))
+            .is_some_and(|place| !is_live(place))
         {
             self.end -= 1;
         }
-        self.born |= 1;
+        self.birth |= 1;
     }
 
-    /// Asks the memory for what growing it, or telling its holders, takes besides itself.
+    /// Prefetches what growing the run or reading its holders needs besides the run itself.
     pub(super) fn prefetch(&self) {
         if let Some(page) = self.pages.last() {
             prefetch(page);
         }
-        if let Some(hold) = self.holds.first() {
+        if let Some(hold) = self.extents.first() {
             prefetch(hold);
         }
     }
 
-    /// Takes tiers from the hold of a slot on `from..to` and adds others; tells each stretch with what it
-    /// was. All holds of the slot must be of this incarnation.
-    pub(super) fn change(
+    /// Applies `tiers` to `from..to` for one slot and reports each changed range. All extents of
+    /// the slot must have this incarnation.
+    pub(super) fn change_tiers(
         &mut self,
         (slot, incarnation): (u16, u32),
         (from, to): (u32, u32),
-        tiers: Tiers,
-        mut tell: impl FnMut(Changed),
+        tiers: TierUpdate,
+        mut report: impl FnMut(TierChange),
     ) {
-        let is_before = |hold: &Hold| (hold.slot, u32::from(hold.to)) < (slot, from);
-        let start = self.holds.partition_point(is_before);
-        let touches = |hold: &&Hold| hold.slot == slot && u32::from(hold.from) <= to;
-        let count = self.holds[start..].iter().take_while(touches).count();
-        let old: SmallVec<[Hold; 4]> = SmallVec::from_slice(&self.holds[start..start + count]);
-        let mut new = Stretches { slot, incarnation, holds: SmallVec::new() };
+        let is_before = |hold: &Extent| (hold.slot, u32::from(hold.to)) < (slot, from);
+        let start = self.extents.partition_point(is_before);
+        let touches = |hold: &&Extent| hold.slot == slot && u32::from(hold.from) <= to;
+        let count = self.extents[start..].iter().take_while(touches).count();
+        let old: SmallVec<[Extent; 4]> = SmallVec::from_slice(&self.extents[start..start + count]);
+        let mut new = ExtentBuilder { slot, incarnation, extents: SmallVec::new() };
         let mut at = from;
         for hold in &old {
             let (first, end) = (u32::from(hold.from), u32::from(hold.to));
             new.push(first, end.min(from), hold.tiers);
             for (until, before) in [(first.min(to), TierSet::NONE), (end.min(to), hold.tiers)] {
                 if at < until {
-                    let after = tiers.after(before);
-                    tell(Changed { from: at, to: until, before, after });
+                    let after = tiers.apply_to(before);
+                    report(TierChange { from: at, to: until, before, after });
                     new.push(at, until, after);
                     at = until;
                 }
@@ -219,83 +225,86 @@ impl Run {
             new.push(first.max(to), end, hold.tiers);
         }
         if at < to {
-            let after = tiers.after(TierSet::NONE);
-            tell(Changed { from: at, to, before: TierSet::NONE, after });
-            // Only the last old stretch can reach past `to`, and then nothing is left to add.
+            let after = tiers.apply_to(TierSet::NONE);
+            report(TierChange { from: at, to, before: TierSet::NONE, after });
+            // Only the last old extent can reach past `to`, and then no blocks remain to be added.
             new.push(at, to, after);
         }
-        self.splice(start, count, &new.holds);
+        self.splice(start, count, &new.extents);
     }
 
-    /// The same where nothing but the end of one hold changes, or one hold comes or goes, as it is with
-    /// nearly every announcement; nothing is done, and nothing answered, where it is not so.
-    pub(super) fn change_at_end(
+    /// Fast path of [`PrefixRun::change_tiers`] for nearly every announcement: one extent grows,
+    /// shrinks, appears or vanishes. Returns `None` and changes no extent in all other cases.
+    pub(super) fn change_tail(
         &mut self,
         (slot, incarnation): (u16, u32),
         (from, to): (u32, u32),
-        tiers: Tiers,
-    ) -> Option<Changed> {
+        tiers: TierUpdate,
+    ) -> Option<TierChange> {
         let (first, end) = (from as u16, to as u16);
-        let start = self.holds.iter().position(|hold| (hold.slot, hold.to) >= (slot, first));
-        let start = start.unwrap_or(self.holds.len());
-        let own = self.holds.get(start).filter(|hold| hold.slot == slot).copied();
-        let is_last = self.holds.get(start + 1).is_none_or(|hold| hold.slot != slot);
-        let after = tiers.after(TierSet::NONE);
+        let start = self.extents.iter().position(|hold| (hold.slot, hold.to) >= (slot, first));
+        let start = start.unwrap_or(self.extents.len());
+        let own = self.extents.get(start).filter(|hold| hold.slot == slot).copied();
+        let is_last = self.extents.get(start + 1).is_none_or(|hold| hold.slot != slot);
+        let after = tiers.apply_to(TierSet::NONE);
         match own {
             None if after.is_empty() => {}
-            None => self.holds.insert(start, Hold { incarnation, slot, from: first, to: end, tiers: after }),
-            Some(hold) if hold.to == first && hold.tiers == after && is_last => self.holds[start].to = end,
-            Some(hold) if hold.from <= first && hold.to == end && tiers.after(hold.tiers).is_empty() => {
+            None => {
+                self.extents.insert(start, Extent { incarnation, slot, from: first, to: end, tiers: after });
+            }
+            Some(hold) if hold.to == first && hold.tiers == after && is_last => self.extents[start].to = end,
+            Some(hold) if hold.from <= first && hold.to == end && tiers.apply_to(hold.tiers).is_empty() => {
                 if hold.from < first {
-                    self.holds[start].to = first;
+                    self.extents[start].to = first;
                 } else {
-                    self.holds.remove(start);
+                    self.extents.remove(start);
                 }
-                return Some(Changed { from, to, before: hold.tiers, after: TierSet::NONE });
+                return Some(TierChange { from, to, before: hold.tiers, after: TierSet::NONE });
             }
             Some(_) => return None,
         }
-        Some(Changed { from, to, before: TierSet::NONE, after })
+        Some(TierChange { from, to, before: TierSet::NONE, after })
     }
 
-    fn splice(&mut self, start: usize, count: usize, new: &[Hold]) {
+    fn splice(&mut self, start: usize, count: usize, new: &[Extent]) {
         let same = count.min(new.len());
-        self.holds[start..start + same].copy_from_slice(&new[..same]);
+        self.extents[start..start + same].copy_from_slice(&new[..same]);
         if new.len() > count {
-            self.holds.insert_many(start + same, new[same..].iter().copied());
+            self.extents.insert_many(start + same, new[same..].iter().copied());
         } else {
-            self.holds.drain(start + same..start + count);
+            self.extents.drain(start + same..start + count);
         }
     }
 
-    /// Forgets every hold that `keep` refuses; tells each.
-    pub(super) fn retain(&mut self, keep: impl Fn(&Hold) -> bool, mut tell: impl FnMut(Hold)) {
-        self.holds.retain(|hold| {
+    /// Removes every extent that `keep` rejects, and reports each.
+    pub(super) fn retain_extents(&mut self, keep: impl Fn(&Extent) -> bool, mut tell: impl FnMut(Extent)) {
+        self.extents.retain(|hold| {
             let kept = keep(hold);
             if !kept {
                 tell(*hold);
             }
             kept
         });
-        if self.holds.len() <= 1 {
-            self.holds.shrink_to_fit();
+        if self.extents.len() <= 1 {
+            self.extents.shrink_to_fit();
         }
     }
 
-    /// Parts of `from..to` that no hold covers.
+    /// Parts of `from..to` that no extent covers.
     pub(super) fn uncovered(&self, from: u32, to: u32) -> SmallVec<[(u32, u32); 2]> {
         self.uncovered_by(from, to, |_| true)
     }
 
-    /// Parts of `from..to` that no hold covers of those that count.
+    /// Parts of `from..to` that no extent accepted by `counts` covers.
     pub(super) fn uncovered_by(
         &self,
         from: u32,
         to: u32,
-        counts: impl Fn(&Hold) -> bool,
+        counts: impl Fn(&Extent) -> bool,
     ) -> SmallVec<[(u32, u32); 2]> {
-        let overlaps = |hold: &&Hold| u32::from(hold.from) < to && u32::from(hold.to) > from && counts(hold);
-        let holds = self.holds.iter().filter(overlaps);
+        let overlaps =
+            |hold: &&Extent| u32::from(hold.from) < to && u32::from(hold.to) > from && counts(hold);
+        let holds = self.extents.iter().filter(overlaps);
         let mut covered: SmallVec<[(u32, u32); 8]> =
             holds.map(|hold| (hold.from.into(), hold.to.into())).collect();
         covered.sort_unstable();
@@ -313,16 +322,16 @@ impl Run {
         gaps
     }
 
-    /// A run as a snapshot describes it; none when it describes none. The caller lists the blocks.
-    pub(super) fn restored(
+    /// A run from a snapshot; `None` if the description is invalid. The caller lists the blocks.
+    pub(super) fn from_snapshot(
         end: u32,
-        (born, head, fork, before): (u16, u16, u16, Before),
+        (born, head, fork, before): (u16, u16, u16, Predecessor),
         pages: &[Option<u32>],
-        holds: &[Hold],
-    ) -> Option<Run> {
+        holds: &[Extent],
+    ) -> Option<PrefixRun> {
         let start = u32::from(head) % PAGE_BLOCKS;
         let fits =
-            |hold: &Hold| u32::from(hold.from) >= start && hold.from < hold.to && u32::from(hold.to) <= end;
+            |hold: &Extent| u32::from(hold.from) >= start && hold.from < hold.to && u32::from(hold.to) <= end;
         let is_whole = start < end
             && end <= RUN_BLOCKS_MAX
             && pages.len() as u32 == end.div_ceil(PAGE_BLOCKS)
@@ -332,163 +341,172 @@ impl Run {
                 two[0].to < two[1].from || (two[0].to == two[1].from && two[0].tiers != two[1].tiers);
             two[0].slot < two[1].slot || (two[0].slot == two[1].slot && parted)
         });
-        // The last block of a run is held: the end is cut off as soon as it is not.
+        // The last block of a run has a holder: otherwise the run would have been trimmed.
         let ends_held = holds.iter().any(|hold| u32::from(hold.to) == end);
-        let pages = pages.iter().map(|page| page.unwrap_or(GONE)).collect();
+        let pages = pages.iter().map(|page| page.unwrap_or(RELEASED)).collect();
         let holds = SmallVec::from_slice(holds);
-        let run = Run { pages, holds, end: end as u16, fork, born, head, before };
+        let run = PrefixRun {
+            pages,
+            extents: holds,
+            end: end as u16,
+            fork,
+            birth: born,
+            head_bits: head,
+            predecessor: before,
+        };
         (is_whole && in_order && ends_held).then_some(run)
     }
 }
 
-/// Builds the stretches of one slot; neighbours of equal tiers become one.
-struct Stretches {
+/// Builds the extents of one slot; merges adjacent ones with equal tiers.
+struct ExtentBuilder {
     slot: u16,
     incarnation: u32,
-    holds: SmallVec<[Hold; 4]>,
+    extents: SmallVec<[Extent; 4]>,
 }
 
-impl Stretches {
+impl ExtentBuilder {
     fn push(&mut self, from: u32, to: u32, tiers: TierSet) {
         if from >= to || tiers.is_empty() {
             return;
         }
         let (from, to) = (from as u16, to as u16);
-        match self.holds.last_mut() {
+        match self.extents.last_mut() {
             Some(last) if last.to == from && last.tiers == tiers => last.to = to,
             _ => {
                 let (incarnation, slot) = (self.incarnation, self.slot);
-                self.holds.push(Hold { incarnation, slot, from, to, tiers });
+                self.extents.push(Extent { incarnation, slot, from, to, tiers });
             }
         }
     }
 }
 
-/// All runs of one index, by number. A number is used again when its run is gone, the lowest first.
+/// All runs of one index, by number. The lowest free number is reused first.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Runs {
-    chunks: Vec<Box<[Run; CHUNK_RUNS]>>,
+    chunks: Vec<Box<[PrefixRun; CHUNK_RUNS]>>,
     free: BTreeSet<u32>,
-    /// Birth of the run that was born last. Numbers of runs are used again, and ends of runs grow again: who
-    /// remembers a place in a run remembers the birth with it.
-    pub(super) births: u16,
-    /// What a free number stands for.
-    none: Run,
+    /// Last birth number given out. Run numbers are reused and trimmed runs grow again, so a stored
+    /// position is valid only together with its birth number.
+    pub(super) last_birth: u16,
+    /// Returned for a free number.
+    absent: PrefixRun,
     used: u32,
-    /// While a snapshot is being made: what the runs were that were written since it began.
-    images: Option<Box<Images<Run>>>,
+    /// Copy-on-write images of changed runs, while a snapshot is being written.
+    images: Option<Box<Images<PrefixRun>>>,
 }
 
-const _: () = assert!(size_of::<Run>() == 64);
+const _: () = assert!(size_of::<PrefixRun>() == 64);
 
 fn split(run: u32) -> (usize, usize) {
     (run as usize / CHUNK_RUNS, run as usize % CHUNK_RUNS)
 }
 
 impl Runs {
-    /// From here on, keeps what runs were before they are written; what was kept before is forgotten.
+    /// Starts to keep images of changed runs; discards earlier images.
     pub(super) fn begin_images(&mut self) {
         self.images = Some(Box::new(Images::new(self.used)));
     }
 
-    /// Keeps no more; gives what was kept.
-    pub(super) fn end_images(&mut self) -> Option<Box<Images<Run>>> {
+    /// Stops keeping images and returns them.
+    pub(super) fn end_images(&mut self) -> Option<Box<Images<PrefixRun>>> {
         self.images.take()
     }
 
-    /// A run as it was when the snapshot began that is being made.
-    pub(super) fn then(&self, run: u32) -> &Run {
+    /// A run as it was when the current snapshot began.
+    pub(super) fn get_at_snapshot(&self, run: u32) -> &PrefixRun {
         let image = self.images.as_ref().and_then(|images| images.get(run));
         image.unwrap_or_else(|| self.get(run))
     }
 
-    /// A run; an empty one for a number that is free.
+    /// A run; an empty one for a free number.
     #[inline]
-    pub(super) fn get(&self, run: u32) -> &Run {
+    pub(super) fn get(&self, run: u32) -> &PrefixRun {
         let (chunk, place) = split(run);
-        self.chunks.get(chunk).map_or(&self.none, |chunk| &chunk[place])
+        self.chunks.get(chunk).map_or(&self.absent, |chunk| &chunk[place])
     }
 
-    /// Asks the memory for a run.
     pub(super) fn prefetch(&self, run: u32) {
         prefetch(self.get(run));
     }
 
-    /// A run, unless there never was one of this number.
-    pub(super) fn try_get(&self, run: u32) -> Option<&Run> {
+    /// A run; `None` for a number beyond all runs.
+    pub(super) fn try_get(&self, run: u32) -> Option<&PrefixRun> {
         (run < self.used).then(|| self.get(run))
     }
 
-    /// A run, about to be written. Nothing else gives one to write: a snapshot that is being made needs what it was.
+    /// A run for writing. The only mutable access, because a running snapshot needs the old
+    /// contents.
     #[inline]
-    pub(super) fn get_mut(&mut self, run: u32) -> &mut Run {
+    pub(super) fn get_mut(&mut self, run: u32) -> &mut PrefixRun {
         let (chunk, place) = split(run);
         let place = &mut self.chunks[chunk][place];
         if let Some(images) = &mut self.images {
-            images.keep(run, place);
+            images.preserve(run, place);
         }
         place
     }
 
-    /// Begins a run with this block behind another one; it is still empty, and ends where it starts.
-    pub(super) fn begin(&mut self, head: BlockHash, before: Option<(u32, u32)>) -> u32 {
+    /// Creates an empty run for this first block, behind `before` if given.
+    pub(super) fn begin_run(&mut self, head: BlockHash, before: Option<(u32, u32)>) -> u32 {
         let born = self.next_birth();
-        let before = before.map_or(Before::default(), |(run, offset)| {
+        let before = before.map_or(Predecessor::default(), |(run, offset)| {
             let parent = self.get_mut(run);
             parent.fork = offset as u16 + 1;
-            Before { run, offset: offset as u16, born: parent.born & !1 }
+            Predecessor { run, offset: offset as u16, birth: parent.birth & !1 }
         });
-        let number = self.take();
+        let number = self.allocate();
         let run = self.get_mut(number);
-        (run.born, run.head, run.before) = (born, head_of(head), before);
+        (run.birth, run.head_bits, run.predecessor) = (born, head_bits(head), before);
         run.end = run.start() as u16;
         number
     }
 
-    /// Even numbers, again and again; never zero, which is the birth of a run that is none.
+    /// Even numbers that wrap around and skip zero, the birth of an absent run.
     fn next_birth(&mut self) -> u16 {
-        self.births = self.births.checked_add(2).unwrap_or(2);
-        self.births
+        self.last_birth = self.last_birth.checked_add(2).unwrap_or(2);
+        self.last_birth
     }
 
-    /// The run, about to grow: what was remembered of it counts no more if its end was cut off.
-    pub(super) fn growing(&mut self, number: u32) -> &mut Run {
-        if self.get(number).born & 1 == 1 {
+    /// A run for appending. A trimmed run gets a new birth number, which invalidates stored
+    /// positions in it.
+    pub(super) fn grow_mut(&mut self, number: u32) -> &mut PrefixRun {
+        if self.get(number).birth & 1 == 1 {
             let born = self.next_birth();
-            self.get_mut(number).born = born;
+            self.get_mut(number).birth = born;
         }
         self.get_mut(number)
     }
 
-    /// Where the block before the first of a run is, if it is known to be there still.
-    pub(super) fn before(&self, run: &Run) -> Option<(u32, u32)> {
-        let Before { run, offset, born } = run.before;
+    /// Position of the block before a run, if it is still valid.
+    pub(super) fn predecessor(&self, run: &PrefixRun) -> Option<(u32, u32)> {
+        let Predecessor { run, offset, birth: born } = run.predecessor;
         let before = self.get(run);
         let offset = u32::from(offset);
-        // A snapshot may say anything, also what is in front of the first block.
+        // A snapshot may contain any values here, including an offset before the first block.
         let is_in = (before.start()..before.end()).contains(&offset);
-        (before.born & !1 == born && is_in).then_some((run, offset))
+        (before.birth & !1 == born && is_in).then_some((run, offset))
     }
 
-    /// The number of a run that is not used.
-    fn take(&mut self) -> u32 {
+    /// An unused run number.
+    fn allocate(&mut self) -> u32 {
         if let Some(run) = self.free.pop_first() {
             return run;
         }
         self.used += 1;
-        self.reach(self.used);
+        self.ensure_chunks(self.used);
         self.used - 1
     }
 
-    fn reach(&mut self, used: u32) {
+    fn ensure_chunks(&mut self, used: u32) {
         while self.chunks.len() * CHUNK_RUNS < used as usize {
-            self.chunks.push(Box::new(std::array::from_fn(|_| Run::default())));
+            self.chunks.push(Box::new(std::array::from_fn(|_| PrefixRun::default())));
         }
     }
 
-    /// The run is gone. Numbers that are free up to the end are forgotten, with their memory.
+    /// Frees a run. Free numbers at the end are dropped together with their memory.
     pub(super) fn free(&mut self, run: u32) {
-        *self.get_mut(run) = Run::default();
+        *self.get_mut(run) = PrefixRun::default();
         self.free.insert(run);
         while let Some(last) = self.used.checked_sub(1).filter(|last| self.free.remove(last)) {
             self.used = last;
@@ -496,21 +514,21 @@ impl Runs {
         self.chunks.truncate((self.used as usize).div_ceil(CHUNK_RUNS));
     }
 
-    /// Whether the last number is free, which it never is.
-    pub(super) fn ends_free(&self) -> bool {
+    /// Whether the last number is free, which only a forged snapshot can cause.
+    pub(super) fn last_is_free(&self) -> bool {
         self.used.checked_sub(1).is_some_and(|last| self.free.contains(&last))
     }
 
-    /// Numbers in use, with the free ones between them.
-    pub(super) fn used(&self) -> u32 {
+    /// One past the highest number in use; free numbers in between count.
+    pub(super) fn number_limit(&self) -> u32 {
         self.used
     }
 
-    /// The next run of a snapshot; one that ends at zero is a number that is free.
-    pub(super) fn restore(&mut self, run: Run) -> u32 {
+    /// Appends the next run of a snapshot; a run with end zero is a free number.
+    pub(super) fn restore_run(&mut self, run: PrefixRun) -> u32 {
         let number = self.used;
         self.used += 1;
-        self.reach(self.used);
+        self.ensure_chunks(self.used);
         if run.end() == 0 {
             self.free.insert(number);
         }

@@ -1,6 +1,7 @@
-//! The exponential distribution: its fit from samples, its curve, and how far a sample is from it.
+//! The exponential distribution: fit from samples, distribution function, and distance of a sample
+//! from the fit.
 //!
-//! Not here: what is sampled and how often a fit is renewed ([`crate::evict::reuse_prob`]).
+//! Not here: the sampled quantity and the refit schedule ([`crate::evict::reuse_prob`]).
 
 /// An exponential distribution with a finite positive mean.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -9,14 +10,14 @@ pub struct Exponential {
 }
 
 impl Exponential {
-    /// The distribution with this mean; nothing unless the mean is finite and positive.
+    /// The distribution with this mean; `None` unless the mean is finite and positive.
     #[must_use]
     pub fn with_mean(mean: f64) -> Option<Self> {
         (mean.is_finite() && mean > 0.0).then_some(Self { mean })
     }
 
-    /// The most likely distribution behind these samples: the one with their mean. Nothing for an empty
-    /// sample or one whose mean is not positive.
+    /// The maximum-likelihood fit: the distribution with the mean of the samples. `None` for an
+    /// empty sample or one with a mean that is not positive.
     #[must_use]
     pub fn fit(samples: impl IntoIterator<Item = f64>) -> Option<Self> {
         let (mut sum, mut count) = (0.0, 0.0);
@@ -33,16 +34,17 @@ impl Exponential {
         self.mean
     }
 
-    /// Chance that a value is at most `t`; 0 for negative `t`.
+    /// Probability that a value is at most `t`; 0 for negative `t`.
     #[must_use]
     pub fn cdf(&self, t: f64) -> f64 {
         -(-t.max(0.0) / self.mean).exp_m1()
     }
 
-    /// Natural logarithm of the chance that a value lies in `(t, t + window]`. Exact where the chance
-    /// itself would round to zero, so that two long-unused blocks can still be told apart.
+    /// Natural logarithm of the probability that a value lies in `(t, t + window]`. Exact even
+    /// where the probability itself rounds to zero, so that two long-unused blocks still compare as
+    /// different.
     #[must_use]
-    pub fn ln_chance_within(&self, t: f64, window: f64) -> f64 {
+    pub fn ln_probability_within(&self, t: f64, window: f64) -> f64 {
         -t.max(0.0) / self.mean + self.cdf(window).ln()
     }
 
@@ -66,13 +68,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Values at equally spaced chances: the exponential sample without noise.
+    /// Values at equally spaced quantiles: the exponential sample without noise.
     fn ideal_sample(mean: f64, count: u32) -> Vec<f64> {
         (0..count).map(|at| -mean * (1.0 - (f64::from(at) + 0.5) / f64::from(count)).ln()).collect()
     }
 
     #[test]
-    fn nothing_is_fitted_to_nothing() {
+    fn does_not_fit_empty_or_degenerate_samples() {
         assert_eq!(Exponential::fit([]), None);
         assert_eq!(Exponential::fit([0.0, 0.0]), None);
         assert_eq!(Exponential::fit([f64::NAN]), None);
@@ -81,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fit_recovers_the_mean_it_was_drawn_from() {
+    fn fit_recovers_the_mean() {
         for mean in [0.001, 1.0, 373.0, 1e9] {
             let sample = ideal_sample(mean, 2000);
             let fitted = Exponential::fit(sample.iter().copied()).unwrap();
@@ -91,14 +93,14 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_that_is_not_exponential_is_far_from_its_fit() {
+    fn non_exponential_sample_is_far_from_its_fit() {
         let constant = [7.0; 50];
         assert!(Exponential::fit(constant).unwrap().distance(&constant) > 0.3);
         assert_eq!(Exponential::with_mean(1.0).unwrap().distance(&[]), 0.0);
     }
 
     #[test]
-    fn known_points_of_the_curve() {
+    fn cdf_at_known_points() {
         let curve = Exponential::with_mean(10.0).unwrap();
         assert_eq!(curve.cdf(-1.0), 0.0);
         assert!((curve.cdf(10.0) - 0.632_120_558_8).abs() < 1e-9);
@@ -106,24 +108,24 @@ mod tests {
     }
 
     #[test]
-    fn blocks_unused_for_ages_are_still_told_apart() {
+    fn long_unused_blocks_still_compare_differently() {
         let curve = Exponential::with_mean(1.0).unwrap();
         assert_eq!((-2000.0_f64).exp(), 0.0);
-        assert!(curve.ln_chance_within(2001.0, 1.0) < curve.ln_chance_within(2000.0, 1.0));
+        assert!(curve.ln_probability_within(2001.0, 1.0) < curve.ln_probability_within(2000.0, 1.0));
     }
 
     proptest! {
         #[test]
-        fn the_chance_of_a_window_is_the_difference_of_the_curve(
+        fn window_probability_is_the_cdf_difference(
             mean in 0.1..1000.0_f64, t in 0.0..1000.0_f64, window in 0.1..1000.0_f64,
         ) {
             let curve = Exponential::with_mean(mean).unwrap();
             let difference = curve.cdf(t + window) - curve.cdf(t);
-            prop_assert!((curve.ln_chance_within(t, window).exp() - difference).abs() < 1e-9);
+            prop_assert!((curve.ln_probability_within(t, window).exp() - difference).abs() < 1e-9);
         }
 
         #[test]
-        fn the_curve_rises_from_zero_to_one(mean in 0.1..1000.0_f64, t in 0.0..1e5_f64, step in 0.0..10.0_f64) {
+        fn cdf_rises_from_zero_to_one(mean in 0.1..1000.0_f64, t in 0.0..1e5_f64, step in 0.0..10.0_f64) {
             let curve = Exponential::with_mean(mean).unwrap();
             prop_assert!(curve.cdf(t) <= curve.cdf(t + step));
             prop_assert!((0.0..=1.0).contains(&curve.cdf(t)));

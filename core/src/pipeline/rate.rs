@@ -1,55 +1,54 @@
-//! How fast bytes of one fetch come, as known now: a mean over the last moments that falls while nothing comes.
+//! Current arrival rate of one fetch: a mean over the last moments that falls during silence.
 //!
-//! Sums of bytes and of time, both halved after each half-life. Silence adds time and no bytes, so an estimate
-//! halves with each half-life of it, and comes back as fast. Not here: what is known of a link from fetch to
-//! fetch ([`crate::schedule`]), which is what this one begins with.
+//! It keeps sums of bytes and of time, both with the same half-life. Silence adds time without
+//! bytes, so the estimate halves with each half-life of silence, and recovers as fast. Not here:
+//! link estimates across fetches ([`crate::schedule`]), which give the initial value.
 
-/// Bytes over time, of which the older count less.
+/// Bytes over time, with exponential decay.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Rate {
+pub struct ArrivalRate {
     bytes: f64,
     ns: f64,
     at_ns: u64,
     half_life_ns: f64,
 }
 
-impl Rate {
-    /// An estimate that begins with what was known before, as if it had been seen for long.
+impl ArrivalRate {
+    /// An estimate that starts from a prior bandwidth, as if it had been observed for long.
     #[must_use]
-    pub fn new(bytes_per_s: u64, half_life_ns: u64, now_ns: u64) -> Rate {
+    pub fn new(bytes_per_s: u64, half_life_ns: u64, now_ns: u64) -> ArrivalRate {
         let half_life_ns = (half_life_ns as f64).max(1.0);
-        // What the sum of time comes to when it neither grows nor falls any more.
+        // Steady state of the sum of time.
         let ns = half_life_ns / std::f64::consts::LN_2;
-        Rate { bytes: bytes_per_s as f64 * 1e-9 * ns, ns, at_ns: now_ns, half_life_ns }
+        ArrivalRate { bytes: bytes_per_s as f64 * 1e-9 * ns, ns, at_ns: now_ns, half_life_ns }
     }
 
-    /// Bytes came.
-    pub fn arrived(&mut self, bytes: u64, now_ns: u64) {
-        *self = self.aged(now_ns);
+    /// Adds arrived bytes.
+    pub fn add_bytes(&mut self, bytes: u64, now_ns: u64) {
+        *self = self.decayed(now_ns);
         self.bytes += bytes as f64;
     }
 
-    /// Nobody asked for bytes until now: that none came says nothing.
+    /// Ends a pause without requests: the silence until now does not count.
     pub fn resume(&mut self, now_ns: u64) {
         self.at_ns = self.at_ns.max(now_ns);
     }
 
-    /// Time that so many bytes take at the rate known at this moment, in nanoseconds; `u64::MAX` when they take
-    /// longer.
+    /// Time that this many bytes take at the current rate, in nanoseconds; saturates at `u64::MAX`.
     #[must_use]
     pub fn time_ns(&self, bytes: u64, now_ns: u64) -> u64 {
         if bytes == 0 {
             return 0;
         }
-        let now = self.aged(now_ns);
-        // Saturates, also where nothing came for so long that the sum of bytes is zero.
+        let now = self.decayed(now_ns);
+        // Saturates, also after a silence that decayed the sum of bytes to zero.
         (bytes as f64 * now.ns / now.bytes) as u64
     }
 
-    fn aged(&self, now_ns: u64) -> Rate {
+    fn decayed(&self, now_ns: u64) -> ArrivalRate {
         let passed_ns = now_ns.saturating_sub(self.at_ns) as f64;
         let share = (-passed_ns / self.half_life_ns).exp2();
-        Rate {
+        ArrivalRate {
             bytes: self.bytes * share,
             ns: self.ns * share + self.half_life_ns / std::f64::consts::LN_2 * (1.0 - share),
             at_ns: self.at_ns.max(now_ns),

@@ -1,28 +1,29 @@
-//! What a copy of blocks from one node to another is of, and how it can end: a closed set, so that both ends count the same.
+//! Runs of blocks to copy between nodes, and the outcomes of such copies: a closed set, so that
+//! both ends count alike.
 //!
-//! Not here: which blocks are copied (`leaving`) and how (`kvfleet-node`).
+//! Not here: which blocks are copied (`drain_order`) and how (`kvfleet-node`).
 
 use crate::id::{BlockHash, Category, TenantId};
 
-/// Consecutive blocks of one prefix, with what it takes to save them.
+/// Consecutive blocks of one prefix, with the data needed to save them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlockRun {
-    /// In prefix order.
+    /// Block hashes in prefix order.
     pub hashes: Vec<BlockHash>,
-    /// The block before the first.
+    /// The block before the first one.
     pub parent: Option<BlockHash>,
-    /// Offset of the first, in blocks.
+    /// Offset of the first block, in blocks.
     pub first_offset_blocks: u32,
-    /// Whose they are.
+    /// Their tenant.
     pub tenant: TenantId,
     /// Category of the last request that used them.
     pub category: Category,
-    /// Encoded size of the largest, in bytes; 0: as large as the target takes.
+    /// Encoded size of the largest, in bytes; 0 for the target's largest size.
     pub frame_bytes: u64,
 }
 
 impl BlockRun {
-    /// The blocks from this position on, up to another.
+    /// The blocks from position `from` up to `to`, exclusive.
     #[must_use]
     pub fn part(&self, from: usize, to: usize) -> BlockRun {
         let to = to.min(self.hashes.len());
@@ -38,105 +39,105 @@ impl BlockRun {
     }
 }
 
-/// How a copy ended. Whatever it was, what came before it stays and nothing is lost.
+/// How a copy ended. Blocks copied before the end stay, and none are lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u32)]
-pub enum CopyEnd {
-    /// All that was asked for is there.
+pub enum CopyOutcome {
+    /// All requested blocks are at the target.
     Copied = 1,
-    /// The source cannot be reached, or broke off.
+    /// The source cannot be reached, or the connection broke.
     SourceLost = 2,
     /// The source serves under another epoch.
     StaleEpoch = 3,
-    /// The source or the target has another model.
+    /// The source or the target serves another identity.
     IdentityDiffers = 4,
-    /// The source or the target has other weights in force.
+    /// The source or the target serves another weight generation.
     GenerationDiffers = 5,
     /// The source does not hold a block.
     NotHeld = 6,
-    /// The source had no room for it until its time was over: others read there.
+    /// The source had no free capacity until the deadline: other readers used it.
     SourceBusy = 7,
-    /// What the source sent is not the block.
+    /// The source sent bytes that fail the check.
     Corrupt = 8,
     /// The source could not read its medium.
     MediumFailed = 9,
-    /// Its time was over.
+    /// The deadline passed.
     TooLate = 10,
-    /// The target has no room.
+    /// The target has no space.
     Full = 11,
-    /// The target may keep no more of this tenant.
+    /// The tenant's quota at the target is used up.
     Quota = 12,
-    /// At the target something would have to leave that is worth more.
+    /// At the target, more valuable blocks would have to leave.
     Worth = 13,
-    /// The target has as many copies under way and waiting as it takes, or none at all.
+    /// The target's copy queue is full, or the target takes no copies.
     Queue = 14,
-    /// As many bytes came as it may take.
+    /// The target's byte budget for copies is used up.
     Budget = 15,
     /// The target cannot be reached, or did not answer.
     TargetLost = 16,
 }
 
-impl CopyEnd {
-    /// Every end.
-    pub const ALL: [CopyEnd; 16] = [
-        CopyEnd::Copied,
-        CopyEnd::SourceLost,
-        CopyEnd::StaleEpoch,
-        CopyEnd::IdentityDiffers,
-        CopyEnd::GenerationDiffers,
-        CopyEnd::NotHeld,
-        CopyEnd::SourceBusy,
-        CopyEnd::Corrupt,
-        CopyEnd::MediumFailed,
-        CopyEnd::TooLate,
-        CopyEnd::Full,
-        CopyEnd::Quota,
-        CopyEnd::Worth,
-        CopyEnd::Queue,
-        CopyEnd::Budget,
-        CopyEnd::TargetLost,
+impl CopyOutcome {
+    /// Every outcome.
+    pub const ALL: [CopyOutcome; 16] = [
+        CopyOutcome::Copied,
+        CopyOutcome::SourceLost,
+        CopyOutcome::StaleEpoch,
+        CopyOutcome::IdentityDiffers,
+        CopyOutcome::GenerationDiffers,
+        CopyOutcome::NotHeld,
+        CopyOutcome::SourceBusy,
+        CopyOutcome::Corrupt,
+        CopyOutcome::MediumFailed,
+        CopyOutcome::TooLate,
+        CopyOutcome::Full,
+        CopyOutcome::Quota,
+        CopyOutcome::Worth,
+        CopyOutcome::Queue,
+        CopyOutcome::Budget,
+        CopyOutcome::TargetLost,
     ];
 
-    /// Its name in metrics and on the wire's other end.
+    /// Its name in metrics and at the peer.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            CopyEnd::Copied => "copied",
-            CopyEnd::SourceLost => "source_lost",
-            CopyEnd::StaleEpoch => "stale_epoch",
-            CopyEnd::IdentityDiffers => "identity_differs",
-            CopyEnd::GenerationDiffers => "generation_differs",
-            CopyEnd::NotHeld => "not_held",
-            CopyEnd::SourceBusy => "source_busy",
-            CopyEnd::Corrupt => "corrupt",
-            CopyEnd::MediumFailed => "medium_failed",
-            CopyEnd::TooLate => "too_late",
-            CopyEnd::Full => "full",
-            CopyEnd::Quota => "quota",
-            CopyEnd::Worth => "worth",
-            CopyEnd::Queue => "queue",
-            CopyEnd::Budget => "budget",
-            CopyEnd::TargetLost => "target_lost",
+            CopyOutcome::Copied => "copied",
+            CopyOutcome::SourceLost => "source_lost",
+            CopyOutcome::StaleEpoch => "stale_epoch",
+            CopyOutcome::IdentityDiffers => "identity_differs",
+            CopyOutcome::GenerationDiffers => "generation_differs",
+            CopyOutcome::NotHeld => "not_held",
+            CopyOutcome::SourceBusy => "source_busy",
+            CopyOutcome::Corrupt => "corrupt",
+            CopyOutcome::MediumFailed => "medium_failed",
+            CopyOutcome::TooLate => "too_late",
+            CopyOutcome::Full => "full",
+            CopyOutcome::Quota => "quota",
+            CopyOutcome::Worth => "worth",
+            CopyOutcome::Queue => "queue",
+            CopyOutcome::Budget => "budget",
+            CopyOutcome::TargetLost => "target_lost",
         }
     }
 
-    /// The end of this number, as it is sent.
+    /// The outcome with this number, as sent on the wire.
     #[must_use]
-    pub fn from_number(number: u32) -> Option<CopyEnd> {
-        CopyEnd::ALL.into_iter().find(|end| *end as u32 == number)
+    pub fn from_number(number: u32) -> Option<CopyOutcome> {
+        CopyOutcome::ALL.into_iter().find(|end| *end as u32 == number)
     }
 
-    /// Whether it was the target that did not take it: another one may.
+    /// Whether the target refused it: another target may accept.
     #[must_use]
-    pub fn is_of_target(self) -> bool {
+    pub fn is_target_refusal(self) -> bool {
         matches!(
             self,
-            CopyEnd::Full
-                | CopyEnd::Quota
-                | CopyEnd::Worth
-                | CopyEnd::Queue
-                | CopyEnd::Budget
-                | CopyEnd::TargetLost
+            CopyOutcome::Full
+                | CopyOutcome::Quota
+                | CopyOutcome::Worth
+                | CopyOutcome::Queue
+                | CopyOutcome::Budget
+                | CopyOutcome::TargetLost
         )
     }
 }
@@ -146,7 +147,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_part_says_what_comes_before_it() {
+    fn part_names_its_predecessor() {
         let hash = |number: u8| BlockHash([number; 16]);
         let run =
             BlockRun { hashes: (1..6).map(hash).collect(), first_offset_blocks: 10, ..BlockRun::default() };
@@ -157,13 +158,13 @@ mod tests {
     }
 
     #[test]
-    fn every_end_has_a_number_and_a_name_of_its_own() {
-        for (position, end) in CopyEnd::ALL.into_iter().enumerate() {
+    fn every_outcome_has_a_distinct_number_and_name() {
+        for (position, end) in CopyOutcome::ALL.into_iter().enumerate() {
             assert_eq!(end as usize, position + 1);
-            assert_eq!(CopyEnd::from_number(end as u32), Some(end));
-            let named = CopyEnd::ALL.into_iter().filter(|other| other.name() == end.name());
+            assert_eq!(CopyOutcome::from_number(end as u32), Some(end));
+            let named = CopyOutcome::ALL.into_iter().filter(|other| other.name() == end.name());
             assert_eq!(named.count(), 1, "{end:?}");
         }
-        assert_eq!((CopyEnd::from_number(0), CopyEnd::from_number(17)), (None, None));
+        assert_eq!((CopyOutcome::from_number(0), CopyOutcome::from_number(17)), (None, None));
     }
 }

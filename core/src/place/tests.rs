@@ -20,8 +20,8 @@ fn home(ring: &Ring, number: u64) -> NodeId {
 }
 
 #[test]
-fn placements_are_known_answers() {
-    // Fixed across releases and machines: another answer would move every block of a running cluster.
+fn placements_match_known_answers() {
+    // Fixed across releases and machines: a change would move every block of a running cluster.
     let ring = ring(&[1, 2, 3, 4, 5]);
     let homes: Vec<_> = (0..8).map(|number| home(&ring, number).0).collect();
     assert_eq!(homes, [4, 2, 4, 2, 4, 1, 4, 3]);
@@ -85,7 +85,7 @@ fn keys_spread_by_weight() {
 }
 
 #[test]
-fn a_full_node_is_walked_past() {
+fn full_node_is_skipped() {
     let ring = ring(&[1, 2, 3]);
     for number in 0..50 {
         let walk: Vec<_> = ring.walk(&key(number)).collect();
@@ -99,7 +99,7 @@ fn a_full_node_is_walked_past() {
 }
 
 #[test]
-fn loads_as_large_as_they_get_do_not_overflow() {
+fn maximal_loads_do_not_overflow() {
     let ring = Ring::new(&[(NodeId(1), WEIGHT_MAX), (NodeId(2), WEIGHT_MAX)]);
     assert!(ring.place(b"key", |_| u64::MAX, LOAD_BOUND).is_some());
     assert!(ring.place(b"key", |_| u64::MAX, f64::NAN).is_some());
@@ -107,7 +107,7 @@ fn loads_as_large_as_they_get_do_not_overflow() {
     assert!(ring.place(b"key", |_| u64::MAX, f64::INFINITY).is_some());
 }
 
-/// Saves `keys` blocks one after the other and gives what each node ends up with.
+/// Saves `keys` blocks one after the other and returns the blocks of each node.
 fn fill(ring: &Ring, keys: u64, bound: f64) -> BTreeMap<NodeId, u64> {
     let mut held: BTreeMap<_, u64> = ring.members.iter().map(|&(node, _)| (node, 0)).collect();
     for number in 0..keys {
@@ -138,7 +138,8 @@ fn members() -> impl Strategy<Value = Vec<(NodeId, u32)>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// A join only takes keys to the new node; a leave (the same, read backwards) only moves its own.
+    /// A join moves keys to the new node only; a leave, the reverse, moves only the keys of the
+    /// leaving node.
     #[test]
     fn a_join_moves_keys_to_the_new_node_only(members in members(), weight in 1u32..4, first in any::<u32>()) {
         let joining = NodeId(99);

@@ -1,14 +1,14 @@
-//! Arithmetic in the field of 2^128 elements, in plain integer operations that take the same time for
-//! every operand.
+//! Arithmetic in the field of 2^128 elements, with constant-time integer operations.
 //!
-//! Bit i of a `u128` is the coefficient of x^i; the modulus is x^128 + x^7 + x^2 + x + 1. No tables, whose
-//! timing would tell of the key. Not here: the same arithmetic in one instruction (`x86.rs`).
+//! Bit i of a `u128` is the coefficient of x^i; the modulus is x^128 + x^7 + x^2 + x + 1. No
+//! tables, because their timing would leak the key. Not here: the same arithmetic in one
+//! instruction (`x86.rs`).
 
-/// What x^128 is modulo the polynomial: x^7 + x^2 + x + 1.
+/// x^128 modulo the polynomial: x^7 + x^2 + x + 1.
 pub(super) const TAIL_OF_MODULUS: u64 = 0x87;
 
-/// Every fifth bit of 128. Thirteen such bits of a factor meet in a column of a product at most
-/// thirteen times, and the carries stay in the four bits between.
+/// Every fifth bit of 128. At most thirteen such bits add up in a column of a product, and the
+/// carries stay in the four bits between.
 const EVERY_FIFTH_BIT: u128 = 0x2108_4210_8421_0842_1084_2108_4210_8421;
 
 /// Product of two elements.
@@ -18,12 +18,12 @@ pub(super) fn multiply(left: u128, right: u128) -> u128 {
     sum.reduce()
 }
 
-/// A sum of products that is brought below x^128 only once, at the end.
+/// A sum of products that is reduced below x^128 only once, at the end.
 #[derive(Clone, Copy, Default)]
 pub(super) struct ProductSum {
     low: u128,
     high: u128,
-    /// Products of the folded factors: low, high and middle parts on top of each other (Karatsuba).
+    /// Products of the folded factors: low, high and middle parts combined (Karatsuba).
     folded: u128,
 }
 

@@ -1,53 +1,54 @@
-//! The chain: from tokens to states to block hashes.
+//! The hash chain: from tokens to states to block hashes.
 //!
-//! Not here: how a block is summed and a state enciphered (`kernel.rs`), and where a chain stands (`chain.rs`).
+//! Not here: how a block is summed and a state encrypted (`kernel.rs`), and positions in a chain
+//! (`chain.rs`).
 
 use super::chain::Chain;
-use super::kernel::{Kernel, Level};
-use super::keys::{Blocks, Keys, LINE_TOKENS, Line, SEGMENT_LINES};
+use super::kernel::{Kernel, SimdLevel};
+use super::keys::{BlockBatch, HashKeys, LINE_TOKENS, SEGMENT_LINES, TokenLine};
 use super::manifest::{BLOCK_TOKENS_MAX, IdentityManifest};
 use crate::id::BlockHash;
 
-/// Makes block hashes of one identity and one tenant.
+/// Computes block hashes of one identity and one tenant.
 #[derive(Clone)]
 pub struct PrefixHasher {
-    keys: Keys,
+    keys: HashKeys,
     kernel: Kernel,
     block_tokens: usize,
 }
 
 impl std::fmt::Debug for PrefixHasher {
-    /// Leaves the key out: logs are no place for it.
+    /// Omits the key, because logs must not contain it.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("PrefixHasher").field("block_tokens", &self.block_tokens).finish_non_exhaustive()
     }
 }
 
 impl PrefixHasher {
-    /// Derives the keys from manifest and salt. The salt is what keeps tenants from probing each other:
-    /// without it nobody can compute a tenant's hashes, not even from known text. It must be secret and
-    /// random.
+    /// Derives the keys from manifest and salt. The salt keeps tenants from probing each other:
+    /// without it a tenant's hashes cannot be computed, not even from known text. It must be secret
+    /// and random.
     ///
-    /// A manifest that [`IdentityManifest::validate`] refuses is hashed all the same (with the nearest block
-    /// size there is), because what must never happen here is a shared key or a panic.
+    /// A manifest that [`IdentityManifest::validate`] refuses is hashed too (with the nearest valid
+    /// block size), because a shared key or a panic must never happen here.
     #[must_use]
     pub fn new(manifest: &IdentityManifest, tenant_salt: &[u8; 32]) -> Self {
-        let keys = Keys::new(manifest, tenant_salt);
+        let keys = HashKeys::new(manifest, tenant_salt);
         let kernel = Kernel::fastest(&keys.cipher);
         Self { kernel, keys, block_tokens: manifest.block_tokens.clamp(1, BLOCK_TOKENS_MAX) as usize }
     }
 
-    /// The same hasher with the instructions of this level, when the machine has them. For comparing levels;
-    /// [`new`](Self::new) takes the fastest.
+    /// The same hasher with the instructions of this level; `None` if the machine lacks them. For
+    /// comparing levels; [`new`](Self::new) takes the fastest.
     #[must_use]
-    pub fn at_level(self, level: Level) -> Option<Self> {
+    pub fn at_level(self, level: SimdLevel) -> Option<Self> {
         let kernel = Kernel::at(level, &self.keys.cipher)?;
         Some(Self { kernel, ..self })
     }
 
     /// The level of instructions in use.
     #[must_use]
-    pub fn level(&self) -> Level {
+    pub fn level(&self) -> SimdLevel {
         self.kernel.level()
     }
 
@@ -57,9 +58,9 @@ impl PrefixHasher {
         Chain::new(0)
     }
 
-    /// Appends the hashes of all whole blocks of `tokens` to `hashes` and moves `chain` behind them. Gives
-    /// back the tokens that do not fill a block: the caller keeps them until there are more, or ends the
-    /// prefix with [`tail`](Self::tail).
+    /// Appends the hashes of all whole blocks of `tokens` to `hashes` and advances `chain` behind
+    /// them. Returns the tokens that do not fill a block: the caller keeps them until more arrive,
+    /// or ends the prefix with [`tail`](Self::tail).
     pub fn extend<'tokens>(
         &self,
         chain: &mut Chain,
@@ -71,14 +72,15 @@ impl PrefixHasher {
         hashes.resize(before + whole.len() / self.block_tokens, BlockHash::default());
         let hashes = &mut hashes[before..];
         if self.block_tokens.is_multiple_of(LINE_TOKENS) {
-            self.absorb(chain, self.lines_each(), whole.as_chunks().0, hashes);
+            self.absorb(chain, self.lines_per_block(), whole.as_chunks().0, hashes);
         } else {
             self.absorb_padded(chain, whole, hashes);
         }
         rest
     }
 
-    /// As [`extend`](Self::extend), and appends the chain behind each block too: for who may have to go on from any of them.
+    /// Like [`extend`](Self::extend), and also appends the chain after each block, for a caller
+    /// that may continue from any of them.
     pub fn extend_each(
         &self,
         mut chain: Chain,
@@ -92,8 +94,8 @@ impl PrefixHasher {
         }
     }
 
-    /// Hash of a partly filled block after `chain`: the last one of a prefix, since nothing follows a block
-    /// that still grows. Nothing when there are no tokens, or a whole block of them.
+    /// Hash of a partly filled block after `chain`. It ends a prefix, since no block follows one
+    /// that still grows. `None` without tokens, or with a whole block of them.
     #[must_use]
     pub fn tail(&self, chain: &Chain, tokens: &[u32]) -> Option<BlockHash> {
         if tokens.is_empty() || tokens.len() >= self.block_tokens {
@@ -102,13 +104,13 @@ impl PrefixHasher {
         let mut padded = [[0; LINE_TOKENS]; SEGMENT_LINES];
         padded.as_flattened_mut()[..tokens.len()].copy_from_slice(tokens);
         let lines = &padded[..tokens.len().div_ceil(LINE_TOKENS)];
-        // A chain of its own, which ends here: what sets a tail apart is added before its lines.
+        // A separate chain that ends here: the tail's length term is added before its lines.
         let mut end = *chain;
-        let slot = self.enter_block(&mut end, self.lines_each());
+        let slot = self.start_block(&mut end, self.lines_per_block());
         let length = self.kernel.multiply(self.keys.tail, tokens.len() as u128);
         end.state = (u128::from_le_bytes(end.state) ^ length).to_le_bytes();
         let mut hash = [BlockHash::default()];
-        let block = Blocks { slot, lines_each: lines.len(), lines };
+        let block = BlockBatch { slot, lines_per_block: lines.len(), lines };
         self.kernel.absorb(&self.keys, block, &mut end, &mut hash);
         Some(hash[0])
     }
@@ -121,7 +123,7 @@ impl PrefixHasher {
         hashes
     }
 
-    /// The same into a list that is emptied first, so that its memory serves again.
+    /// Like [`blocks`](Self::blocks), into a list that is emptied first, to reuse its memory.
     pub fn blocks_into(&self, tokens: &[u32], hashes: &mut Vec<BlockHash>) {
         hashes.clear();
         let mut chain = self.start();
@@ -129,8 +131,8 @@ impl PrefixHasher {
         hashes.extend(self.tail(&chain, rest));
     }
 
-    /// Hashes of a prefix whose blocks a trace names by number: the number stands for the content of
-    /// the block, and the same number after another prefix is another block.
+    /// Hashes of a prefix given as block numbers of a trace. A number stands for the content of a
+    /// block; the same number after another prefix is another block.
     #[must_use]
     pub fn chain_ids(&self, ids: &[u64]) -> Vec<BlockHash> {
         let mut hashes = vec![BlockHash::default(); ids.len()];
@@ -146,13 +148,13 @@ impl PrefixHasher {
         hashes
     }
 
-    fn lines_each(&self) -> usize {
+    fn lines_per_block(&self) -> usize {
         self.block_tokens.div_ceil(LINE_TOKENS)
     }
 
-    /// Whole blocks whose size is not one of whole lines: each is brought to whole lines by zeros.
+    /// For whole blocks with a size that is not a multiple of a line: pads each with zeros.
     fn absorb_padded(&self, chain: &mut Chain, tokens: &[u32], hashes: &mut [BlockHash]) {
-        let lines_each = self.lines_each();
+        let lines_each = self.lines_per_block();
         let blocks_max = SEGMENT_LINES / lines_each;
         let batches = tokens.chunks(blocks_max * self.block_tokens);
         for (tokens, hashes) in batches.zip(hashes.chunks_mut(blocks_max)) {
@@ -165,22 +167,33 @@ impl PrefixHasher {
         }
     }
 
-    /// Moves `chain` behind blocks of whole lines and writes their hashes.
-    fn absorb(&self, chain: &mut Chain, lines_each: usize, mut lines: &[Line], mut hashes: &mut [BlockHash]) {
+    /// Advances `chain` over blocks of whole lines and writes their hashes.
+    fn absorb(
+        &self,
+        chain: &mut Chain,
+        lines_each: usize,
+        mut lines: &[TokenLine],
+        mut hashes: &mut [BlockHash],
+    ) {
         while !hashes.is_empty() {
-            let slot = self.enter_block(chain, lines_each);
+            let slot = self.start_block(chain, lines_each);
             let in_segment = hashes.len().min((SEGMENT_LINES - slot) / lines_each);
             let (now, later) = std::mem::take(&mut hashes).split_at_mut(in_segment);
             let (own, rest) = lines.split_at(in_segment * lines_each);
-            self.kernel.absorb(&self.keys, Blocks { slot, lines_each, lines: own }, chain, now);
+            self.kernel.absorb(
+                &self.keys,
+                BlockBatch { slot, lines_per_block: lines_each, lines: own },
+                chain,
+                now,
+            );
             chain.in_segment += in_segment as u8;
             (lines, hashes) = (rest, later);
         }
     }
 
-    /// Brings the state to where the next block is added to it, and gives back the line of keys that it begins
-    /// with. Blocks do not cross segments: lines that would not make a whole block stay unused.
-    fn enter_block(&self, chain: &mut Chain, lines_each: usize) -> usize {
+    /// Advances the state to where the next block is added, and returns its first line of keys.
+    /// Blocks do not cross segments: lines too few for a whole block stay unused.
+    fn start_block(&self, chain: &mut Chain, lines_each: usize) -> usize {
         if usize::from(chain.in_segment) == SEGMENT_LINES / lines_each {
             let state = u128::from_le_bytes(chain.state);
             chain.state = self.kernel.multiply(state, self.keys.step).to_le_bytes();

@@ -1,19 +1,20 @@
-//! The two inner operations of the block hash, and which instructions carry them out.
+//! The two inner operations of the block hash, dispatched to an instruction set.
 //!
-//! All levels give equal results; the fastest one that the machine has is chosen when a hasher is made.
-//! Not here: the operations themselves (`portable.rs`, `x86.rs`).
+//! All levels give equal results; a new hasher takes the fastest that the machine has. Not here:
+//! the operations themselves (`portable.rs`, `x86.rs`).
 
 use super::chain::Chain;
-use super::keys::{Blocks, Keys};
+use super::keys::{BlockBatch, HashKeys};
 use super::{field, portable};
 use crate::id::BlockHash;
 #[cfg(target_arch = "x86_64")]
 use crate::prefix::x86;
 
-/// Instructions that hash, slowest first.
+/// Instruction sets for hashing, slowest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Level {
-    /// Integer multiplications; AES as the package `aes` finds it. On every machine.
+pub enum SimdLevel {
+    /// Integer multiplications, with the AES that the crate `aes` detects. Available on every
+    /// machine.
     Portable,
     /// Carry-less multiplication, AES and AVX, on 128-bit registers: x86-64 processors since about 2011.
     Pclmul,
@@ -21,12 +22,12 @@ pub enum Level {
     Avx512,
 }
 
-impl Level {
+impl SimdLevel {
     /// All levels, slowest first.
-    pub const ALL: [Level; 3] = [Level::Portable, Level::Pclmul, Level::Avx512];
+    pub const ALL: [SimdLevel; 3] = [SimdLevel::Portable, SimdLevel::Pclmul, SimdLevel::Avx512];
 }
 
-/// Carries the operations out at one level.
+/// The implementation for one level.
 #[derive(Clone)]
 pub(super) enum Kernel {
     Portable(Box<portable::Cipher>),
@@ -37,22 +38,22 @@ pub(super) enum Kernel {
 }
 
 impl Kernel {
-    /// The fastest one this machine has.
+    /// The fastest that this machine has.
     pub(super) fn fastest(cipher_key: &[u8; 16]) -> Self {
-        let found = Level::ALL.into_iter().rev().find_map(|level| Self::at(level, cipher_key));
+        let found = SimdLevel::ALL.into_iter().rev().find_map(|level| Self::at(level, cipher_key));
         found.unwrap_or_else(|| Self::portable(cipher_key))
     }
 
-    /// The one of this level, when the machine has it.
-    pub(super) fn at(level: Level, cipher_key: &[u8; 16]) -> Option<Self> {
+    /// The implementation for this level, if the machine has it.
+    pub(super) fn at(level: SimdLevel, cipher_key: &[u8; 16]) -> Option<Self> {
         match level {
-            Level::Portable => Some(Self::portable(cipher_key)),
+            SimdLevel::Portable => Some(Self::portable(cipher_key)),
             #[cfg(target_arch = "x86_64")]
-            Level::Pclmul => x86::Pclmul::detect(cipher_key).map(Self::Pclmul),
+            SimdLevel::Pclmul => x86::Pclmul::detect(cipher_key).map(Self::Pclmul),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx512 => x86::Avx512::detect(cipher_key).map(|kernel| Self::Avx512(Box::new(kernel))),
+            SimdLevel::Avx512 => x86::Avx512::detect(cipher_key).map(|kernel| Self::Avx512(Box::new(kernel))),
             #[cfg(not(target_arch = "x86_64"))]
-            Level::Pclmul | Level::Avx512 => None,
+            SimdLevel::Pclmul | SimdLevel::Avx512 => None,
         }
     }
 
@@ -60,21 +61,22 @@ impl Kernel {
         Self::Portable(Box::new(portable::Cipher::new(cipher_key)))
     }
 
-    pub(super) fn level(&self) -> Level {
+    pub(super) fn level(&self) -> SimdLevel {
         match self {
-            Self::Portable(_) => Level::Portable,
+            Self::Portable(_) => SimdLevel::Portable,
             #[cfg(target_arch = "x86_64")]
-            Self::Pclmul(_) => Level::Pclmul,
+            Self::Pclmul(_) => SimdLevel::Pclmul,
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(_) => Level::Avx512,
+            Self::Avx512(_) => SimdLevel::Avx512,
         }
     }
 
-    /// Adds blocks to the chain and writes the hash of each: the image of the state after it, in its place.
+    /// Adds blocks to the chain and writes their hashes: the encrypted state after each block, with
+    /// its header.
     pub(super) fn absorb(
         &self,
-        keys: &Keys,
-        blocks: Blocks<'_>,
+        keys: &HashKeys,
+        blocks: BlockBatch<'_>,
         chain: &mut Chain,
         hashes: &mut [BlockHash],
     ) {

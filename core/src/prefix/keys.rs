@@ -1,32 +1,32 @@
-//! Keys of the block hash of one identity and one tenant, and which of them belongs to which tokens.
+//! Keys of the block hash of one identity and one tenant, and their assignment to tokens.
 //!
-//! Not here: what is done with them (`hasher.rs`, `kernel.rs`).
+//! Not here: the operations on them (`hasher.rs`, `kernel.rs`).
 
 use super::manifest::IdentityManifest;
 
 /// Domain of the keys derived from manifest and salt.
 const KEY_DOMAIN: &str = "kvfleet 2026-11 prompt hash keys, octets";
 
-/// Tokens of a line: 64 bytes, what one vector register and one cache line hold.
+/// Tokens of a line: 64 bytes, one vector register or cache line.
 pub(super) const LINE_TOKENS: usize = 16;
 
-/// Lines of a segment, 512 tokens: as many as there are keys, and as the largest block has.
+/// Lines of a segment, 512 tokens: the number of line keys, and the largest block.
 pub(super) const SEGMENT_LINES: usize = 32;
 
-/// Sixteen tokens; the end of a block that does not fill its last line is zeros.
-pub(super) type Line = [u32; LINE_TOKENS];
+/// Sixteen tokens; a partly filled last line is padded with zeros.
+pub(super) type TokenLine = [u32; LINE_TOKENS];
 
-/// Everything secret of a hasher but the cipher's key schedule.
+/// All secrets of a hasher except the cipher's key schedule.
 #[derive(Clone)]
 #[repr(align(64))]
-pub(super) struct Keys {
+pub(super) struct HashKeys {
     /// For each line of a segment, keys of its first two words (a word is four tokens).
     pub(super) first: [[u128; 2]; SEGMENT_LINES],
     /// For each line of a segment, keys of its last two words.
     pub(super) second: [[u128; 2]; SEGMENT_LINES],
     /// Multiplies the state between two segments.
     pub(super) step: u128,
-    /// Times the number of tokens of a partly filled block.
+    /// Multiplied by the number of tokens of a partly filled block.
     pub(super) tail: u128,
     /// State before the first of a list of trace ids; the state before the first token is zero.
     pub(super) ids: u128,
@@ -34,7 +34,7 @@ pub(super) struct Keys {
     pub(super) cipher: [u8; 16],
 }
 
-impl Keys {
+impl HashKeys {
     pub(super) fn new(manifest: &IdentityManifest, tenant_salt: &[u8; 32]) -> Self {
         let mut deriving = blake3::Hasher::new_derive_key(KEY_DOMAIN);
         deriving.update(&manifest.full_digest()).update(tenant_salt);
@@ -55,31 +55,31 @@ impl Keys {
     }
 }
 
-/// Blocks that follow each other in one segment, all of the same number of lines.
+/// Consecutive blocks in one segment, all with the same number of lines.
 #[derive(Clone, Copy)]
-pub(super) struct Blocks<'lines> {
-    /// Line of keys of the first line.
+pub(super) struct BlockBatch<'lines> {
+    /// Index of the first line's keys.
     pub(super) slot: usize,
     /// Lines of each block, at least one.
-    pub(super) lines_each: usize,
+    pub(super) lines_per_block: usize,
     /// The lines of all blocks.
-    pub(super) lines: &'lines [Line],
+    pub(super) lines: &'lines [TokenLine],
 }
 
-impl<'lines> Blocks<'lines> {
-    /// Each block, with the line of keys of its first line.
+impl<'lines> BlockBatch<'lines> {
+    /// Each block, with the key index of its first line.
     #[inline]
-    pub(super) fn slots(self) -> impl Iterator<Item = (usize, &'lines [Line])> {
-        let Self { slot, lines_each, lines } = self;
+    pub(super) fn slots(self) -> impl Iterator<Item = (usize, &'lines [TokenLine])> {
+        let Self { slot, lines_per_block: lines_each, lines } = self;
         lines
             .chunks_exact(lines_each)
             .enumerate()
             .map(move |(number, block)| (slot + number * lines_each, block))
     }
 
-    /// The first `count` blocks, and the others.
+    /// The first `count` blocks, and the rest.
     pub(super) fn split_at(self, count: usize) -> (Self, Self) {
-        let (lines, rest) = self.lines.split_at(count * self.lines_each);
+        let (lines, rest) = self.lines.split_at(count * self.lines_per_block);
         (Self { lines, ..self }, Self { lines: rest, slot: self.slot + lines.len(), ..self })
     }
 }

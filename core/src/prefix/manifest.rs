@@ -1,17 +1,18 @@
-//! What decides the bytes of a block besides tokens and tenant, and the digest that stands for it.
+//! The identity manifest: everything besides tokens and tenant that determines the bytes of a
+//! block, and its digest.
 //!
-//! Not here: how keys come from the digest (`keys.rs`). The encoding is fixed: a change of it is a
-//! change of every key of every cluster, and takes a new domain string.
+//! Not here: the derivation of keys from the digest (`keys.rs`). The encoding is fixed: a change of
+//! it changes every key of every cluster, and needs a new domain string.
 
 use std::fmt;
 
 use crate::id::IdentityDigest;
 
-/// Largest block in tokens. A larger one would make the unit of eviction coarser than one turn of a
+/// Largest block in tokens. A larger one would make eviction coarser than one turn of a
 /// conversation.
 pub const BLOCK_TOKENS_MAX: u32 = 512;
 
-/// Domain of the manifest digest; keeps it apart from every other use of BLAKE3.
+/// Domain of the manifest digest; separates it from every other use of BLAKE3.
 const MANIFEST_DOMAIN: &str = "kvfleet 2026-01 identity manifest";
 
 /// Whether keys are stored before or after the rotary position embedding.
@@ -24,17 +25,18 @@ pub enum KeyForm {
     Rotated,
 }
 
-/// Everything that decides the bytes of a block besides tokens and tenant. Two deployments whose
-/// manifests differ in any field never share a key.
+/// Everything that determines the bytes of a block besides tokens and tenant. Two deployments with
+/// manifests that differ in any field never share a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct IdentityManifest {
-    /// Name of the model, as people call it.
+    /// Public name of the model.
     pub model: String,
-    /// Digest of the weights, in the form the model's publisher gives it.
+    /// Digest of the weights, in the form that the model's publisher gives.
     pub weights_digest: String,
     /// Element type of the stored keys and values, for example `bf16`.
     pub dtype: String,
-    /// Layout of one block: order of dimensions and groups, for example `layer-major/kv/token/head`.
+    /// Layout of one block: order of dimensions and groups, for example
+    /// `layer-major/kv/token/head`.
     pub layout: String,
     /// Layers stored per block.
     pub layers: u32,
@@ -42,13 +44,13 @@ pub struct IdentityManifest {
     pub tp: u32,
     /// Pipeline-parallel degree.
     pub pp: u32,
-    /// Which of the `tp * pp` ranks the bytes belong to; 0 when a block holds all of them.
+    /// The rank, of `tp * pp`, that the bytes belong to; 0 if a block holds all ranks.
     pub rank: u32,
     /// Tokens per block: a power of two up to [`BLOCK_TOKENS_MAX`].
     pub block_tokens: u32,
     /// Parameters of the rotary embedding, for example `theta=500000`.
     pub rope: String,
-    /// Form in which keys are stored.
+    /// Whether keys are stored before or after RoPE.
     pub key_form: KeyForm,
     /// Adapter (LoRA) in use; empty for none.
     pub adapter: String,
@@ -74,31 +76,31 @@ impl Default for IdentityManifest {
     }
 }
 
-/// A field in which two manifests differ, named and written as in configuration files.
+/// A field that differs between two manifests, named and written as in configuration files.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Difference {
-    /// Which.
+pub struct ManifestDifference {
+    /// The field's name.
     pub field: &'static str,
-    /// What it is in the one.
+    /// Its value in this manifest.
     pub own: String,
-    /// What it is in the other.
+    /// Its value in the other manifest.
     pub other: String,
 }
 
-impl fmt::Display for Difference {
+impl fmt::Display for ManifestDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { field, own, other } = self;
         write!(f, "{field} ({own} and not {other})")
     }
 }
 
-/// Why a manifest cannot be served.
+/// Why a manifest is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
     /// The block size is not one of 1, 2, 4 … 512.
     #[error("block_tokens is {got}: choose a power of two from 1 to {BLOCK_TOKENS_MAX}")]
     BlockTokens {
-        /// What was asked.
+        /// The configured value.
         got: u32,
     },
     /// A count that must be at least one is zero.
@@ -110,7 +112,7 @@ pub enum ManifestError {
     /// The rank does not exist in the given geometry.
     #[error("rank is {rank}, but tp {tp} x pp {pp} has ranks 0 to {last}: choose one of them", last = u64::from(*tp) * u64::from(*pp) - 1)]
     Rank {
-        /// What was asked.
+        /// The configured value.
         rank: u32,
         /// Tensor-parallel degree.
         tp: u32,
@@ -120,10 +122,10 @@ pub enum ManifestError {
 }
 
 impl IdentityManifest {
-    /// Refuses geometry that no model has.
+    /// Refuses impossible geometry.
     ///
     /// # Errors
-    /// Says which field is wrong and what it may be.
+    /// Names the invalid field and its valid values.
     pub fn validate(&self) -> Result<(), ManifestError> {
         if !self.block_tokens.is_power_of_two() || self.block_tokens > BLOCK_TOKENS_MAX {
             return Err(ManifestError::BlockTokens { got: self.block_tokens });
@@ -139,15 +141,16 @@ impl IdentityManifest {
         Ok(())
     }
 
-    /// The fields in which this manifest is another one than `other`, in the order of their declaration.
+    /// The fields that differ from `other`, in declaration order.
     #[must_use]
-    pub fn differences(&self, other: &IdentityManifest) -> Vec<Difference> {
+    pub fn differences(&self, other: &IdentityManifest) -> Vec<ManifestDifference> {
         let pairs = self.fields().into_iter().zip(other.fields());
-        let difference = |((field, own), (_, other))| Difference { field, own, other };
+        let difference = |((field, own), (_, other))| ManifestDifference { field, own, other };
         pairs.filter(|(own, other)| own != other).map(difference).collect()
     }
 
-    /// Every field as configuration files have it. The destructuring makes a forgotten one a compile error.
+    /// Every field as configuration files write it. The destructuring makes a forgotten field a
+    /// compile error.
     fn fields(&self) -> [(&'static str, String); 12] {
         let Self {
             model,
@@ -180,22 +183,22 @@ impl IdentityManifest {
         ]
     }
 
-    /// The manifest in sixteen bytes, as nodes and routers compare it.
+    /// The manifest as sixteen bytes, for comparison between nodes and routers.
     #[must_use]
     pub fn digest(&self) -> IdentityDigest {
         let full = self.full_digest();
         IdentityDigest(std::array::from_fn(|position| full[position]))
     }
 
-    /// The whole digest, from which keys are derived.
+    /// The whole digest; keys are derived from it.
     pub(super) fn full_digest(&self) -> [u8; 32] {
         let mut hasher = blake3::Hasher::new_derive_key(MANIFEST_DOMAIN);
         hasher.update(&self.encode());
         *hasher.finalize().as_bytes()
     }
 
-    /// Every field in a fixed order, each with its length before it, so that no two manifests have the
-    /// same bytes. The destructuring makes a forgotten field a compile error.
+    /// Every field in a fixed order, each after its length, so that no two manifests encode
+    /// equally. The destructuring makes a forgotten field a compile error.
     fn encode(&self) -> Vec<u8> {
         let Self {
             model,

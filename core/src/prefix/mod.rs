@@ -1,13 +1,14 @@
-//! Cuts tokens into blocks and gives each a keyed hash that answers for the whole prefix before it.
+//! Cuts tokens into blocks and gives each a keyed hash that covers the whole prefix before it.
 //!
-//! A [`BlockHash`](crate::id::BlockHash) stands for everything that decides the bytes of a block: the
-//! manifest, the tenant, every earlier token and the block's own tokens. It is the AES image of a
-//! universal hash of the prefix, with five bytes that say where in the chain the block is and what it has
-//! in common with its neighbours: `docs/adr/0016-prompt-hash.md` has the formula and the proof, `hasher.rs` the chain, `keys.rs` the keys, `field.rs` and `portable.rs` the arithmetic that runs
-//! anywhere, `x86.rs` the same arithmetic with vector instructions.
+//! A [`BlockHash`](crate::id::BlockHash) covers everything that determines the bytes of a block:
+//! the manifest, the tenant, every earlier token and the block's own tokens. It is the AES image of
+//! a universal hash of the prefix. Five of its bytes hold the block's position in the chain and the
+//! bits it shares with its neighbours. `docs/adr/0016-prompt-hash.md` has the formula and the
+//! proof. `hasher.rs` has the chain, `keys.rs` the keys, `field.rs` and `portable.rs` the portable
+//! arithmetic, `x86.rs` the same with vector instructions.
 //!
-//! Not here: who holds a block ([`crate::index`]) and the bytes themselves. The construction is fixed: a
-//! change of it is a change of every key of every cluster, and takes new domain strings.
+//! Not here: the holders of a block ([`crate::index`]) and its bytes. The construction is fixed: a
+//! change of it changes every key of every cluster, and needs new domain strings.
 
 mod chain;
 mod field;
@@ -24,5 +25,5 @@ mod tests;
 
 pub use chain::Chain;
 pub use hasher::PrefixHasher;
-pub use kernel::Level;
-pub use manifest::{BLOCK_TOKENS_MAX, Difference, IdentityManifest, KeyForm, ManifestError};
+pub use kernel::SimdLevel;
+pub use manifest::{BLOCK_TOKENS_MAX, IdentityManifest, KeyForm, ManifestDifference, ManifestError};

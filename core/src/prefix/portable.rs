@@ -1,4 +1,4 @@
-//! The block hash in plain Rust: what every machine can run, and what the vector code must equal.
+//! The block hash in plain Rust: runs on every machine, and is the reference for the vector code.
 //!
 //! Not here: the field (`field.rs`) and the order of the steps (`hasher.rs`).
 
@@ -7,10 +7,10 @@ use aes::cipher::{BlockEncrypt, KeyInit};
 
 use super::chain::Chain;
 use super::field::ProductSum;
-use super::keys::{Blocks, Keys, Line, SEGMENT_LINES};
+use super::keys::{BlockBatch, HashKeys, SEGMENT_LINES, TokenLine};
 use crate::id::BlockHash;
 
-/// The permutation that hides states.
+/// The AES permutation that hides states.
 #[derive(Clone)]
 pub(super) struct Cipher(Aes128);
 
@@ -19,11 +19,11 @@ impl Cipher {
         Self(Aes128::new(key.into()))
     }
 
-    /// Adds blocks to the chain and writes the hash of each.
+    /// Adds blocks to the chain and writes their hashes.
     pub(super) fn absorb(
         &self,
-        keys: &Keys,
-        blocks: Blocks<'_>,
+        keys: &HashKeys,
+        blocks: BlockBatch<'_>,
         chain: &mut Chain,
         hashes: &mut [BlockHash],
     ) {
@@ -33,18 +33,18 @@ impl Cipher {
             state ^= sum(keys, slot, block);
             *image = state.to_le_bytes().into();
         }
-        // The cipher is fastest with many at once.
+        // The cipher is fastest on many blocks at once.
         self.0.encrypt_blocks(&mut images[..hashes.len()]);
         for (hash, image) in hashes.iter_mut().zip(images) {
             *hash = BlockHash(image.into());
-            chain.place.open(std::array::from_mut(hash));
+            chain.position.apply_headers(std::array::from_mut(hash));
         }
         chain.state = state.to_le_bytes();
     }
 }
 
-/// Sum of the lines of a block whose first line has the keys of `slot`.
-fn sum(keys: &Keys, slot: usize, block: &[Line]) -> u128 {
+/// Sum of the lines of a block; `slot` is the key index of its first line.
+fn sum(keys: &HashKeys, slot: usize, block: &[TokenLine]) -> u128 {
     let keys = keys.first[slot..].iter().zip(&keys.second[slot..]);
     let mut products = ProductSum::default();
     for (line, (first, second)) in block.iter().zip(keys) {
@@ -54,8 +54,8 @@ fn sum(keys: &Keys, slot: usize, block: &[Line]) -> u128 {
     products.reduce()
 }
 
-/// The word of this number: four tokens, the first one lowest.
-fn word(line: &Line, number: usize) -> u128 {
+/// A word by number: four tokens, the first one lowest.
+fn word(line: &TokenLine, number: usize) -> u128 {
     let tokens = line[4 * number..].iter().take(4);
     tokens.rev().fold(0, |word, &token| word << 32 | u128::from(token))
 }

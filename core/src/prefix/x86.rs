@@ -1,16 +1,13 @@
 //! The block hash with the carry-less multiplication and AES instructions of x86-64.
 //!
-//! [`Pclmul`] and [`Avx512`] exist only where their instructions do, which is what makes calling them
-//! sound. The only unsafe steps are those calls and the loads and stores of whole registers, each a
-//! reference turned into a pointer to the same bytes. Not here: what is computed (`portable.rs` says it
-//! plainly, and tests hold both to equal results).
+//! [`Pclmul`] and [`Avx512`] exist only on machines with their instructions, which makes calling them sound. The only unsafe steps are those calls and the loads and stores of whole registers, each through a pointer made from a reference to the same bytes. Not here: the definition of the result (`portable.rs`; tests compare both).
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
 
 use super::chain::Chain;
 use super::field::TAIL_OF_MODULUS;
-use super::keys::{Blocks, Keys, Line};
+use super::keys::{BlockBatch, HashKeys, TokenLine};
 use crate::id::BlockHash;
 
 /// Key schedule of AES-128.
@@ -27,23 +24,23 @@ impl Pclmul {
         let is_there = is_x86_feature_detected!("avx")
             && is_x86_feature_detected!("pclmulqdq")
             && is_x86_feature_detected!("aes");
-        // SAFETY: the closure runs only where the instructions were found.
-        is_there.then(|| Self { round_keys: unsafe { expand(u128::from_le_bytes(*cipher_key)) } })
+        // SAFETY: the closure runs only if the instructions were detected.
+        is_there.then(|| Self { round_keys: unsafe { expand_key(u128::from_le_bytes(*cipher_key)) } })
     }
 
     pub(super) fn absorb(
         &self,
-        keys: &Keys,
-        blocks: Blocks<'_>,
+        keys: &HashKeys,
+        blocks: BlockBatch<'_>,
         chain: &mut Chain,
         hashes: &mut [BlockHash],
     ) {
-        // SAFETY: `detect` found the instructions.
-        unsafe { absorb_one_by_one(keys, &self.round_keys, blocks, chain, hashes) }
+        // SAFETY: `detect` found the instructions on this machine.
+        unsafe { absorb_sequential(keys, &self.round_keys, blocks, chain, hashes) }
     }
 
     pub(super) fn multiply(&self, left: u128, right: u128) -> u128 {
-        // SAFETY: `detect` found the instructions.
+        // SAFETY: `detect` found the instructions on this machine.
         unsafe { multiply(left, right) }
     }
 }
@@ -68,17 +65,17 @@ impl Avx512 {
 
     pub(super) fn absorb(
         &self,
-        keys: &Keys,
-        blocks: Blocks<'_>,
+        keys: &HashKeys,
+        blocks: BlockBatch<'_>,
         chain: &mut Chain,
         hashes: &mut [BlockHash],
     ) {
-        if blocks.lines_each > 1 {
-            // SAFETY: `detect` found the instructions.
+        if blocks.lines_per_block > 1 {
+            // SAFETY: `detect` found the instructions on this machine.
             return unsafe { absorb_long(keys, &self.narrow.round_keys, blocks, chain, hashes) };
         }
-        // Fours begin where an octet or its second half does.
-        let ahead = hashes.len().min(chain.place.nth().wrapping_neg() % 4);
+        // Groups of four start at a block group or at its second half.
+        let ahead = hashes.len().min(chain.position.index_in_group().wrapping_neg() % 4);
         let (to_fours, blocks) = blocks.split_at(ahead);
         let (hashes_to_fours, hashes) = hashes.split_at_mut(ahead);
         if ahead > 0 {
@@ -86,7 +83,7 @@ impl Avx512 {
         }
         let (in_fours, left_over) = blocks.split_at(hashes.len() & !3);
         let (hashes, hashes_left) = hashes.split_at_mut(hashes.len() & !3);
-        // SAFETY: `detect` found the instructions.
+        // SAFETY: `detect` found the instructions on this machine.
         unsafe { absorb_fours(keys, &self.round_keys, in_fours, chain, hashes) };
         if !hashes_left.is_empty() {
             self.narrow.absorb(keys, left_over, chain, hashes_left);
@@ -133,14 +130,14 @@ fn element(value: __m128i) -> u128 {
     u128::from_le_bytes(bytes)
 }
 
-/// A sum of products that is brought below x^128 only once, at the end.
-struct ProductSum {
+/// A sum of products that is reduced below x^128 only once, at the end.
+struct PclmulProductSum {
     low: __m128i,
     middle: __m128i,
     high: __m128i,
 }
 
-impl ProductSum {
+impl PclmulProductSum {
     #[inline]
     #[target_feature(enable = "avx")]
     fn zero() -> Self {
@@ -160,7 +157,8 @@ impl ProductSum {
         self.high = _mm_xor_si128(self.high, _mm_clmulepi64_si128::<0x11>(left, right));
     }
 
-    /// The fold of `field.rs`, one multiplication by the tail of the modulus for each upper quarter.
+    /// The reduction of `field.rs`, one multiplication by the tail of the modulus for each upper
+    /// quarter.
     #[inline]
     #[target_feature(enable = "avx,pclmulqdq")]
     fn reduce(self) -> __m128i {
@@ -174,17 +172,17 @@ impl ProductSum {
 
 #[target_feature(enable = "avx,pclmulqdq")]
 fn multiply(left: u128, right: u128) -> u128 {
-    let mut sum = ProductSum::zero();
+    let mut sum = PclmulProductSum::zero();
     sum.add(load(&left), load(&right));
     element(sum.reduce())
 }
 
-/// Sum of the lines of a block whose first line has the keys of `slot`.
+/// Sum of the lines of a block; `slot` is the key index of its first line.
 #[inline]
 #[target_feature(enable = "avx,pclmulqdq")]
-fn sum(keys: &Keys, slot: usize, block: &[Line]) -> __m128i {
+fn sum(keys: &HashKeys, slot: usize, block: &[TokenLine]) -> __m128i {
     let keys = keys.first[slot..].iter().zip(&keys.second[slot..]);
-    let mut products = ProductSum::zero();
+    let mut products = PclmulProductSum::zero();
     for (line, (first, second)) in block.iter().zip(keys) {
         let (words, _) = line.as_chunks::<4>();
         let keyed = |word: usize, key: &u128| _mm_xor_si128(load_word(&words[word]), load(key));
@@ -205,28 +203,28 @@ fn encipher(round_keys: &RoundKeys, state: __m128i) -> __m128i {
     _mm_aesenclast_si128(image, load(last))
 }
 
-/// One block after the other. The cipher of one runs while the next is multiplied.
+/// One block after the other. The encryption of one overlaps the multiplication of the next.
 #[target_feature(enable = "avx,pclmulqdq,aes")]
-fn absorb_one_by_one(
-    keys: &Keys,
+fn absorb_sequential(
+    keys: &HashKeys,
     round_keys: &RoundKeys,
-    blocks: Blocks<'_>,
+    blocks: BlockBatch<'_>,
     chain: &mut Chain,
     hashes: &mut [BlockHash],
 ) {
-    let (mut now, mut place) = (load_state(chain), chain.place);
+    let (mut now, mut place) = (load_state(chain), chain.position);
     for ((slot, block), hash) in blocks.slots().zip(hashes) {
         now = _mm_xor_si128(now, sum(keys, slot, block));
         store(&mut hash.0, encipher(round_keys, now));
-        place.open(std::array::from_mut(hash));
+        place.apply_headers(std::array::from_mut(hash));
     }
     store(&mut chain.state, now);
-    chain.place = place;
+    chain.position = place;
 }
 
 /// The key schedule of FIPS 197 for 128-bit keys.
 #[target_feature(enable = "avx,aes")]
-fn expand(key: u128) -> RoundKeys {
+fn expand_key(key: u128) -> RoundKeys {
     let mut last = load(&key);
     let mut round_keys = [key; 11];
     macro_rules! rounds {
@@ -249,10 +247,10 @@ fn next_round_key(last: __m128i, assisted: __m128i) -> __m128i {
     _mm_xor_si128(four, _mm_shuffle_epi32::<0xff>(assisted))
 }
 
-/// A register of the same half of two lines: two words of each.
+/// A register with the same half of two lines: two words of each.
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load_halves<const HALF: usize>(lower: &Line, upper: &Line) -> __m512i {
+fn load_halves<const HALF: usize>(lower: &TokenLine, upper: &TokenLine) -> __m512i {
     let (lower, upper) = (lower.as_chunks::<8>().0[HALF].as_ptr(), upper.as_chunks::<8>().0[HALF].as_ptr());
     // SAFETY: reads the thirty-two bytes of each array, at any alignment.
     let (lower, upper) = unsafe { (_mm256_loadu_si256(lower.cast()), _mm256_loadu_si256(upper.cast())) };
@@ -266,7 +264,7 @@ fn load_four(elements: &[u128; 4]) -> __m512i {
     unsafe { _mm512_loadu_si512(elements.as_ptr().cast()) }
 }
 
-/// Keys of the same half of two lines that follow each other, the first two of `keys`.
+/// Keys of the same half of two consecutive lines, the first two of `keys`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn load_two_keys(keys: &[[u128; 2]]) -> __m512i {
@@ -289,7 +287,7 @@ struct WideProductSum {
     high: __m512i,
 }
 
-/// `a ^ b ^ c`, as the table of `vpternlog` numbers it.
+/// `a ^ b ^ c`, in the numbering of `vpternlog`.
 const XOR3: i32 = 0x96;
 /// `a ^ (b & c)`.
 const XOR_OF_AND: i32 = 0x78;
@@ -314,8 +312,8 @@ impl WideProductSum {
         self.high = _mm512_xor_si512(self.high, _mm512_clmulepi64_epi128::<0x11>(left, right));
     }
 
-    /// Adds the products of a line of each of four blocks. The arguments hold the first words of two blocks
-    /// side by side, then of the other two, then the partners of both.
+    /// Adds the products of one line of each of four blocks. The arguments hold the first words of
+    /// two blocks, then of the other two, then the partners of both.
     #[inline]
     #[target_feature(enable = "avx512f,vpclmulqdq")]
     fn add_words(&mut self, left: __m512i, right: __m512i, left_partner: __m512i, right_partner: __m512i) {
@@ -335,7 +333,7 @@ impl WideProductSum {
     fn reduce(self) -> __m512i {
         let tail = _mm512_set1_epi64(TAIL_OF_MODULUS as i64);
         let middle = _mm512_xor_si512(self.middle, _mm512_clmulepi64_epi128::<0x01>(self.high, tail));
-        // Its halves change places: the upper one is wanted below, the lower one above.
+        // Swaps its halves: the upper one is added to the low part, the lower one to the high part.
         let middle = _mm512_shuffle_epi32::<0x4e>(middle);
         let over = _mm512_clmulepi64_epi128::<0x00>(_mm512_xor_si512(self.high, middle), tail);
         let upper = _mm512_set4_epi64(-1, 0, -1, 0);
@@ -344,10 +342,10 @@ impl WideProductSum {
     }
 }
 
-/// Sums of four blocks of one line each, whose keys follow each other.
+/// Sums of four blocks of one line each, with consecutive keys.
 #[inline]
 #[target_feature(enable = "avx512f,vpclmulqdq")]
-fn sum_four_lines(keys: &Keys, slot: usize, lines: &[Line; 4]) -> __m512i {
+fn sum_four_lines(keys: &HashKeys, slot: usize, lines: &[TokenLine; 4]) -> __m512i {
     let [a, b, c, d] = lines;
     let (first, second) = (&keys.first[slot..slot + 4], &keys.second[slot..slot + 4]);
     let mut products = WideProductSum::zero();
@@ -360,12 +358,13 @@ fn sum_four_lines(keys: &Keys, slot: usize, lines: &[Line; 4]) -> __m512i {
     products.reduce()
 }
 
-/// Blocks of one line, four at a time, each in a lane. The cipher of four runs while the next are multiplied.
+/// Blocks of one line, four at a time, one per lane. The encryption of four overlaps the
+/// multiplication of the next four.
 #[target_feature(enable = "avx512f,vpclmulqdq,vaes")]
 fn absorb_fours(
-    keys: &Keys,
+    keys: &HashKeys,
     round_keys: &[[u128; 4]; 11],
-    blocks: Blocks<'_>,
+    blocks: BlockBatch<'_>,
     chain: &mut Chain,
     hashes: &mut [BlockHash],
 ) {
@@ -373,10 +372,10 @@ fn absorb_fours(
     let [whitening, middle @ .., last] = round_keys;
     // The state after the last block, in every lane.
     let mut now = _mm512_broadcast_i32x4(load_state(chain));
-    let mut place = chain.place;
+    let mut place = chain.position;
     let fours = blocks.lines.as_chunks::<4>().0.iter().zip(hashes.as_chunks_mut::<4>().0);
     for (slot, (lines, four)) in (blocks.slot..).step_by(4).zip(fours) {
-        // Lane by lane the sum of all lanes up to it: shifted by one lane, then by two.
+        // Prefix sum over the lanes: shifted by one lane, then by two.
         let sums = sum_four_lines(keys, slot, lines);
         let sums = _mm512_xor_si512(sums, _mm512_alignr_epi64::<6>(sums, zero));
         let sums = _mm512_xor_si512(sums, _mm512_alignr_epi64::<4>(sums, zero));
@@ -387,22 +386,22 @@ fn absorb_fours(
             image = _mm512_aesenc_epi128(image, load_four(key));
         }
         store_hashes(four, _mm512_aesenclast_epi128(image, load_four(last)));
-        place.open(four);
+        place.apply_headers(four);
     }
     store(&mut chain.state, _mm512_castsi512_si128(now));
-    chain.place = place;
+    chain.position = place;
 }
 
-/// Blocks of several lines, two lines at a time, a product in each lane.
+/// Blocks of several lines, two lines at a time, one product per lane.
 #[target_feature(enable = "avx512f,vpclmulqdq,avx,pclmulqdq,aes")]
 fn absorb_long(
-    keys: &Keys,
+    keys: &HashKeys,
     round_keys: &RoundKeys,
-    blocks: Blocks<'_>,
+    blocks: BlockBatch<'_>,
     chain: &mut Chain,
     hashes: &mut [BlockHash],
 ) {
-    let (mut now, mut place) = (load_state(chain), chain.place);
+    let (mut now, mut place) = (load_state(chain), chain.position);
     for ((slot, block), hash) in blocks.slots().zip(hashes) {
         let (twos, odd) = block.as_chunks::<2>();
         let mut products = WideProductSum::zero();
@@ -418,10 +417,10 @@ fn absorb_long(
             now = _mm_xor_si128(now, sum(keys, slot + 2 * twos.len(), odd));
         }
         store(&mut hash.0, encipher(round_keys, now));
-        place.open(std::array::from_mut(hash));
+        place.apply_headers(std::array::from_mut(hash));
     }
     store(&mut chain.state, now);
-    chain.place = place;
+    chain.position = place;
 }
 
 #[inline]

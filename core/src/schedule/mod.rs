@@ -1,38 +1,18 @@
-//! How a request is sent to an instance: filter, then cost, then choose. `choose` changes nothing and
-//! reads no clock; sending a decision is noted by a second call, [`Fleet::record`].
+//! How a request is routed to an instance: filter, cost, choose. `choose` changes nothing and reads
+//! no clock; a second call, [`Fleet::record`], records a decision that was sent.
 //!
-//! Not here: who holds the prefix (`index/`), how loads and links are learnt (the router's view), and
-//! what is done with the decision (the client). TTFT = transfer + queue + prefill, after Algorithm 1 of
-//! Mooncake (FAST '25), and what is waited for besides (`Prediction::ttft_us`); `cost.rs` says how each part is predicted.
+//! Not here: which nodes hold the prefix (`index/`), how loads and links are learned (the router's
+//! view), and the use of the decision (the client). TTFT = transfer + queue + prefill, after
+//! Algorithm 1 of Mooncake (FAST '25), plus the further waits in [`Prediction::ttft_us`]. `cost.rs`
+//! predicts each part.
 
-mod admit;
-mod coming;
-mod computing;
-mod cost;
-mod decision;
-mod decoding;
-mod doubt;
-mod fair;
+mod admission;
+mod disaggregation;
+mod explain;
+mod fairness;
 mod fleet;
-mod guessed;
-mod joining;
-mod lanes;
-mod learnt;
-mod legs;
-mod link;
-mod load;
-mod margin;
-mod missing;
-mod moved;
-mod nearer;
-mod pairs;
-mod passing;
-mod planners;
-mod profile;
-mod reasons;
-mod speed;
-mod steps;
-mod turn;
+mod predict;
+mod sources;
 
 use std::time::Duration;
 
@@ -43,428 +23,484 @@ use crate::id::{BlockHash, Category, InstanceId, NodeId, RequestId, TenantId, Ti
 use crate::index::{Holder, PrefixMatch};
 use crate::place::LOAD_BOUND;
 
-pub use admit::{Admission, Offer};
-pub use coming::{Coming, SentPrefixes};
-pub use computing::Computing;
-use cost::{Asking, Plan, Planner};
-pub use decision::{
-    Candidate, Decision, Fate, Filtered, Prediction, Prompt, Reason, RejectReason, Rejection, Source, Unfit,
+pub use admission::shedding::{Admission, AdmissionRequest};
+use disaggregation::DecodePartners;
+pub use disaggregation::{DOMAIN_LEVELS, Domain, DomainError, Handover, InstanceRole, Placement};
+pub use explain::decision::{
+    Candidate, Decision, FilterReason, Prediction, PromptWork, Reason, RejectReason, Rejection, Source,
+    SourceOutcome, UnfitReason,
 };
-use decoding::Climate;
-pub use decoding::{Beside, Breaks, Decoding, Paced, Pacing};
+pub use explain::miss_reason::{FetchFailure, MissReason, MissingRun, PrefixCoverage, explain_missing};
+pub use fairness::priority_deadline::{QueuePriority, priority_deadline};
 use fleet::InstancePaths;
-pub use fleet::{Fleet, Instance, Limits, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER};
-pub use guessed::GuessedPrefixes;
-pub use joining::SLOW_START;
-pub use lanes::{LinkKey, LinkLanes, LinkPath, Measure, Price, Reader};
-pub use learnt::Learnt;
-pub use link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
-pub use load::Load;
-use load::{Moment, Newcomer};
-pub use missing::{Found, Missing, Told, Why, missing};
-pub use moved::Counted;
-use pairs::Partners;
-pub use pairs::{DOMAIN_LEVELS, Domain, DomainError, Handover, Part, Role};
-use planners::{Planners, asking};
-pub use profile::{HardwareProfile, Lane, PROFILES};
-pub use turn::{Standing, turn_of};
+pub use fleet::in_flight_prefixes::{InFlightPrefix, InFlightPrefixes};
+pub use fleet::inferred_prefixes::InferredPrefixes;
+pub use fleet::load::Load;
+use fleet::load::{LoadInstant, Newcomer};
+pub use fleet::reassignment::RouteRecord;
+pub use fleet::slow_start::SLOW_START;
+use fleet::slow_start::speed_share;
+use fleet::staleness::staleness_cost_us;
+pub use fleet::{Fleet, Instance, LiveNode, QUEUE_TOKENS_MAX, REPORT_STALE_AFTER, RouteLimits};
+use predict::cost::{FetchContext, FetchPlan, Planner};
+use predict::decode_forecast::DecodeForecast;
+pub use predict::decode_forecast::{
+    BrokenLimit, DecodeObservation, DecodePrediction, DecodeReport, NeighbourTbt,
+};
+pub use predict::prefill_model::PrefillModel;
+pub use predict::profile::{HardwareProfile, PROFILES, PathSpeed};
+pub use predict::ttft_bias::TtftBias;
+pub use sources::link::{LINK_AGED_AFTER, LinkEstimate, LinkSample, RATE_MIN};
+pub use sources::link_stats::{LinkKey, LinkPath, LinkSpeeds, Price, PriceBasis, ReadPath};
+use sources::planner_cache::{PlannerCache, fetch_context};
 
-/// When no instance has a fresh report: one report interval (five a second) from now there may be one.
+/// Retry hint if no instance has a fresh report: one report interval (five a second).
 pub const RETRY_UNREPORTED: Duration = Duration::from_millis(200);
 
-/// Longest a caller is told to stay away from full queues: load that far ahead is guesswork.
+/// Longest retry hint for full queues: a forecast of the load further ahead is guesswork.
 pub const RETRY_FULL_MAX: Duration = Duration::from_secs(5);
 
-/// Shortest a caller is told to stay away from full queues, so that rejected callers do not spin.
+/// Shortest retry hint for full queues, so that rejected callers do not spin.
 pub const RETRY_FULL_MIN: Duration = Duration::from_millis(50);
 
-/// What is known of a request when it is routed. The hashes themselves went into the index lookup.
+/// A request as the router knows it. The block hashes themselves went into the index lookup.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RouteRequest {
-    /// The request; also spreads it among equal instances.
+    /// The request; also breaks ties between equal instances.
     pub request: RequestId,
-    /// Whose it is.
+    /// Its tenant.
     pub tenant: TenantId,
     /// Its category.
     pub category: Category,
-    /// How many blocks its prompt has, a partly filled last one counted.
+    /// Blocks of its prompt, including a partly filled last one.
     pub blocks: u32,
-    /// Hash of its first block: prefixes that start alike are placed alike. Nothing when it has no block.
+    /// Hash of its first block: prefixes with the same start are placed on the same node. `None` if
+    /// it has no block.
     pub first_block: Option<BlockHash>,
     /// Tokens of a full block.
     pub block_tokens: u32,
     /// Tokens of the whole prompt.
     pub input_tokens: u32,
-    /// Tokens that may be generated; 0 when unknown.
+    /// Tokens that may be generated; 0 if unknown.
     pub output_tokens: u32,
-    /// Until when its first token must be out, in microseconds; 0 where that does not matter.
+    /// Limit on the time to first token, in microseconds; 0 for none.
     pub ttft_max_us: u64,
-    /// How far apart its tokens may come, the mean of those behind the first, in microseconds; 0 where that does not matter.
+    /// Limit on the mean time between tokens after the first, in microseconds; 0 for none.
     pub tbt_max_us: u64,
-    /// Before and behind whom it goes.
-    pub standing: Standing,
-    /// It was read as text: how many tokens it has, and how many of them are there already, is a guess.
-    pub is_text: bool,
+    /// Its position relative to other waiting requests.
+    pub queue_priority: QueuePriority,
+    /// The prompt was hashed as text, without a tokenizer: its token count and cached tokens are
+    /// estimates.
+    pub is_untokenized: bool,
 }
 
 /// Leading blocks of the request that an instance has in GPU memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Resident {
+pub struct ResidentPrefix {
     /// The instance.
     pub instance: InstanceId,
-    /// How many.
+    /// Number of blocks.
     pub blocks: u32,
 }
 
-/// Who has the leading blocks of a request: the two planes of a lookup.
+/// Locations of the leading blocks of a request: the result of both lookups.
 #[derive(Clone, Copy, Debug)]
-pub struct Held<'a> {
-    /// Nodes, from the index.
+pub struct PrefixLocations<'a> {
+    /// Nodes that hold them, from the index.
     pub matched: &'a PrefixMatch,
-    /// Instances, by ascending number; those without a block are left out.
-    pub resident: &'a [Resident],
-    /// Instances that will have blocks before the request's turn, by ascending number.
-    pub coming: &'a [Coming],
+    /// Instances with blocks in GPU memory, by ascending id; those without a block are left out.
+    pub resident: &'a [ResidentPrefix],
+    /// Instances that will have blocks before the request starts, by ascending id.
+    pub in_flight: &'a [InFlightPrefix],
 }
 
-impl Held<'_> {
+impl PrefixLocations<'_> {
     /// Leading blocks of the request that an instance has in GPU memory.
     fn resident_blocks(&self, instance: InstanceId) -> u32 {
         let rank = self.resident.binary_search_by_key(&instance, |resident| resident.instance);
         rank.map_or(0, |rank| self.resident[rank].blocks)
     }
 
-    /// What an instance will have before the request's turn, where that is more than it has.
-    fn coming(&self, instance: InstanceId, resident_blocks: u32) -> Option<Coming> {
-        let rank = self.coming.binary_search_by_key(&instance, |coming| coming.instance);
-        rank.ok().map(|rank| self.coming[rank]).filter(|coming| coming.blocks > resident_blocks)
+    /// Blocks that an instance will have before the request starts, if more than are resident.
+    fn in_flight_prefix(&self, instance: InstanceId, resident_blocks: u32) -> Option<InFlightPrefix> {
+        let rank = self.in_flight.binary_search_by_key(&instance, |coming| coming.instance);
+        rank.ok().map(|rank| self.in_flight[rank]).filter(|coming| coming.blocks > resident_blocks)
     }
 }
 
-impl<'a> From<&'a PrefixMatch> for Held<'a> {
-    /// What nodes hold, with nothing resident.
+impl<'a> From<&'a PrefixMatch> for PrefixLocations<'a> {
+    /// Blocks that nodes hold, without any in GPU memory.
     fn from(matched: &'a PrefixMatch) -> Self {
-        Held { matched, resident: &[], coming: &[] }
+        PrefixLocations { matched, resident: &[], in_flight: &[] }
     }
 }
 
-/// Which instances may be chosen, as whoever asks says.
+/// The instances that may be chosen, as given by the caller.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Eligible<'a> {
-    /// Only these, by ascending number; without a list, all.
-    pub among: Option<&'a [InstanceId]>,
-    /// Not these, by ascending number, though they are among those: the request failed there, say.
-    pub without: &'a [InstanceId],
-    /// These cannot run it, by ascending number, and why.
-    pub unfit: &'a [(InstanceId, Unfit)],
-    /// It runs at one of them already, and asks how its KV gets there: neither a full queue nor old reports keep it away.
-    pub runs_there: bool,
+pub struct InstanceFilter<'a> {
+    /// Only these, by ascending id; `None` means all.
+    pub candidates: Option<&'a [InstanceId]>,
+    /// Not these, by ascending id, even if listed in `candidates`: the request failed there, for
+    /// example.
+    pub excluded: &'a [InstanceId],
+    /// Instances that cannot run the request, by ascending id, with the reason.
+    pub unfit: &'a [(InstanceId, UnfitReason)],
+    /// The request already runs on one of them, and the caller asks how its KV gets there: neither
+    /// a full queue nor an old report filters it out.
+    pub is_pinned: bool,
 }
 
-impl Eligible<'_> {
-    fn has(&self, instance: InstanceId) -> bool {
+impl InstanceFilter<'_> {
+    fn permits(&self, instance: InstanceId) -> bool {
         let is_in = |list: &[InstanceId]| list.binary_search(&instance).is_ok();
-        self.among.is_none_or(is_in) && !is_in(self.without)
+        self.candidates.is_none_or(is_in) && !is_in(self.excluded)
     }
 
-    /// Why an instance may not be chosen, if it may not.
-    fn against(&self, instance: InstanceId) -> Option<Filtered> {
+    /// The reason that an instance may not be chosen, if any.
+    fn reason_against(&self, instance: InstanceId) -> Option<FilterReason> {
         let unfit = self.unfit.binary_search_by_key(&instance, |(unfit, _)| *unfit);
-        let unfit = unfit.ok().map(|rank| Filtered::Unfit(self.unfit[rank].1));
-        unfit.or_else(|| (!self.has(instance)).then_some(Filtered::Ineligible))
+        let unfit = unfit.ok().map(|rank| FilterReason::Unfit(self.unfit[rank].1));
+        unfit.or_else(|| (!self.permits(instance)).then_some(FilterReason::Ineligible))
     }
 }
 
-/// Chooses the instance with the least cost ([`Candidate::cost_us`]: predicted TTFT, what others wait longer, and more where it joined of
-/// late), of those first that are in time and where no limit between two tokens is predicted to be broken, and says how it gets the KV. Equal
+/// Chooses the instance with the least cost ([`Candidate::cost_us`]: predicted TTFT, delay to
+/// others, slow start and staleness) and plans how it gets the KV. Instances that meet the TTFT
+/// limit come first, then those where no inter-token limit is predicted to be broken. Equal
 /// arguments give equal answers.
 ///
 /// # Errors
-/// [`Rejection`] when no instance has a fresh report and room in its queue.
+/// [`Rejection`] if no instance has a fresh report and room in its queue.
 pub fn choose<'a>(
     request: &RouteRequest,
-    held: impl Into<Held<'a>>,
+    held: impl Into<PrefixLocations<'a>>,
     fleet: &Fleet,
     now: Timestamp,
 ) -> Result<Decision, Rejection> {
-    choose_among(request, held, Eligible::default(), fleet, now)
+    choose_filtered(request, held, InstanceFilter::default(), fleet, now)
 }
 
-/// The same among some instances.
+/// Same as [`choose`], restricted to the instances in `eligible`.
 ///
 /// # Errors
-/// [`Rejection`] when none of them has a fresh report and room in its queue.
-pub fn choose_among<'a>(
+/// [`Rejection`] if none of them has a fresh report and room in its queue.
+pub fn choose_filtered<'a>(
     request: &RouteRequest,
-    held: impl Into<Held<'a>>,
-    eligible: Eligible<'_>,
+    held: impl Into<PrefixLocations<'a>>,
+    eligible: InstanceFilter<'_>,
     fleet: &Fleet,
     now: Timestamp,
 ) -> Result<Decision, Rejection> {
     let held = held.into();
-    let climate = Climate::of(request, fleet, now);
-    let mut planners = Planners::new(request, held.matched, fleet);
-    let mut candidates = ranked(&price(held, &mut planners, eligible, (fleet, &climate, now)));
+    let decode = DecodeForecast::for_request(request, fleet, now);
+    let mut planners = PlannerCache::new(request, held.matched, fleet);
+    let mut candidates = ranked(&price_candidates(held, &mut planners, eligible, (fleet, &decode, now)));
     let open = candidates.partition_point(|candidate| candidate.filtered.is_none());
     if open == 0 {
         return Err(rejection(fleet, &candidates));
     }
     let best_us = candidates[0].cost_us();
-    let limits = |candidate: &Candidate| (candidate.is_late, candidate.breaks);
+    let limits = |candidate: &Candidate| (candidate.is_late, candidate.broken_limit);
     let best = limits(&candidates[0]);
     let alike = candidates[..open].partition_point(|candidate| limits(candidate) == best);
     let tied = candidates[..alike].partition_point(|candidate| candidate.cost_us() == best_us);
-    candidates[..tied].rotate_left(turn(request.request, tied));
+    candidates[..tied].rotate_left(tie_break_index(request.request, tied));
     let chosen = fleet.with_paths(candidates[0].instance).expect("candidates are instances of the fleet");
-    let asking = asking(chosen);
-    let place = planners.place(asking);
+    let asking = fetch_context(chosen);
+    let place = planners.index_for(asking);
     let planner = planners.at(place);
-    Ok(decide(&Choice { request, held, planner, asking, fleet, climate, open, alike, tied }, candidates))
+    Ok(decide(
+        &ChoiceState { request, held, planner, asking, fleet, decode, open, equally_limited: alike, tied },
+        candidates,
+    ))
 }
 
-/// Cost of every instance, in the order of the fleet.
-fn price(
-    held: Held<'_>,
-    planners: &mut Planners<'_>,
-    eligible: Eligible<'_>,
-    (fleet, climate, now): (&Fleet, &Climate, Timestamp),
+/// Prices every instance, in fleet order.
+fn price_candidates(
+    held: PrefixLocations<'_>,
+    planners: &mut PlannerCache<'_>,
+    eligible: InstanceFilter<'_>,
+    (fleet, decode, now): (&Fleet, &DecodeForecast, Timestamp),
 ) -> Vec<Candidate> {
-    // Instances whose node holds nothing of the prefix share one plan with those that take the same paths.
-    let mut afar: SmallVec<[Option<Plan>; 4]> = SmallVec::new();
+    // Instances without any of the prefix on their own node share one plan if they take the same
+    // paths.
+    let mut shared_plans: SmallVec<[Option<FetchPlan>; 4]> = SmallVec::new();
     let filtered = |instance: &Instance| {
-        let closed = || (!eligible.runs_there).then(|| filter(instance, &fleet.limits, now)).flatten();
-        eligible.against(instance.id).or_else(closed)
+        let closed = || (!eligible.is_pinned).then(|| filter(instance, &fleet.limits, now)).flatten();
+        eligible.reason_against(instance.id).or_else(closed)
     };
-    // What runs somewhere stays there.
-    let pairs = (!eligible.runs_there).then_some(planners.request());
+    // A pinned request stays on its instance, so partners do not matter.
+    let pairs = (!eligible.is_pinned).then_some(planners.request());
     let pairs = pairs.and_then(|request| {
-        Partners::of(request, held, (fleet, climate), |instance| filtered(instance).is_none())
+        DecodePartners::find(request, held, (fleet, decode), |instance| filtered(instance).is_none())
     });
     let filtered = |instance: &Instance| {
-        let decodes = || pairs.is_some() && fleet.part(instance.id).role == Role::Decode;
-        filtered(instance).or_else(|| decodes().then_some(Filtered::Decodes))
+        let decodes = || pairs.is_some() && fleet.placement(instance.id).role == InstanceRole::Decode;
+        filtered(instance).or_else(|| decodes().then_some(FilterReason::DecodeOnly))
     };
     let ttft_max_us = planners.request().ttft_max_us;
-    // Beside instances that are there for longer and could be chosen, those that joined of late are given less.
-    let share = |instance: &Instance| joining::share(instance.joined_at, now, fleet.limits.slow_start);
+    // Newly joined instances are ramped up only if a settled instance could be chosen instead.
+    let share = |instance: &Instance| speed_share(instance.joined_at, now, fleet.limits.slow_start);
     let is_settled =
         fleet.instances().iter().any(|instance| share(instance) >= 1.0 && filtered(instance).is_none());
     let mut cost = |known: (&Instance, &InstancePaths)| {
-        let (instance, asking) = (known.0, asking(known));
+        let (instance, asking) = (known.0, fetch_context(known));
         if let Some(filtered) = filtered(instance) {
             return filtered_out(instance, filtered);
         }
-        let place = planners.place(asking);
+        let place = planners.index_for(asking);
         let planner = planners.at(place);
         let resident_blocks = held.resident_blocks(instance.id);
-        let coming = held.coming(instance.id, resident_blocks);
-        if resident_blocks > 0 || coming.is_some() || !asking.fetches {
-            let of = |blocks, behind| {
-                costed(instance, &planner.behind(blocks).plan(asking), behind, (fleet, climate, now))
+        let coming = held.in_flight_prefix(instance.id, resident_blocks);
+        if resident_blocks > 0 || coming.is_some() || !asking.can_fetch {
+            let price = |blocks, behind| {
+                let plan = planner.after_resident(blocks).plan(asking);
+                price_plan(instance, &plan, behind, (fleet, decode, now))
             };
-            let there = of(resident_blocks, None);
-            let later = coming.map(|coming| of(coming.blocks, Some(coming.turn)));
-            // To wait for what another request brings may take longer than to compute it.
-            return later.filter(|later| later.cost_us() < there.cost_us()).unwrap_or(there);
+            return cheaper_of(price(resident_blocks, None), coming, price);
         }
-        let whole = planner.behind(0);
+        let whole = planner.after_resident(0);
         if instance.node.is_some_and(|node| whole.holds_any(node)) {
-            return costed(instance, &whole.plan(asking), None, (fleet, climate, now));
+            return price_plan(instance, &whole.plan(asking), None, (fleet, decode, now));
         }
-        if afar.len() <= place {
-            afar.resize_with(place + 1, || None);
+        if shared_plans.len() <= place {
+            shared_plans.resize_with(place + 1, || None);
         }
-        let plan = afar[place].get_or_insert_with(|| whole.plan(Asking { own: None, ..asking }));
-        costed(instance, plan, None, (fleet, climate, now))
+        let plan =
+            shared_plans[place].get_or_insert_with(|| whole.plan(FetchContext { own_node: None, ..asking }));
+        price_plan(instance, plan, None, (fleet, decode, now))
     };
     let ramped = |known: (&Instance, &InstancePaths)| {
         let share = if is_settled { share(known.0) } else { 1.0 };
         let mut candidate = cost(known);
         if let Some(pairs) = pairs.as_ref().filter(|_| candidate.filtered.is_none()) {
-            candidate = paired(candidate, known.0, pairs, fleet.part(known.0.id));
-            candidate = decoded_by_partner(candidate, fleet, climate);
+            candidate = with_decode_partner(candidate, known.0, pairs, fleet.placement(known.0.id));
+            candidate = with_partner_decode(candidate, fleet, decode);
         }
         let silent = now.since(known.0.reported_at);
-        believed(candidate, share, doubt::added_us(silent, fleet.limits.report_stale_after), ttft_max_us)
+        let staleness_us = staleness_cost_us(silent, fleet.limits.report_stale_after);
+        with_instance_costs(candidate, share, staleness_us, ttft_max_us)
     };
     fleet.instances_with_paths().map(ramped).collect()
 }
 
-/// With what counts against its instance, which is given a share of what others are and is doubted so much.
-fn believed(candidate: Candidate, share: f64, doubt_us: u64, ttft_max_us: u64) -> Candidate {
+/// Adds the slow-start and staleness costs of the instance: `share` is its ramp share,
+/// `staleness_us` its staleness cost.
+fn with_instance_costs(candidate: Candidate, share: f64, staleness_us: u64, ttft_max_us: u64) -> Candidate {
     if candidate.filtered.is_some() {
         return candidate;
     }
     let ttft_us = candidate.ttft_us();
     let is_late = ttft_max_us > 0 && ttft_us > ttft_max_us;
-    Candidate { ramp_us: joining::added_us(ttft_us, share), doubt_us, is_late, ..candidate }
+    Candidate {
+        slow_start_us: fleet::slow_start::slow_start_cost_us(ttft_us, share),
+        staleness_us,
+        is_late,
+        ..candidate
+    }
 }
 
-/// Until a prompt is computed where it is computed.
-fn until_computed_us(parts: &Prediction) -> u64 {
+/// Time until the prompt is computed on its prefill instance.
+fn prefill_done_us(parts: &Prediction) -> u64 {
     parts.queue_us.saturating_add(parts.transfer_us).saturating_add(parts.prefill_us)
 }
 
-/// With whoever would go on, if it does not do so itself, and with what it means to others where it is decoded.
-fn paired(candidate: Candidate, instance: &Instance, pairs: &Partners<'_>, part: Part) -> Candidate {
+/// Adds the decode partner, if the instance only prefills, and the delay that decoding the request
+/// causes to others there.
+fn with_decode_partner(
+    candidate: Candidate,
+    instance: &Instance,
+    pairs: &DecodePartners<'_>,
+    part: Placement,
+) -> Candidate {
     let handover = match part.role {
-        Role::Prefill => match pairs.best(instance, part.domain, until_computed_us(&candidate.parts)) {
-            None => return filtered_out(instance, Filtered::Alone),
-            found => found,
-        },
-        Role::Both | Role::Decode => None,
+        InstanceRole::Prefill => {
+            match pairs.best_for(instance, part.domain, prefill_done_us(&candidate.uncorrected)) {
+                None => return filtered_out(instance, FilterReason::NoDecodePartner),
+                found => found,
+            }
+        }
+        InstanceRole::Both | InstanceRole::Decode => None,
     };
-    let running = handover.map_or_else(|| pairs::running(&instance.load), |handover| handover.running);
-    let delays_us = candidate.delays_us.saturating_add(pairs.pressure_us(running));
-    Candidate { handover, delays_us, ..candidate }
+    let running =
+        handover.map_or_else(|| disaggregation::active_requests(&instance.load), |handover| handover.running);
+    let delays_us = candidate.delay_to_others_us.saturating_add(pairs.pressure_us(running));
+    Candidate { handover, delay_to_others_us: delays_us, ..candidate }
 }
 
-/// What is predicted of decoding by whoever goes on, if another does: room for it is there, and so are those that it slows.
-fn decoded_by_partner(candidate: Candidate, fleet: &Fleet, climate: &Climate) -> Candidate {
+/// Replaces the decode estimate with that of the decode partner, if there is one: the partner's KV
+/// capacity and its neighbours count.
+fn with_partner_decode(candidate: Candidate, fleet: &Fleet, decode: &DecodeForecast) -> Candidate {
     let partner = candidate.handover.and_then(|handover| fleet.instance(handover.instance));
     let Some(partner) = partner else { return candidate };
-    let forecast = climate.at_partner(fleet, partner);
-    // Its room comes free while the prompt is computed.
-    let room_us = forecast.room_us.saturating_sub(until_computed_us(&candidate.parts));
-    let parts = Prediction { room_us, tbt_us: forecast.tbt_us, ..candidate.parts };
-    let predicted = climate.learnt.apply(&parts);
-    let others_tbt_us = climate.learnt.tbt_us(forecast.others_us);
-    let breaks = climate.breaks(partner, predicted.tbt_us, others_tbt_us);
-    Candidate { parts, predicted, others_tbt_us, breaks, ..candidate }
+    let forecast = decode.estimate_at_partner(fleet, partner);
+    // The partner frees KV capacity while the prompt is computed.
+    let room_us = forecast.kv_wait_us.saturating_sub(prefill_done_us(&candidate.uncorrected));
+    let parts = Prediction { kv_wait_us: room_us, tbt_us: forecast.tbt_us, ..candidate.uncorrected };
+    let predicted = decode.bias.apply(&parts);
+    let others_tbt_us = decode.bias.corrected_tbt_us(forecast.others_tbt_us);
+    let breaks = decode.broken_limit(partner, predicted.tbt_us, others_tbt_us);
+    Candidate { uncorrected: parts, predicted, others_tbt_us, broken_limit: breaks, ..candidate }
 }
 
-fn filter(instance: &Instance, limits: &Limits, now: Timestamp) -> Option<Filtered> {
+fn filter(instance: &Instance, limits: &RouteLimits, now: Timestamp) -> Option<FilterReason> {
     let age = now.since(instance.reported_at);
     if age > limits.report_stale_after {
-        return Some(Filtered::Stale { age });
+        return Some(FilterReason::Stale { age });
     }
     let tokens = instance.load.tokens_ahead();
-    (tokens > limits.queue_tokens_max).then_some(Filtered::QueueFull { tokens })
+    (tokens > limits.queue_tokens_max).then_some(FilterReason::QueueFull { tokens })
 }
 
-fn filtered_out(instance: &Instance, filtered: Filtered) -> Candidate {
+fn filtered_out(instance: &Instance, filtered: FilterReason) -> Candidate {
     Candidate {
         instance: instance.id,
-        parts: Prediction::default(),
+        uncorrected: Prediction::default(),
         predicted: Prediction::default(),
-        delays_us: 0,
+        delay_to_others_us: 0,
         others_tbt_us: 0,
         is_late: false,
-        breaks: None,
-        ramp_us: 0,
-        doubt_us: 0,
-        turn: Timestamp::default(),
+        broken_limit: None,
+        slow_start_us: 0,
+        staleness_us: 0,
+        priority_deadline: Timestamp::default(),
         resident_blocks: 0,
-        is_coming: false,
+        has_in_flight_blocks: false,
         overlap_blocks: 0,
         handover: None,
         filtered: Some(filtered),
     }
 }
 
-/// What a plan costs; behind the request of another turn, if it needs what that one brings.
-fn costed(
-    instance: &Instance,
-    plan: &Plan,
-    behind: Option<Timestamp>,
-    (fleet, climate, now): (&Fleet, &Climate, Timestamp),
+/// The candidate now, or the one with the blocks of a request in flight if that costs less: waiting
+/// for another request's blocks can take longer than computing them.
+fn cheaper_of(
+    now: Candidate,
+    in_flight: Option<InFlightPrefix>,
+    price: impl Fn(u32, Option<Timestamp>) -> Candidate,
 ) -> Candidate {
-    let turn = turn_of(instance, climate.standing, plan.prefill_us, now);
+    let later = in_flight.map(|prefix| price(prefix.blocks, Some(prefix.priority_deadline)));
+    later.filter(|later| later.cost_us() < now.cost_us()).unwrap_or(now)
+}
+
+/// Prices a plan. `behind` is the priority deadline of the request that brings in-flight blocks, if
+/// the plan needs them.
+fn price_plan(
+    instance: &Instance,
+    plan: &FetchPlan,
+    behind: Option<Timestamp>,
+    (fleet, decode, now): (&Fleet, &DecodeForecast, Timestamp),
+) -> Candidate {
+    let turn = priority_deadline(instance, decode.queue_priority, plan.prefill_us, now);
     let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
-    let unasked = turn_of(instance, Standing::default(), plan.prefill_us, now);
-    let by_right = (turn < unasked).then_some(unasked);
-    let times = fleet.times(instance, now);
-    let (transfer_us, prefill_us) = (plan.transfer_us, speed::slowed(plan.prefill_us, times));
-    let wait = cost::wait(
-        (&climate.speeds, times),
+    let default_deadline = priority_deadline(instance, QueuePriority::default(), plan.prefill_us, now);
+    let unprioritized = (turn < default_deadline).then_some(default_deadline);
+    let times = fleet.slowdown(instance, now);
+    let (transfer_us, prefill_us) =
+        (plan.transfer_us, predict::relative_speed::slowed_us(plan.prefill_us, times));
+    let wait = predict::cost::queue_wait(
+        (&decode.speeds, times),
         &instance.load,
-        &Newcomer { turn, by_right, transfer_us, prefill_us },
-        Moment { now, reported_at: instance.reported_at },
+        &Newcomer { priority_deadline: turn, unprioritized_deadline: unprioritized, transfer_us, prefill_us },
+        LoadInstant { now, reported_at: instance.reported_at },
     );
-    let passed_us =
-        if instance.orders { fleet.passing().lengthening_us(wait.work_us, prefill_us) } else { 0 };
-    // Both go on at once: of the wait counts what is left when the blocks are there. For those that come later, an instance with less to do is the
-    // better one all the same.
+    let passed_us = if instance.orders_by_deadline {
+        fleet.overtaking().expected_delay_us(wait.work_us, prefill_us)
+    } else {
+        0
+    };
+    // Transfer and queueing overlap: only the rest of the wait after the transfer counts. For later
+    // requests, an instance with less work ahead is still better.
     let queue_us = wait.us.saturating_sub(transfer_us);
-    let later_us = wait.work_us.min(transfer_us).saturating_add(climate.later_us(prefill_us));
-    let delays_us = wait.delays_us.saturating_add(later_us);
-    let forecast = climate.at(fleet, instance, &wait, prefill_us);
-    // Room comes free while the work ahead is done and blocks come.
-    let room_us = forecast.room_us.saturating_sub(wait.us.max(transfer_us));
+    let later_us = wait.work_us.min(transfer_us).saturating_add(decode.future_delay_us(prefill_us));
+    let delays_us = wait.delay_to_others_us.saturating_add(later_us);
+    let forecast = decode.estimate(fleet, instance, &wait, prefill_us);
+    // KV capacity frees up while the work ahead is done and the transfer runs.
+    let room_us = forecast.kv_wait_us.saturating_sub(wait.us.max(transfer_us));
     let tbt_us = forecast.tbt_us;
-    let known = Prompt { context_tokens: plan.context_tokens, new_tokens: plan.recompute_tokens };
-    let prompt = if climate.is_text { Prompt::default() } else { known };
-    let parts = Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us, prompt };
-    let predicted = climate.learnt.apply(&parts);
-    let others_tbt_us = climate.learnt.tbt_us(forecast.others_us);
-    let Plan { resident_blocks, overlap_blocks, .. } = *plan;
+    let known = PromptWork { context_tokens: plan.context_tokens, new_tokens: plan.recompute_tokens };
+    let prompt = if decode.is_untokenized { PromptWork::default() } else { known };
+    let parts = Prediction {
+        queue_us,
+        transfer_us,
+        prefill_us,
+        overtaking_us: passed_us,
+        kv_wait_us: room_us,
+        tbt_us,
+        prompt,
+    };
+    let predicted = decode.bias.apply(&parts);
+    let others_tbt_us = decode.bias.corrected_tbt_us(forecast.others_tbt_us);
+    let FetchPlan { resident_blocks, overlap_blocks, .. } = *plan;
     Candidate {
         instance: instance.id,
-        parts,
+        uncorrected: parts,
         predicted,
-        delays_us,
+        delay_to_others_us: delays_us,
         others_tbt_us,
         is_late: false,
-        breaks: climate.breaks(instance, predicted.tbt_us, others_tbt_us),
-        ramp_us: 0,
-        doubt_us: 0,
-        turn,
+        broken_limit: decode.broken_limit(instance, predicted.tbt_us, others_tbt_us),
+        slow_start_us: 0,
+        staleness_us: 0,
+        priority_deadline: turn,
         resident_blocks,
-        is_coming: behind.is_some(),
+        has_in_flight_blocks: behind.is_some(),
         overlap_blocks,
         handover: None,
         filtered: None,
     }
 }
 
-/// Candidates in the order of their ranks. What is put in order are the ranks, and each candidate moves once: they are large, and fleets are as well.
+/// Sorts candidates by rank. Ranks are sorted instead of candidates, so that each of the large
+/// candidates moves once.
 fn ranked(candidates: &[Candidate]) -> Vec<Candidate> {
     let mut ranks: SmallVec<[_; 64]> = candidates.iter().map(rank).zip(0_usize..).collect();
     ranks.sort_unstable();
     ranks.into_iter().map(|(_, at)| candidates[at]).collect()
 }
 
-/// Open candidates first, of them those in time and then those where no limit between tokens is broken, by cost; ids make the order total.
+/// Sort key: unfiltered candidates first, then those within the TTFT limit, then those that break
+/// no inter-token limit, then by cost. Ids make the order total.
 fn rank(candidate: &Candidate) -> u128 {
-    let Candidate { is_late, breaks, instance, .. } = *candidate;
+    let Candidate { is_late, broken_limit: breaks, instance, .. } = *candidate;
     let breaks = match breaks {
         None => 0,
-        Some(Breaks::Others) => 1,
-        Some(Breaks::Own) => 2,
+        Some(BrokenLimit::Others) => 1,
+        Some(BrokenLimit::Own) => 2,
     };
     let limits = u128::from(candidate.filtered.is_some()) << 3 | u128::from(is_late) << 2 | breaks;
     limits << 96 | u128::from(candidate.cost_us()) << 32 | u128::from(instance.0)
 }
 
-/// Which of `among` equal candidates a request takes.
-fn turn(request: RequestId, among: usize) -> usize {
+/// Index of the equal candidate that a request takes.
+fn tie_break_index(request: RequestId, among: usize) -> usize {
     let hash = xxh3_64(&request.0.to_le_bytes());
     (hash % among as u64) as usize
 }
 
-/// What is settled once the candidates are in order.
-struct Choice<'a> {
+/// The state of a decision after the candidates are sorted.
+struct ChoiceState<'a> {
     request: &'a RouteRequest,
-    held: Held<'a>,
-    /// That of the chosen instance.
+    held: PrefixLocations<'a>,
+    /// Planner of the chosen instance.
     planner: &'a Planner<'a>,
-    asking: Asking<'a>,
+    asking: FetchContext<'a>,
     fleet: &'a Fleet,
-    climate: Climate,
-    /// Candidates that were not filtered.
+    decode: DecodeForecast,
+    /// Number of unfiltered candidates.
     open: usize,
-    /// Of those, the ones that are in time if the best is, and break the limits of as few.
-    alike: usize,
-    /// Of those, the ones as good as the best.
+    /// Number of those with the same limits met and broken as the best.
+    equally_limited: usize,
+    /// Number of those with the same cost as the best.
     tied: usize,
 }
 
-fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
-    let Choice { request, planner, asking, fleet, .. } = *choice;
+fn decide(choice: &ChoiceState<'_>, candidates: Vec<Candidate>) -> Decision {
+    let ChoiceState { request, planner, asking, fleet, .. } = *choice;
     let chosen = candidates[0];
-    let plan = planner.behind(chosen.resident_blocks).plan(asking);
-    let save_to = asking.fetches.then(|| save_to(request, fleet, asking.own)).flatten();
-    let reasons = reasons::of(choice, &candidates, &plan, save_to);
+    let plan = planner.after_resident(chosen.resident_blocks).plan(asking);
+    let save_to = asking.can_fetch.then(|| save_to(request, fleet, asking.own_node)).flatten();
+    let reasons = explain::reasons::reasons_for(choice, &candidates, &plan, save_to);
     Decision {
         request: request.request,
         instance: chosen.instance,
@@ -474,43 +510,43 @@ fn decide(choice: &Choice<'_>, candidates: Vec<Candidate>) -> Decision {
         recompute_tokens: plan.recompute_tokens,
         sources: plan.sources.into_vec(),
         save_to,
-        parts: chosen.parts,
+        uncorrected: chosen.uncorrected,
         predicted: chosen.predicted,
         handover: chosen.handover,
-        pacing: pacing(choice, &chosen),
-        turn: chosen.turn,
+        decode: decode_prediction(choice, &chosen),
+        priority_deadline: chosen.priority_deadline,
         candidates,
         reasons,
     }
 }
 
-/// What was predicted of decoding at the chosen instance.
-fn pacing(choice: &Choice<'_>, chosen: &Candidate) -> Pacing {
-    let Choice { climate, fleet, .. } = choice;
-    // Where it decodes.
+/// The decode prediction at the instance that decodes.
+fn decode_prediction(choice: &ChoiceState<'_>, chosen: &Candidate) -> DecodePrediction {
+    let ChoiceState { decode: climate, fleet, .. } = choice;
+    // The instance that decodes.
     let goes_on = chosen.handover.map_or(chosen.instance, |handover| handover.instance);
     let instance = fleet.instance(goes_on);
-    let alone_us = instance.map_or(0, |instance| climate.alone_us(fleet, instance));
-    let alone_us = climate.learnt.tbt_us(alone_us);
-    let kept_us = |limit_us| fleet.margin().kept_us(limit_us, alone_us, climate.now);
-    let strictest_us = instance.and_then(|instance| climate.strictest_us(instance));
-    Pacing {
+    let alone_us = instance.map_or(0, |instance| climate.alone_tbt_us(fleet, instance));
+    let alone_us = climate.bias.corrected_tbt_us(alone_us);
+    let kept_us = |limit_us| fleet.slo_margin().margin_us(limit_us, alone_us, climate.now);
+    let strictest_us = instance.and_then(|instance| climate.tightest_limit_us(instance));
+    DecodePrediction {
         output_tokens: climate.output_tokens,
         kv_tokens: climate.kv_tokens,
         limit_us: climate.limit_us,
-        kept_us: kept_us(climate.limit_us),
-        alone_us,
+        slo_margin_us: kept_us(climate.limit_us),
+        alone_tbt_us: alone_us,
         decode_us: chosen.predicted.tbt_us.saturating_mul(climate.output_tokens.into()),
-        beside: strictest_us.map(|limit_us| Beside {
+        neighbours: strictest_us.map(|limit_us| NeighbourTbt {
             tbt_us: chosen.others_tbt_us,
-            within_us: limit_us.saturating_sub(kept_us(limit_us)),
+            allowed_us: limit_us.saturating_sub(kept_us(limit_us)),
             limit_us,
         }),
         is_trial: instance.is_some_and(|instance| climate.is_trial(fleet, instance)),
     }
 }
 
-/// The instance's own node when it takes blocks, else the ring's choice under bounded load.
+/// The instance's own node if it takes blocks, else the ring's choice under bounded load.
 fn save_to(request: &RouteRequest, fleet: &Fleet, own: Option<NodeId>) -> Option<Holder> {
     let own = own.and_then(|node| fleet.live(node)).filter(|live| live.weight > 0);
     let live = own.or_else(|| {
@@ -523,11 +559,11 @@ fn save_to(request: &RouteRequest, fleet: &Fleet, own: Option<NodeId>) -> Option
 
 fn rejection(fleet: &Fleet, candidates: &[Candidate]) -> Rejection {
     let full = |candidate: &Candidate| match candidate.filtered {
-        Some(Filtered::QueueFull { tokens }) => Some(tokens),
+        Some(FilterReason::QueueFull { tokens }) => Some(tokens),
         _ => None,
     };
     let stale = |candidate: &Candidate| match candidate.filtered {
-        Some(Filtered::Stale { age }) => Some(age),
+        Some(FilterReason::Stale { age }) => Some(age),
         _ => None,
     };
     if let Some(tokens) = candidates.iter().filter_map(full).min() {
@@ -535,8 +571,9 @@ fn rejection(fleet: &Fleet, candidates: &[Candidate]) -> Rejection {
         let reason = RejectReason::AllFull { instances, tokens };
         return Rejection { reason, retry_after: time_to_drain(fleet, tokens) };
     }
-    let decode = candidates.iter().filter(|one| one.filtered == Some(Filtered::Decodes)).count() as u32;
-    let is_alone = candidates.iter().any(|one| one.filtered == Some(Filtered::Alone));
+    let decode =
+        candidates.iter().filter(|one| one.filtered == Some(FilterReason::DecodeOnly)).count() as u32;
+    let is_alone = candidates.iter().any(|one| one.filtered == Some(FilterReason::NoDecodePartner));
     let reason = match candidates.iter().filter_map(stale).min() {
         None if candidates.is_empty() => RejectReason::NoInstance,
         _ if is_alone => RejectReason::NoPair { instances: candidates.len() as u32, decode },
@@ -550,10 +587,10 @@ fn rejection(fleet: &Fleet, candidates: &[Candidate]) -> Rejection {
     Rejection { reason, retry_after: RETRY_UNREPORTED }
 }
 
-/// Time until a queue of `tokens` is down to the limit.
+/// Time until a queue of `tokens` is back at the limit.
 fn time_to_drain(fleet: &Fleet, tokens: u64) -> Duration {
     let above = tokens.saturating_sub(fleet.limits.queue_tokens_max);
-    let ns = above.saturating_mul(fleet.speeds().prefill_ns_per_token);
+    let ns = above.saturating_mul(fleet.corrected_profile().prefill_ns_per_token);
     Duration::from_nanos(ns).clamp(RETRY_FULL_MIN, RETRY_FULL_MAX)
 }
 

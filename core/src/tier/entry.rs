@@ -7,27 +7,27 @@ use std::hash::{BuildHasher, Hasher};
 use hashbrown::HashMap;
 
 use super::Charge;
-use super::moves::Line;
+use super::moves::MoveQueue;
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{BlockHash, Generation, LeaseId, TenantId, Tier, Timestamp};
 use crate::index::command::PinKind;
 
-/// What a block is, apart from where it is.
+/// Description of a block, without its location.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Meta {
-    /// The block.
+    /// Hash of the block.
     pub hash: BlockHash,
-    /// Hash before it; `None` at the start of a prefix.
+    /// Hash of the preceding block; `None` at the start of a prefix.
     pub parent: Option<BlockHash>,
-    /// Who saved it.
+    /// Tenant that saved it.
     pub tenant: TenantId,
-    /// What the policy knows.
+    /// Traits for the eviction policy.
     pub traits: BlockTraits,
-    /// What it costs.
+    /// Its size in each tier.
     pub charge: Charge,
 }
 
-/// Which tiers hold a copy of the bytes right now.
+/// Tiers that hold a copy of the bytes now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Copies {
     pub(super) dram: bool,
@@ -40,7 +40,7 @@ impl Copies {
         self.dram || self.ssd || self.gpu
     }
 
-    /// Where bytes that are not in DRAM are read from.
+    /// Tier to read from if the bytes are not in DRAM.
     pub(super) fn fastest(self) -> Tier {
         if self.gpu { Tier::Gpu } else { Tier::Ssd }
     }
@@ -62,50 +62,49 @@ impl Copies {
     }
 }
 
-/// One block.
 #[derive(Clone, Debug)]
 pub(super) struct Entry {
     pub(super) meta: Meta,
     /// Distinguishes two blocks that had the same key one after the other.
     pub(super) serial: u64,
-    /// The weights it was computed with.
+    /// Weights generation it was computed with.
     pub(super) generation: Generation,
-    /// Where it should be and is charged; `None` once it is on its way out.
-    pub(super) place: Option<Tier>,
-    /// Where its bytes are.
+    /// Tier it should be in and is charged to; `None` once it is being removed.
+    pub(super) assigned_tier: Option<Tier>,
+    /// Tiers that hold its bytes.
     pub(super) copies: Copies,
     /// Target of the one move in flight.
     pub(super) moving: Option<Tier>,
-    /// The tier the index was told, if it was told.
+    /// Tier announced to the index, if any.
     pub(super) announced: Option<Tier>,
-    /// Bytes are still on their way in.
+    /// A save is still writing the bytes.
     pub(super) writing: bool,
-    /// The lease whose save brings them; it alone holds the block meanwhile.
+    /// Lease of the save in progress; only this lease holds the block meanwhile.
     pub(super) writer: Option<LeaseId>,
     /// Order of last uses in the book; larger is later.
     pub(super) stamp: u64,
-    /// When the last request that used it ended; nothing before the first end.
+    /// End of the last request that used it; `None` before the first end.
     pub(super) last_use: Option<Timestamp>,
-    /// The policy of its place knows it.
-    pub(super) ranked: bool,
-    /// Leases that hold it.
+    /// Whether the policy of its tier knows it.
+    pub(super) in_policy: bool,
+    /// Number of leases that hold it.
     pub(super) leases: u32,
-    /// How firmly pins keep it; the firmest of several.
+    /// Strongest kind of pin on it.
     pub(super) pin: Option<PinKind>,
-    /// A reader waits for its bytes in DRAM.
+    /// Whether a reader waits for its bytes in DRAM.
     pub(super) awaited: bool,
-    /// The line of moves to be started in which it stands. A key found in another one is left from before.
-    pub(super) queued: Option<Line>,
-    /// Who is charged for its place: its tenant, or the row of many.
-    pub(super) share: TenantId,
-    /// Its place among the blocks that waiting requests need, the next one's first.
-    pub(super) near: Option<u32>,
-    /// It is on its way to DRAM because a waiting request needs it, and nobody asked for it yet.
+    /// Queue of pending moves that it is in. A copy of its key in another queue is stale.
+    pub(super) queued: Option<MoveQueue>,
+    /// Tenant charged for it in its tier: its own, or the shared overflow tenant.
+    pub(super) charged_tenant: TenantId,
+    /// Position among the blocks that queued requests need; smaller is sooner.
+    pub(super) queue_position: Option<u32>,
+    /// It is moving to DRAM for a queued request, and no reader waits for it yet.
     pub(super) prefetch: bool,
 }
 
 impl Entry {
-    /// Time since its last use, in microseconds; nothing has passed before the first.
+    /// Time since its last use, in microseconds; 0 before the first use.
     pub(super) fn age_us(&self, now: Timestamp) -> u64 {
         self.last_use.map_or(0, |last_use| now.0.saturating_sub(last_use.0))
     }
@@ -114,48 +113,49 @@ impl Entry {
         self.leases > 0 || self.pin == Some(PinKind::Hard) || self.writing
     }
 
-    /// Whether it stands outside its policy's order.
+    /// Whether it is outside its policy's order.
     pub(super) fn parked(&self) -> bool {
-        self.held() || self.order() != Order::Policy
+        self.held() || self.order() != EvictionOrder::Policy
     }
 
-    /// What orders it while nothing holds it. A request that waits comes before a pin.
-    pub(super) fn order(&self) -> Order {
-        match (self.near, self.pin) {
-            (Some(near), _) => Order::Window(near),
-            (None, Some(PinKind::Soft)) => Order::Pinned(self.stamp),
-            (None, Some(PinKind::Hard) | None) => Order::Policy,
+    /// Its eviction order while unheld. The queue position takes precedence over a soft pin.
+    pub(super) fn order(&self) -> EvictionOrder {
+        match (self.queue_position, self.pin) {
+            (Some(near), _) => EvictionOrder::Window(near),
+            (None, Some(PinKind::Soft)) => EvictionOrder::Pinned(self.stamp),
+            (None, Some(PinKind::Hard) | None) => EvictionOrder::Policy,
         }
     }
 
-    /// A request waits for it, and a pin alone keeps it where it is: it may come up, and not leave.
-    pub(super) fn is_wanted(&self) -> bool {
-        self.near.is_some() && self.pin == Some(PinKind::Hard) && self.leases == 0 && !self.writing
+    /// Whether a queued request needs it and only a hard pin holds it: it may be promoted, but not
+    /// evicted.
+    pub(super) fn is_promote_only(&self) -> bool {
+        self.queue_position.is_some() && self.pin == Some(PinKind::Hard) && self.leases == 0 && !self.writing
     }
 }
 
-/// The order in which a block may leave, the first to go first.
+/// Eviction order of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Order {
-    /// That of its tier's policy.
+pub(super) enum EvictionOrder {
+    /// The order of its tier's policy.
     Policy,
-    /// Pinned softly: by the stamp of its last use.
+    /// Pinned softly: by the stamp of its last use, oldest first.
     Pinned(u64),
-    /// Needed by a waiting request: by its place, the furthest first.
+    /// Needed by a queued request: by queue position, the furthest first.
     Window(u32),
 }
 
-/// Blocks that can be found and are pinned.
+/// Counts of visible pinned blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PinnedBlocks {
-    /// Kept whatever comes.
+    /// Pinned hard: never evicted.
     pub hard: u64,
-    /// Kept until everything else is gone.
+    /// Pinned softly: evicted only after unpinned blocks.
     pub soft: u64,
 }
 
 impl PinnedBlocks {
-    fn of(&mut self, pin: Option<PinKind>) -> Option<&mut u64> {
+    fn count_mut(&mut self, pin: Option<PinKind>) -> Option<&mut u64> {
         Some(match pin? {
             PinKind::Hard => &mut self.hard,
             PinKind::Soft => &mut self.soft,
@@ -163,13 +163,14 @@ impl PinnedBlocks {
     }
 }
 
-/// Memory that a book takes for one block at most, in bytes, its two policies and what they remember of departed blocks
-/// included. Rows and the table grow by doubling, so each may be half empty; where memory is copied as it grows, the old
-/// half counts too.
+/// Upper bound of a book's memory per block, in bytes, with its two policies and their memory of
+/// departed blocks. Vectors and the table grow by doubling, so each may be half empty, and growth
+/// by copying briefly needs the old half too.
 pub const BLOCK_BYTES_MAX: u64 = {
     let rows = size_of::<Option<Entry>>() + size_of::<BlockKey>();
     let by_hash = (size_of::<(BlockHash, BlockKey)>() + 1) * 8 / 7;
-    // `cargo xtask bench evict` holds every policy to 64 bytes a block, half empty rows included.
+    // `cargo xtask bench evict` limits every policy to 64 bytes a block, half-empty vectors
+    // included.
     (3 * (rows + by_hash) + 2 * 64) as u64
 };
 
@@ -178,51 +179,52 @@ pub const BLOCK_BYTES_MAX: u64 = {
 pub(super) struct Slab {
     entries: Vec<Option<Entry>>,
     free: Vec<BlockKey>,
-    by_hash: HashMap<BlockHash, BlockKey, Fold>,
+    by_hash: HashMap<BlockHash, BlockKey, SeededHashBuilder>,
     serial: u64,
-    /// That of entries which are added.
+    /// Generation of added entries.
     generation: Generation,
-    /// Entries with no higher serial number are of earlier weights.
-    void_until: u64,
+    /// Entries up to this serial number belong to earlier weights.
+    invalidated_up_to: u64,
     pinned: PinnedBlocks,
 }
 
 impl Slab {
     pub(super) fn new(seed: u64) -> Slab {
-        let by_hash = HashMap::with_hasher(Fold { seed });
-        let (entries, free, serial, generation, void_until, pinned) = Default::default();
-        Slab { entries, free, by_hash, serial, generation, void_until, pinned }
+        let by_hash = HashMap::with_hasher(SeededHashBuilder { seed });
+        let (entries, free, serial, generation, invalidated_up_to, pinned) = Default::default();
+        Slab { entries, free, by_hash, serial, generation, invalidated_up_to, pinned }
     }
 
-    /// The block of this hash, under the weights of now.
+    /// The block with this hash and the current weights.
     pub(super) fn find(&self, hash: &BlockHash) -> Option<BlockKey> {
-        self.by_hash.get(hash).copied().filter(|key| !self.is_void(*key))
+        self.by_hash.get(hash).copied().filter(|key| !self.is_invalidated(*key))
     }
 
-    /// That of entries which are added.
+    /// Generation of added entries.
     pub(super) fn generation(&self) -> Generation {
         self.generation
     }
 
-    /// Entries that are added from now on are of this generation.
+    /// Sets the generation of entries added from now on.
     pub(super) fn set_generation(&mut self, generation: Generation) {
         self.generation = generation;
     }
 
-    /// Every entry that is there is of earlier weights from now on, and found no more.
-    pub(super) fn void_all(&mut self) {
-        self.void_until = self.serial;
+    /// Invalidates every existing entry: it belongs to earlier weights and is no longer found.
+    pub(super) fn invalidate_all(&mut self) {
+        self.invalidated_up_to = self.serial;
         self.pinned = PinnedBlocks::default();
     }
 
-    /// Whether nothing was added since everything became void.
-    pub(super) fn is_all_void(&self) -> bool {
-        self.serial == self.void_until
+    /// Whether no entry was added since the last invalidation.
+    pub(super) fn is_all_invalidated(&self) -> bool {
+        self.serial == self.invalidated_up_to
     }
 
-    /// Whether an entry is of earlier weights.
-    pub(super) fn is_void(&self, key: BlockKey) -> bool {
-        self.void_until > 0 && self.get(key).is_some_and(|entry| entry.serial <= self.void_until)
+    /// Whether an entry belongs to earlier weights.
+    pub(super) fn is_invalidated(&self, key: BlockKey) -> bool {
+        self.invalidated_up_to > 0
+            && self.get(key).is_some_and(|entry| entry.serial <= self.invalidated_up_to)
     }
 
     pub(super) fn get(&self, key: BlockKey) -> Option<&Entry> {
@@ -240,7 +242,7 @@ impl Slab {
             meta,
             serial: self.serial,
             generation: self.generation,
-            place: Some(place),
+            assigned_tier: Some(place),
             copies: Copies::default(),
             moving: None,
             announced: None,
@@ -248,13 +250,13 @@ impl Slab {
             writer: None,
             stamp: 0,
             last_use: None,
-            ranked: false,
+            in_policy: false,
             leases: 0,
             pin,
             awaited: false,
             queued: None,
-            share: meta.tenant,
-            near: None,
+            charged_tenant: meta.tenant,
+            queue_position: None,
             prefetch: false,
         };
         let key = self.free.pop().unwrap_or_else(|| {
@@ -267,12 +269,12 @@ impl Slab {
         key
     }
 
-    /// Blocks that can be found and are pinned.
+    /// Counts of visible pinned blocks.
     pub(super) fn pinned(&self) -> PinnedBlocks {
         self.pinned
     }
 
-    /// Changes how firmly a block that can be found is kept.
+    /// Changes the pin kind of a visible block.
     pub(super) fn set_pin(&mut self, key: BlockKey, pin: Option<PinKind>) {
         let Some(entry) = self.get_mut(key) else { return };
         let before = std::mem::replace(&mut entry.pin, pin);
@@ -281,22 +283,22 @@ impl Slab {
     }
 
     fn count_pinned(&mut self, pin: Option<PinKind>, more: i64) {
-        if let Some(count) = self.pinned.of(pin) {
+        if let Some(count) = self.pinned.count_mut(pin) {
             *count = count.saturating_add_signed(more);
         }
     }
 
-    /// Blocks that can be found.
+    /// Number of visible blocks.
     #[cfg(test)]
-    pub(super) fn found_len(&self) -> usize {
-        self.by_hash.values().filter(|key| !self.is_void(**key)).count()
+    pub(super) fn visible_len(&self) -> usize {
+        self.by_hash.values().filter(|key| !self.is_invalidated(**key)).count()
     }
 
-    /// Makes the hash unknown; the entry stays until its bytes are gone.
+    /// Makes the hash unknown. The entry stays until its bytes are gone.
     pub(super) fn forget_hash(&mut self, key: BlockKey) {
         let Some((hash, pin)) = self.get(key).map(|entry| (entry.meta.hash, entry.pin)) else { return };
         if self.by_hash.get(&hash) == Some(&key) {
-            let is_counted = !self.is_void(key);
+            let is_counted = !self.is_invalidated(key);
             self.by_hash.remove(&hash);
             self.count_pinned(pin, if is_counted { -1 } else { 0 });
         }
@@ -311,13 +313,13 @@ impl Slab {
         }
     }
 
-    /// Places of entries, used or not.
-    pub(super) fn places(&self) -> usize {
+    /// Number of slots, used or free.
+    pub(super) fn slot_count(&self) -> usize {
         self.entries.len()
     }
 
-    /// Every entry once, from a place that `seed` chooses.
-    pub(super) fn from(&self, seed: u64) -> impl Iterator<Item = &Entry> {
+    /// Every entry once, starting at a slot derived from `seed`.
+    pub(super) fn iter_from(&self, seed: u64) -> impl Iterator<Item = &Entry> {
         let start = seed.checked_rem(self.entries.len() as u64).unwrap_or(0) as usize;
         let (before, after) = self.entries.split_at(start);
         after.iter().chain(before).flatten()
@@ -328,23 +330,24 @@ impl Slab {
     }
 }
 
-/// Hashes block hashes, which are uniform already; the seed keeps a caller from aiming at one bucket.
+/// Hashes block hashes, which are uniform already. The seed keeps a caller from aiming at one
+/// bucket.
 #[derive(Clone, Debug)]
-pub(super) struct Fold {
+pub(super) struct SeededHashBuilder {
     pub(super) seed: u64,
 }
 
-pub(super) struct FoldState(u64);
+pub(super) struct SeededHasher(u64);
 
-impl BuildHasher for Fold {
-    type Hasher = FoldState;
+impl BuildHasher for SeededHashBuilder {
+    type Hasher = SeededHasher;
 
-    fn build_hasher(&self) -> FoldState {
-        FoldState(self.seed | 1)
+    fn build_hasher(&self) -> SeededHasher {
+        SeededHasher(self.seed | 1)
     }
 }
 
-impl Hasher for FoldState {
+impl Hasher for SeededHasher {
     fn write(&mut self, bytes: &[u8]) {
         for part in bytes.chunks(8) {
             let mut word = [0u8; 8];
@@ -375,7 +378,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_are_dense_and_reused_with_another_serial() {
+    fn removed_keys_are_reused_with_a_new_serial() {
         let mut slab = Slab::new(7);
         let first = slab.add(meta(1), Tier::Dram, None);
         let second = slab.add(meta(2), Tier::Dram, None);
@@ -388,7 +391,7 @@ mod tests {
     }
 
     #[test]
-    fn forgetting_a_hash_leaves_a_newer_block_of_that_hash_alone() {
+    fn forgetting_a_hash_keeps_a_newer_block_with_that_hash() {
         let mut slab = Slab::new(7);
         let old = slab.add(meta(1), Tier::Dram, None);
         slab.forget_hash(old);
@@ -398,8 +401,8 @@ mod tests {
     }
 
     #[test]
-    fn the_hash_spreads_over_low_bits() {
-        let fold = Fold { seed: 99 };
+    fn hash_spreads_over_low_bits() {
+        let fold = SeededHashBuilder { seed: 99 };
         let low: std::collections::BTreeSet<u64> =
             (0..=255u8).map(|n| fold.hash_one(BlockHash([n; 16])) & 0xff).collect();
         assert!(low.len() > 120, "only {} of 256 buckets used", low.len());

@@ -1,42 +1,44 @@
-//! A reader asks for consecutive blocks: which it gets, from where, and what must be loaded first.
+//! Fetch: leases a leading run of blocks and starts the loads it needs.
 
 use super::book::Book;
-use super::{Asker, LeasesFull};
+use super::{LeasesFull, Requester};
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, TenantId, Tier, Timestamp};
 
-/// One block that a fetch reaches.
+/// One block that a fetch leased.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reach {
+pub struct FetchHit {
     /// Its key, valid while the lease holds it.
     pub key: BlockKey,
-    /// Where its bytes are now. From SSD or a GPU they are loaded first; completion is [`Book::on_moved`] to DRAM.
+    /// Tier of its bytes now. Bytes on SSD or a GPU are loaded first; [`Book::on_moved`] to DRAM
+    /// completes the load.
     pub tier: Tier,
-    /// The lease asks for it for the first time, and did not bring it itself: it is a use of the block. What one request asks for
-    /// again, because it reads layer by layer, ahead of its turn or after a node was busy, is the same use.
-    pub is_new: bool,
+    /// Whether this is the lease's first request for the block, and the lease did not save it. Only
+    /// then it counts as a use: a repeated request by layer, ahead of time or after `Busy` is the
+    /// same use.
+    pub is_first_use: bool,
 }
 
-/// What a fetch reaches: the leading blocks up to the first one that is not held for its tenant.
-pub type Reached = Vec<Reach>;
+/// Leased blocks of a fetch: the leading blocks up to the first that its tenant does not hold.
+pub type FetchHits = Vec<FetchHit>;
 
 impl Book {
-    /// Leases the leading blocks that are readable and starts loading those that are not in DRAM.
+    /// Leases the readable leading blocks and starts loading those that are not in DRAM.
     ///
     /// # Errors
     /// [`LeasesFull`] when the lease is new and the limit is reached.
     pub fn fetch(
         &mut self,
-        asker: Asker,
+        asker: Requester,
         hashes: &[BlockHash],
         now: Timestamp,
-    ) -> Result<Reached, LeasesFull> {
+    ) -> Result<FetchHits, LeasesFull> {
         let found = self.readable_prefix(asker.tenant, hashes);
         self.fetch_found(asker, &found, now)
     }
 
-    /// The tenant's leading blocks that are readable, for [`Self::fetch_found`] before anything else happens. Changes
-    /// nothing.
+    /// The tenant's readable leading blocks. Read-only. Pass the result to [`Self::fetch_found`]
+    /// before any other change.
     #[must_use]
     pub fn readable_prefix(&self, tenant: TenantId, hashes: &[BlockHash]) -> Vec<BlockKey> {
         hashes.iter().map_while(|hash| self.readable(tenant, hash)).collect()
@@ -48,68 +50,75 @@ impl Book {
     /// [`LeasesFull`] when the lease is new and the limit is reached.
     pub fn fetch_found(
         &mut self,
-        asker: Asker,
+        asker: Requester,
         found: &[BlockKey],
         now: Timestamp,
-    ) -> Result<Reached, LeasesFull> {
+    ) -> Result<FetchHits, LeasesFull> {
         if found.is_empty() {
             return Ok(Vec::new());
         }
         self.open_lease(asker, now)?;
-        // Hold all before any promotion, or loading the first could push out the last.
+        // Hold all before any promotion: loading the first could evict the last.
         let are_new = self.hold_all(asker.lease, found);
-        Ok(found.iter().zip(are_new).map(|(&key, is_new)| self.reach(key, is_new, now)).collect())
+        Ok(found.iter().zip(are_new).map(|(&key, is_new)| self.start_load(key, is_new, now)).collect())
     }
 
-    /// Bytes of found blocks that a fetch would have to load first. Changes nothing.
+    /// Bytes that a fetch of these blocks would have to load first. Read-only.
     #[must_use]
     pub fn bytes_to_load(&self, found: &[BlockKey]) -> u64 {
         let entries = found.iter().filter_map(|&key| self.slab.get(key));
         entries.filter(|entry| !entry.copies.dram).map(|entry| u64::from(entry.meta.charge.frame)).sum()
     }
 
-    fn reach(&mut self, key: BlockKey, is_new: bool, now: Timestamp) -> Reach {
+    fn start_load(&mut self, key: BlockKey, is_new: bool, now: Timestamp) -> FetchHit {
         if is_new {
             self.count_hit(key, now);
         }
-        if self.slab.get(key).is_some_and(|entry| entry.place == Some(Tier::Ssd)) && self.may_come_up(key) {
+        if self.slab.get(key).is_some_and(|entry| entry.assigned_tier == Some(Tier::Ssd))
+            && self.may_promote(key)
+        {
             self.promote(key, now);
         }
-        let Some(entry) = self.slab.get_mut(key) else { return Reach { key, tier: Tier::Ssd, is_new } };
+        let Some(entry) = self.slab.get_mut(key) else {
+            return FetchHit { key, tier: Tier::Ssd, is_first_use: is_new };
+        };
         if entry.copies.dram {
-            return Reach { key, tier: Tier::Dram, is_new };
+            return FetchHit { key, tier: Tier::Dram, is_first_use: is_new };
         }
         entry.awaited = true;
         let tier = entry.copies.fastest();
-        // It stands behind all that somebody waits for, and now somebody does.
+        // The block queues behind all awaited loads, and is now awaited itself.
         self.end_prefetch(key);
-        self.settle(key);
-        Reach { key, tier, is_new }
+        self.reconcile(key);
+        FetchHit { key, tier, is_first_use: is_new }
     }
 
-    /// Whether a block on SSD may take room in DRAM. Where that makes others leave that a slow SSD does not take, it is
-    /// read past DRAM instead: its load may be refused, and they would be lost for nothing.
-    pub(super) fn may_come_up(&self, key: BlockKey) -> bool {
+    /// Whether a block on SSD may take space in DRAM. A promotion may evict blocks that a slow SSD
+    /// does not accept; such a block is loaded past DRAM instead. Its load may be refused, and the
+    /// victims would be lost in vain.
+    pub(super) fn may_promote(&self, key: BlockKey) -> bool {
         let Some(entry) = self.slab.get(key) else { return false };
         let (cost, _) = self.cost(entry, Tier::Dram);
-        !self.open(Tier::Ssd) || self.ssd_takes() || self.dram.limits.goal(self.dram.used, cost).is_none()
+        !self.is_open(Tier::Ssd)
+            || self.ssd_accepts()
+            || self.dram.limits.goal(self.dram.used, cost).is_none()
     }
 
     fn count_hit(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
         let tier = if entry.copies.dram { Tier::Dram } else { entry.copies.fastest() };
         let (category, gap_us) = (entry.meta.traits.category, entry.age_us(now));
-        self.shelf_mut(tier).numbers.hit(category, gap_us);
+        self.tier_state_mut(tier).numbers.record_hit(category, gap_us);
     }
 
-    /// Another tenant's block is as good as not there: who knows its hash has no right to its bytes.
+    /// A block of another tenant counts as absent: knowing its hash gives no right to its bytes.
     pub(super) fn readable(&self, tenant: TenantId, hash: &BlockHash) -> Option<BlockKey> {
         let key = self.slab.find(hash)?;
         self.slab.get(key).is_some_and(|entry| !entry.writing && entry.meta.tenant == tenant).then_some(key)
     }
 
-    /// Whose block has this hash, readable or still being written.
-    pub(super) fn owner(&self, hash: &BlockHash) -> Option<TenantId> {
+    /// Tenant of the block with this hash, readable or still being written.
+    pub(super) fn owner_tenant(&self, hash: &BlockHash) -> Option<TenantId> {
         self.slab.find(hash).and_then(|key| self.slab.get(key)).map(|entry| entry.meta.tenant)
     }
 }

@@ -1,7 +1,7 @@
-//! Leases: which requests hold a block, and what the end of a request does to the order of eviction.
+//! Leases: the blocks that a request holds, and the update of the eviction order when it ends.
 //!
-//! A lease is one request on this node. At its end the request's blocks are touched from tail to
-//! head, so that the head of a prefix is always younger than its tail.
+//! A lease is one request on this node. When it ends, its blocks are touched from tail to head, so
+//! the head of a prefix is always younger than its tail.
 
 use std::cmp::Reverse;
 #[cfg(test)]
@@ -10,77 +10,79 @@ use std::collections::{BTreeSet, btree_map};
 
 use super::book::Book;
 use super::entry::Entry;
-use super::order::Told;
-use super::{Asker, LeasesFull};
+use super::order::PolicyEvent;
+use super::{LeasesFull, Requester};
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{BlockHash, CallerId, Category, LeaseId, TenantId, Tier, Timestamp};
 
-/// One request under way.
+/// One request in progress.
 #[derive(Clone, Debug)]
 pub(super) struct Lease {
     caller: CallerId,
     category: Category,
     deadline: Timestamp,
-    blocks: Holds,
-    /// What was offered and not let in, in the order of offers, for the policy to be told.
-    passed: Vec<Passed>,
+    blocks: LeaseBlocks,
+    /// Blocks that were offered and rejected, in the order of offers. The policies learn of them at
+    /// the end of the lease.
+    rejected: Vec<RejectedBlock>,
 }
 
-/// A block that was not let in.
+/// A block that was offered and rejected.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Passed {
+pub(super) struct RejectedBlock {
     pub(super) hash: BlockHash,
     pub(super) tenant: TenantId,
     pub(super) traits: BlockTraits,
 }
 
-/// The blocks that a lease holds, each once, by offset. Requests name them in that order, so most are appended.
+/// Blocks that a lease holds, each once, by offset. Requests name them in that order, so most are
+/// appended.
 #[derive(Clone, Debug, Default)]
-struct Holds {
-    ordered: Vec<Hold>,
-    /// Those of them that are held no more.
-    gone: BTreeSet<Hold>,
-    /// Those that came after one behind them.
-    late: BTreeSet<Hold>,
-    /// Those that a save found here, and that nothing asked for yet.
-    unused: BTreeSet<Hold>,
+struct LeaseBlocks {
+    ordered: Vec<LeaseBlock>,
+    /// Blocks in `ordered` that are no longer held.
+    removed: BTreeSet<LeaseBlock>,
+    /// Blocks added after one with a larger offset.
+    out_of_order: BTreeSet<LeaseBlock>,
+    /// Blocks that a save found present and that no fetch has requested yet.
+    unused: BTreeSet<LeaseBlock>,
 }
 
-impl Holds {
-    /// `false` when it was there.
-    fn insert(&mut self, hold: Hold) -> bool {
-        if self.gone.remove(&hold) {
+impl LeaseBlocks {
+    /// Returns `false` if it was present.
+    fn insert(&mut self, hold: LeaseBlock) -> bool {
+        if self.removed.remove(&hold) {
             return true;
         }
-        let is_behind = |last: Option<&Hold>| last.is_none_or(|last| *last < hold);
-        if is_behind(self.ordered.last()) && is_behind(self.late.last()) {
+        let is_behind = |last: Option<&LeaseBlock>| last.is_none_or(|last| *last < hold);
+        if is_behind(self.ordered.last()) && is_behind(self.out_of_order.last()) {
             self.ordered.push(hold);
             return true;
         }
-        self.ordered.binary_search(&hold).is_err() && self.late.insert(hold)
+        self.ordered.binary_search(&hold).is_err() && self.out_of_order.insert(hold)
     }
 
-    fn remove(&mut self, hold: &Hold) {
+    fn remove(&mut self, hold: &LeaseBlock) {
         self.unused.remove(hold);
         if self.ordered.last() == Some(hold) {
             self.ordered.pop();
-            self.gone.remove(hold);
+            self.removed.remove(hold);
         } else if self.ordered.binary_search(hold).is_ok() {
-            // A save that is given up lets go of all it offered: none of that may move the rest.
-            self.gone.insert(*hold);
+            // An aborted save removes every block it offered; removal must not shift the others.
+            self.removed.insert(*hold);
         } else {
-            self.late.remove(hold);
+            self.out_of_order.remove(hold);
         }
     }
 
-    /// All of them, the last first.
-    fn into_tail_first(self) -> Vec<Hold> {
+    /// All held blocks, last first.
+    fn into_tail_first(self) -> Vec<LeaseBlock> {
         let mut all = self.ordered;
-        if !self.gone.is_empty() {
-            all.retain(|hold| !self.gone.contains(hold));
+        if !self.removed.is_empty() {
+            all.retain(|hold| !self.removed.contains(hold));
         }
-        if !self.late.is_empty() {
-            all.extend(self.late);
+        if !self.out_of_order.is_empty() {
+            all.extend(self.out_of_order);
             all.sort_unstable();
         }
         all.reverse();
@@ -88,51 +90,54 @@ impl Holds {
     }
 
     fn len(&self) -> usize {
-        self.ordered.len() + self.late.len() - self.gone.len()
+        self.ordered.len() + self.out_of_order.len() - self.removed.len()
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Hold {
+struct LeaseBlock {
     offset_blocks: u32,
     key: BlockKey,
     serial: u64,
 }
 
-/// Blocks of leases whose time is over that are let go in one call, unless one lease alone has more: about a millisecond of
-/// the task that owns the book. Called every 20 ms.
+/// Blocks of expired leases released in one call, unless a single lease has more. Takes about a
+/// millisecond of the task that owns the book, called every 20 ms.
 pub const EXPIRED_LEASE_BLOCKS_MAX: usize = 4096;
 
-/// Blocks that were not let in of which one lease keeps note until it ends, a prompt of 65,536 tokens in blocks of sixteen, and
-/// all leases together, in 10 MiB at most. Of more the policy is not told, and learns that much less.
-const PASSED_BY_LEASE_MAX: usize = 4096;
-const PASSED_BLOCKS_MAX: usize = 131_072;
+/// Rejected blocks that one lease remembers until it ends (a prompt of 65,536 tokens in blocks of
+/// 16), and that all leases together remember (at most 10 MiB). The policies do not learn of
+/// further ones.
+const REJECTED_PER_LEASE_MAX: usize = 4096;
+const REJECTED_BLOCKS_MAX: usize = 131_072;
 
 impl Book {
     /// Opens the lease or renews it.
-    pub(super) fn open_lease(&mut self, asker: Asker, now: Timestamp) -> Result<(), LeasesFull> {
+    pub(super) fn open_lease(&mut self, asker: Requester, now: Timestamp) -> Result<(), LeasesFull> {
         if let Some(lease) = self.leases.get_mut(&asker.lease) {
             lease.category = asker.category;
             self.renew(asker.lease, now);
             return Ok(());
         }
-        let Asker { lease: id, caller, category, .. } = asker;
+        let Requester { lease: id, caller, category, .. } = asker;
         let (limit, held) = (self.leases_max, self.leases.len());
         let own = self.callers.get(&caller).copied().unwrap_or(0);
-        // Alone it may have half of them, the next one half of the rest: whoever comes finds some, however long others keep theirs.
+        // A sole caller may take half of all leases, the next one half of the rest. So a new caller
+        // always finds some, however long others keep theirs.
         if own >= limit.saturating_sub(held) {
             return Err(LeasesFull { limit, held, own });
         }
         self.callers.insert(caller, own + 1);
         let deadline = now.after(self.lease_span);
-        let lease = Lease { caller, category, deadline, blocks: Holds::default(), passed: Vec::new() };
+        let lease =
+            Lease { caller, category, deadline, blocks: LeaseBlocks::default(), rejected: Vec::new() };
         self.leases.insert(id, lease);
         self.deadlines.insert((deadline, id));
         Ok(())
     }
 
-    /// One lease less of this caller.
-    fn leave(&mut self, caller: CallerId) {
+    /// Subtracts one lease from the caller's count.
+    fn decrement_caller(&mut self, caller: CallerId) {
         if let btree_map::Entry::Occupied(mut own) = self.callers.entry(caller) {
             *own.get_mut() -= 1;
             if *own.get() == 0 {
@@ -141,7 +146,7 @@ impl Book {
         }
     }
 
-    /// Starts the lease's time anew; it is unknown once it ended.
+    /// Restarts the lease's time; a lease that has ended stays ended.
     pub fn renew(&mut self, id: LeaseId, now: Timestamp) {
         let deadline = now.after(self.lease_span);
         if let Some(lease) = self.leases.get_mut(&id) {
@@ -155,14 +160,14 @@ impl Book {
         self.hold_all(id, &[key]);
     }
 
-    /// Holds blocks that an open lease asks for. Says of each whether it does for the first time: what it brought itself it
-    /// does not, nor what it asked for before.
+    /// Holds blocks that an open lease fetches. Returns for each whether this is the lease's first
+    /// fetch of it; a block that the lease saved itself is not.
     pub(super) fn hold_all(&mut self, id: LeaseId, keys: &[BlockKey]) -> Vec<bool> {
         self.hold_each(id, keys, |holds, hold, is_new| holds.unused.remove(&hold) || is_new)
     }
 
-    /// Holds blocks for an open lease that would have brought them. That they were here is no hit, for it may ask for them yet; policies hear of it
-    /// when the lease ends, as of any other use.
+    /// Holds blocks that an open lease offered and that are present. This is no hit yet, because
+    /// the lease may still fetch them. Policies learn of the use when the lease ends.
     pub(super) fn hold_found(&mut self, id: LeaseId, keys: &[BlockKey]) {
         self.hold_each(id, keys, |holds, hold, is_new| is_new && holds.unused.insert(hold));
     }
@@ -171,9 +176,9 @@ impl Book {
         &mut self,
         id: LeaseId,
         keys: &[BlockKey],
-        note: impl Fn(&mut Holds, Hold, bool) -> bool,
+        note: impl Fn(&mut LeaseBlocks, LeaseBlock, bool) -> bool,
     ) -> Vec<bool> {
-        // Out of the table meanwhile: it is found once for all blocks.
+        // Taken out of the table, so that the lease is looked up once for all blocks.
         let Some(mut holds) = self.leases.get_mut(&id).map(|lease| std::mem::take(&mut lease.blocks)) else {
             return vec![false; keys.len()];
         };
@@ -182,17 +187,17 @@ impl Book {
             let held = self.hold_one(&mut holds, key);
             held.is_some_and(|(hold, is_new)| note(&mut holds, hold, is_new))
         };
-        let are_said = keys.iter().map(one).collect();
+        let results = keys.iter().map(one).collect();
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.blocks = holds;
         }
-        are_said
+        results
     }
 
-    /// The hold, and whether the lease did not have it before.
-    fn hold_one(&mut self, holds: &mut Holds, key: BlockKey) -> Option<(Hold, bool)> {
+    /// Returns the hold and whether it is new for the lease.
+    fn hold_one(&mut self, holds: &mut LeaseBlocks, key: BlockKey) -> Option<(LeaseBlock, bool)> {
         let entry = self.slab.get_mut(key)?;
-        let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
+        let hold = LeaseBlock { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
         let is_new = holds.insert(hold);
         if is_new {
             entry.leases += 1;
@@ -203,34 +208,35 @@ impl Book {
         Some((hold, is_new))
     }
 
-    /// Notes that a block of an open lease was not let in.
-    pub(super) fn pass(&mut self, id: LeaseId, passed: Passed) {
-        if self.passed_blocks < PASSED_BLOCKS_MAX
+    /// Remembers that a block of an open lease was rejected.
+    pub(super) fn note_rejected(&mut self, id: LeaseId, passed: RejectedBlock) {
+        if self.rejected_blocks < REJECTED_BLOCKS_MAX
             && let Some(lease) = self.leases.get_mut(&id)
-            && lease.passed.len() < PASSED_BY_LEASE_MAX
+            && lease.rejected.len() < REJECTED_PER_LEASE_MAX
         {
-            lease.passed.push(passed);
-            self.passed_blocks += 1;
+            lease.rejected.push(passed);
+            self.rejected_blocks += 1;
         }
     }
 
-    /// Whether this was the last block of a lease that was not let in, and is not here for its tenant since.
-    pub(super) fn was_passed_last(&self, asker: Asker, hash: &BlockHash) -> bool {
-        let last = self.leases.get(&asker.lease).and_then(|lease| lease.passed.last());
+    /// Whether this was the lease's last rejected block, and its tenant still has no block with
+    /// this hash.
+    pub(super) fn was_last_rejected(&self, asker: Requester, hash: &BlockHash) -> bool {
+        let last = self.leases.get(&asker.lease).and_then(|lease| lease.rejected.last());
         last.is_some_and(|last| last.hash == *hash && last.tenant == asker.tenant)
-            && self.owner(hash) != Some(asker.tenant)
+            && self.owner_tenant(hash) != Some(asker.tenant)
     }
 
-    /// Forgets that a lease held a block that never came.
+    /// Removes the hold of a writing lease on a block that never arrived.
     pub(super) fn unhold(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get(key) else { return };
-        let hold = Hold { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
+        let hold = LeaseBlock { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
         if let Some(lease) = entry.writer.and_then(|writer| self.leases.get_mut(&writer)) {
             lease.blocks.remove(&hold);
         }
     }
 
-    /// Leases of each caller that has some, as they were counted and as they are.
+    /// Leases by caller, as counted and as recomputed.
     #[cfg(test)]
     pub(super) fn callers(&self) -> [BTreeMap<CallerId, usize>; 2] {
         let mut are = BTreeMap::new();
@@ -238,35 +244,36 @@ impl Book {
         [self.callers.clone(), are]
     }
 
-    /// Blocks a lease holds, for tests of what it costs.
+    /// Number of blocks a lease holds.
     #[cfg(test)]
     pub(super) fn held_by(&self, id: LeaseId) -> usize {
         self.leases.get(&id).map_or(0, |lease| lease.blocks.len())
     }
 
-    /// Ends a request: its blocks are free to go, and have just been used, tail first.
+    /// Ends a request: releases its blocks and counts them as just used, tail first.
     pub fn release(&mut self, id: LeaseId, now: Timestamp) {
         let Some(lease) = self.leases.remove(&id) else { return };
         self.deadlines.remove(&(lease.deadline, id));
-        self.leave(lease.caller);
-        self.passed_blocks -= lease.passed.len();
+        self.decrement_caller(lease.caller);
+        self.rejected_blocks -= lease.rejected.len();
         let holds = lease.blocks.into_tail_first();
-        let mut live: Vec<BlockKey> = holds.into_iter().filter_map(|hold| self.let_go(hold)).collect();
-        let passed = self.sort_passed(lease.passed, &mut live);
+        let mut live: Vec<BlockKey> = holds.into_iter().filter_map(|hold| self.release_block(hold)).collect();
+        let passed = self.merge_rejected(lease.rejected, &mut live);
         let mut tenants: Vec<TenantId> =
             live.iter().filter_map(|key| self.slab.get(*key)).map(|entry| entry.meta.tenant).collect();
-        // Hashes are keyed per tenant, so a request's blocks are as good as always one tenant's.
+        // Hashes are keyed per tenant, so a request's blocks nearly always belong to one tenant.
         tenants.dedup();
         tenants.sort_unstable();
         tenants.dedup();
         self.touch(&live, lease.category, &passed, now);
-        // A quota lowered while the request ran holds from here on.
+        // A quota lowered during the request applies from here on.
         tenants.into_iter().for_each(|tenant| self.enforce_quota(tenant));
     }
 
-    /// What a request was not let in with, each block once, from the tail to the head. What somebody else brought since for
-    /// the same tenant was used by it like any other, and joins `live`; of another tenant's block it is no use.
-    fn sort_passed(&self, mut passed: Vec<Passed>, live: &mut Vec<BlockKey>) -> Vec<BlockTraits> {
+    /// Traits of the request's rejected blocks, each once, tail to head. If another request saved
+    /// such a block for the same tenant meanwhile, it counts as used and joins `live`. A block of
+    /// another tenant is skipped.
+    fn merge_rejected(&self, mut passed: Vec<RejectedBlock>, live: &mut Vec<BlockKey>) -> Vec<BlockTraits> {
         if passed.is_empty() {
             return Vec::new();
         }
@@ -276,7 +283,7 @@ impl Book {
         passed.retain(|passed| match self.slab.find(&passed.hash) {
             Some(key) => {
                 let is_readable = |entry: &Entry| {
-                    !entry.writing && entry.place.is_some() && entry.meta.tenant == passed.tenant
+                    !entry.writing && entry.assigned_tier.is_some() && entry.meta.tenant == passed.tenant
                 };
                 if self.slab.get(key).is_some_and(is_readable) {
                     live.push(key);
@@ -294,79 +301,86 @@ impl Book {
         passed.into_iter().map(|passed| passed.traits).collect()
     }
 
-    fn let_go(&mut self, hold: Hold) -> Option<BlockKey> {
+    fn release_block(&mut self, hold: LeaseBlock) -> Option<BlockKey> {
         let entry = self.slab.get_mut(hold.key).filter(|entry| entry.serial == hold.serial)?;
         entry.leases -= 1;
-        let is_used = !entry.writing && entry.place.is_some();
-        let is_void = self.slab.is_void(hold.key);
-        // That a block of earlier weights was read is no use of it: nobody will ask for it again.
-        self.drop_if_void(hold.key);
+        let is_used = !entry.writing && entry.assigned_tier.is_some();
+        let is_void = self.slab.is_invalidated(hold.key);
+        // Reading an invalidated block is no use: no later request will ask for it.
+        self.drop_if_invalidated(hold.key);
         (is_used && !is_void).then_some(hold.key)
     }
 
-    /// A request used these blocks, tail first: newest in their tier's policy, and up to DRAM if they are below.
+    /// Records that a request used these blocks, tail first: they become newest in their tier's
+    /// policy and are promoted to DRAM.
     ///
-    /// New ones come in first, then all are told without a break, those that were not let in, `passed`, in their places:
-    /// policies judge what one request used as a whole.
+    /// New blocks are inserted first. Then all uses are reported in one sequence, with rejected
+    /// blocks in their positions: policies judge the request's blocks as a whole.
     fn touch(&mut self, blocks: &[BlockKey], category: Category, passed: &[BlockTraits], now: Timestamp) {
         let mut passed = passed.iter().map(|traits| BlockTraits { category, ..*traits }).peekable();
-        let used_again = self.used_again(blocks, now);
-        let are_new: Vec<bool> = blocks.iter().map(|&key| self.bring_in(key, category, now)).collect();
+        let used_again = self.gpu_candidates(blocks, now);
+        let are_new: Vec<bool> =
+            blocks.iter().map(|&key| self.insert_into_policy(key, category, now)).collect();
         for (&key, is_new) in blocks.iter().zip(are_new) {
-            // One that came in later may have pushed it out.
-            let Some(entry) = self.slab.get(key).filter(|entry| entry.place.is_some()) else { continue };
+            // A later insertion may have evicted it.
+            let Some(entry) = self.slab.get(key).filter(|entry| entry.assigned_tier.is_some()) else {
+                continue;
+            };
             let traits = entry.meta.traits;
             while let Some(passed) = passed.next_if(|passed| passed.offset_blocks > traits.offset_blocks) {
-                self.tell_passed(passed, now);
+                self.notify_rejected(passed, now);
             }
-            self.curve.used(traits.fingerprint);
-            let how = if is_new { Told::Settled } else { Told::Used };
-            self.tell(key, how, now);
-            self.tell_others(self.place(key), traits, now);
+            self.curve.record_use(traits.fingerprint);
+            let how = if is_new { PolicyEvent::Settled } else { PolicyEvent::Used };
+            self.notify_policy(key, how, now);
+            self.notify_other_tiers(self.assigned_tier(key), traits, now);
         }
-        passed.for_each(|passed| self.tell_passed(passed, now));
+        passed.for_each(|passed| self.notify_rejected(passed, now));
         for (key, gap_us) in used_again {
-            self.lift(key, gap_us, now);
+            self.promote_to_gpu(key, gap_us, now);
         }
     }
 
-    fn tell_passed(&mut self, passed: BlockTraits, now: Timestamp) {
-        self.curve.used(passed.fingerprint);
-        self.tell_others(None, passed, now);
+    fn notify_rejected(&mut self, passed: BlockTraits, now: Timestamp) {
+        self.curve.record_use(passed.fingerprint);
+        self.notify_other_tiers(None, passed, now);
     }
 
-    /// Tells the policies of all tiers but `place` of a use of a block that is not there. A block comes to a slower tier when
-    /// it is used no more, and leaves it when it is: what is worth keeping there is learned from uses elsewhere.
-    fn tell_others(&mut self, place: Option<Tier>, traits: BlockTraits, now: Timestamp) {
+    /// Reports a use to the policies of all tiers except `place`. A block enters a slower tier when
+    /// its use stops, and leaves it when used. So a slower tier's policy must learn from uses
+    /// elsewhere.
+    fn notify_other_tiers(&mut self, place: Option<Tier>, traits: BlockTraits, now: Timestamp) {
         for tier in Tier::ALL {
             if place != Some(tier) && self.exists(tier) {
-                self.shelf_mut(tier).policy.pass(traits, now);
+                self.tier_state_mut(tier).policy.note_absent(traits, now);
             }
         }
     }
 
-    /// Whether the policy of the block's tier did not know it; it does now.
-    fn bring_in(&mut self, key: BlockKey, category: Category, now: Timestamp) -> bool {
-        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.place.is_some()) else { return false };
+    /// Inserts a block into its tier's policy. Returns whether the policy did not know it.
+    fn insert_into_policy(&mut self, key: BlockKey, category: Category, now: Timestamp) -> bool {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.assigned_tier.is_some()) else {
+            return false;
+        };
         entry.meta.traits.category = category;
         entry.last_use = Some(now);
-        if entry.place == Some(Tier::Ssd) && self.may_come_up(key) {
+        if entry.assigned_tier == Some(Tier::Ssd) && self.may_promote(key) {
             self.promote(key, now);
         }
-        let is_new = self.slab.get(key).is_some_and(|entry| !entry.ranked);
+        let is_new = self.slab.get(key).is_some_and(|entry| !entry.in_policy);
         if is_new {
-            self.tell(key, Told::Inserted, now);
+            self.notify_policy(key, PolicyEvent::Inserted, now);
         }
         is_new
     }
 
-    /// Ends leases whose time is over, those that have been for longest first and [`EXPIRED_LEASE_BLOCKS_MAX`] of their
-    /// blocks. Returns how many.
+    /// Ends expired leases, oldest deadline first, up to [`EXPIRED_LEASE_BLOCKS_MAX`] blocks.
+    /// Returns the number of leases.
     pub fn expire(&mut self, now: Timestamp) -> usize {
         let (mut ended, mut blocks) = (0, 0);
         while let Some(&(deadline, id)) = self.deadlines.first() {
             let more =
-                self.leases.get(&id).map_or(0, |lease| (lease.blocks.len() + lease.passed.len()).max(1));
+                self.leases.get(&id).map_or(0, |lease| (lease.blocks.len() + lease.rejected.len()).max(1));
             if deadline > now || ended > 0 && blocks + more > EXPIRED_LEASE_BLOCKS_MAX {
                 break;
             }
@@ -383,14 +397,14 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn hold(number: u32) -> Hold {
-        Hold { offset_blocks: number, key: BlockKey(number), serial: 1 }
+    fn hold(number: u32) -> LeaseBlock {
+        LeaseBlock { offset_blocks: number, key: BlockKey(number), serial: 1 }
     }
 
     proptest! {
         #[test]
-        fn holds_are_a_set_in_order_of_offsets(steps in prop::collection::vec((any::<bool>(), 0u32..12), 0..200)) {
-            let (mut holds, mut expected) = (Holds::default(), BTreeSet::new());
+        fn lease_blocks_are_a_set_ordered_by_offset(steps in prop::collection::vec((any::<bool>(), 0u32..12), 0..200)) {
+            let (mut holds, mut expected) = (LeaseBlocks::default(), BTreeSet::new());
             for (is_new, number) in steps {
                 if is_new {
                     prop_assert_eq!(holds.insert(hold(number)), expected.insert(hold(number)));

@@ -1,208 +1,209 @@
-//! Actions out, results in: how bytes follow the places that the book has decided.
+//! Actions out, results in: byte moves that follow the tiers the book has assigned.
 //!
-//! At most one move per block is in flight. When it ends, the book looks at where the block should be
-//! *now*, so a block demoted and wanted back meanwhile costs nothing more.
+//! At most one move per block is in flight. When it ends, the book compares with the tier assigned
+//! *now*: a block that was demoted and wanted back meanwhile costs no further move.
 
 use std::collections::VecDeque;
 
 use super::book::Book;
-use super::numbers::Left;
-use super::order::Told;
+use super::counters::RemovalReason;
+use super::order::PolicyEvent;
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Generation, Tier, Timestamp};
 use crate::index::command::DropCause;
 
-/// Something to do with bytes.
+/// An operation on bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Write the block's DRAM bytes to SSD; then [`Book::on_moved`] to SSD.
+    /// Write the block's DRAM bytes to SSD; then call [`Book::on_moved`] to SSD.
     Demote {
-        /// The block.
+        /// Key of the block.
         key: BlockKey,
-        /// Its hash, for the medium's header and for logs.
+        /// Hash of the block, for the record header and for logs.
         hash: BlockHash,
     },
-    /// Read the block's SSD bytes into DRAM; then [`Book::on_moved`] to DRAM.
+    /// Read the block's SSD bytes into DRAM; then call [`Book::on_moved`] to DRAM.
     Promote {
-        /// The block.
+        /// Key of the block.
         key: BlockKey,
-        /// Its hash, to check what was read.
+        /// Hash of the block, to verify the bytes read.
         hash: BlockHash,
     },
-    /// Write the block's DRAM bytes to the GPU; then [`Book::on_moved`] to GPU.
-    Lift {
-        /// The block.
+    /// Write the block's DRAM bytes to the GPU; then call [`Book::on_moved`] to GPU.
+    PromoteToGpu {
+        /// Key of the block.
         key: BlockKey,
-        /// Its hash, for logs.
+        /// Hash of the block, for logs.
         hash: BlockHash,
     },
-    /// Read the block's GPU bytes into DRAM; then [`Book::on_moved`] to DRAM.
-    Lower {
-        /// The block.
+    /// Read the block's GPU bytes into DRAM; then call [`Book::on_moved`] to DRAM.
+    ReadBackFromGpu {
+        /// Key of the block.
         key: BlockKey,
-        /// Its hash, to check what was read.
+        /// Hash of the block, to verify the bytes read.
         hash: BlockHash,
     },
     /// Free the block's DRAM bytes (readers that hold them keep them). Needs no answer.
     DropDram {
-        /// The block; its key may be given out again after this.
+        /// Key of the block; it may be reused after this.
         key: BlockKey,
     },
     /// Free the block's SSD slot. Needs no answer.
     DropSsd {
-        /// The block; its key may be given out again after this.
+        /// Key of the block; it may be reused after this.
         key: BlockKey,
-        /// Its hash: whoever still waits for its bytes gets none.
+        /// Hash of the block: readers still waiting for its bytes receive none.
         hash: BlockHash,
-        /// The weights it is of: there may be another of this hash.
+        /// Weights generation of the block: another generation may have the same hash.
         generation: Generation,
     },
     /// Free the block's GPU memory. Needs no answer.
     DropGpu {
-        /// The block; its key may be given out again after this.
+        /// Key of the block; it may be reused after this.
         key: BlockKey,
-        /// Its hash: whoever still waits for its bytes gets none.
+        /// Hash of the block: readers still waiting for its bytes receive none.
         hash: BlockHash,
-        /// The weights it is of: there may be another of this hash.
+        /// Weights generation of the block: another generation may have the same hash.
         generation: Generation,
     },
 }
 
-/// Which moves can start now.
+/// Kinds of moves that can start now.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Room {
+pub struct MovePermits {
     /// A DRAM slot for a promotion is free.
     pub dram: bool,
     /// An SSD slot for a demotion is free.
     pub ssd: bool,
-    /// A DRAM slot for a promotion that nobody waits for is free: enough are left for those somebody waits for.
+    /// A DRAM slot for a prefetch is free, beyond those reserved for awaited loads.
     pub prefetch: bool,
-    /// The GPU can read a block for somebody who waits, and a DRAM slot for it is free beside those that loads from SSD
-    /// need: a block that keeps its place on the GPU is on no account of DRAM meanwhile.
+    /// The GPU can read an awaited block, and a DRAM slot is free beyond those that SSD loads need.
+    /// A block that stays assigned to the GPU is not charged to DRAM meanwhile.
     pub gpu_read: bool,
-    /// The GPU can read a block that nobody waits for, and a DRAM slot for it is free beside those that loads from SSD need.
-    pub lower: bool,
-    /// The GPU can take a block.
-    pub lift: bool,
+    /// The GPU can read a block that no reader awaits, and a DRAM slot is free beyond those that
+    /// SSD loads need.
+    pub gpu_read_back: bool,
+    /// The GPU can receive a block.
+    pub gpu_promote: bool,
 }
 
-/// Where moves that may start wait.
+/// Queue of pending moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Line {
-    /// To DRAM, because somebody waits.
+pub(super) enum MoveQueue {
+    /// To DRAM, for a waiting reader.
     Promotes,
     /// To SSD.
     Demotes,
-    /// To DRAM, because somebody will ask.
+    /// To DRAM, ahead of a queued request.
     Prefetches,
-    /// From GPU to DRAM, because somebody waits.
-    Reads,
-    /// From GPU to DRAM, because it leaves.
-    Lowers,
+    /// From GPU to DRAM, for a waiting reader.
+    GpuReads,
+    /// From GPU to DRAM, because the block leaves the GPU.
+    GpuReadBacks,
     /// To GPU.
-    Lifts,
+    GpuPromotions,
 }
 
 impl Book {
-    /// The next thing to do: drops first, then loads (someone waits), then demotions, then loads that nobody waits for
-    /// yet; and last what leaves a GPU, and what comes to it.
-    pub fn next_action(&mut self, room: Room) -> Option<Action> {
-        // What stood in line and is of earlier weights goes instead.
+    /// The next action: drops first, then awaited loads, demotions, prefetches, read-backs from the
+    /// GPU, and promotions to it.
+    pub fn next_action(&mut self, room: MovePermits) -> Option<Action> {
+        // Invalidated blocks found in a queue turn into drops, so look for drops again.
         self.next_drop().or_else(|| self.next_move(room)).or_else(|| self.next_drop())
     }
 
     fn next_drop(&mut self) -> Option<Action> {
         let action = self.drops.pop_front()?;
-        self.on_gpu -= usize::from(matches!(action, Action::DropGpu { .. }));
+        self.gpu_copies -= usize::from(matches!(action, Action::DropGpu { .. }));
         Some(action)
     }
 
-    fn next_move(&mut self, room: Room) -> Option<Action> {
+    fn next_move(&mut self, room: MovePermits) -> Option<Action> {
         if room.dram
-            && let Some(key) = self.next_due(Line::Promotes)
+            && let Some(key) = self.next_due(MoveQueue::Promotes)
         {
-            return self.start(key, Tier::Dram);
+            return self.start_move(key, Tier::Dram);
         }
         if room.gpu_read
-            && let Some(key) = self.next_due(Line::Reads)
+            && let Some(key) = self.next_due(MoveQueue::GpuReads)
         {
-            return self.start(key, Tier::Dram);
+            return self.start_move(key, Tier::Dram);
         }
         if room.ssd
-            && let Some(key) = self.next_due(Line::Demotes)
+            && let Some(key) = self.next_due(MoveQueue::Demotes)
         {
-            return self.start(key, Tier::Ssd);
+            return self.start_move(key, Tier::Ssd);
         }
         if room.prefetch
-            && let Some(key) = self.next_due(Line::Prefetches)
+            && let Some(key) = self.next_due(MoveQueue::Prefetches)
         {
-            return self.start(key, Tier::Dram);
+            return self.start_move(key, Tier::Dram);
         }
-        if room.lower
-            && let Some(key) = self.next_due(Line::Lowers)
+        if room.gpu_read_back
+            && let Some(key) = self.next_due(MoveQueue::GpuReadBacks)
         {
-            return self.start(key, Tier::Dram);
+            return self.start_move(key, Tier::Dram);
         }
-        if room.lift
-            && let Some(key) = self.next_due(Line::Lifts)
+        if room.gpu_promote
+            && let Some(key) = self.next_due(MoveQueue::GpuPromotions)
         {
-            return self.start(key, Tier::Gpu);
+            return self.start_move(key, Tier::Gpu);
         }
         None
     }
 
-    fn next_due(&mut self, line: Line) -> Option<BlockKey> {
+    fn next_due(&mut self, line: MoveQueue) -> Option<BlockKey> {
         loop {
-            let key = self.line(line).pop_front()?;
+            let key = self.queue_mut(line).pop_front()?;
             let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.queued == Some(line)) else {
                 continue;
             };
             entry.queued = None;
-            if self.drop_if_void(key) {
+            if self.drop_if_invalidated(key) {
                 continue;
             }
-            if self.due_line(key) == Some(line) {
+            if self.due_queue(key) == Some(line) {
                 return Some(key);
             }
-            // It changed its mind while it waited: it may have to stand in another line.
+            // Its assignment changed while it was queued; it may belong in another queue.
             self.enqueue(key);
         }
     }
 
-    fn line(&mut self, line: Line) -> &mut VecDeque<BlockKey> {
+    fn queue_mut(&mut self, line: MoveQueue) -> &mut VecDeque<BlockKey> {
         match line {
-            Line::Promotes => &mut self.promotes,
-            Line::Demotes => &mut self.demotes,
-            Line::Prefetches => &mut self.prefetches,
-            Line::Reads => &mut self.reads,
-            Line::Lowers => &mut self.lowers,
-            Line::Lifts => &mut self.lifts,
+            MoveQueue::Promotes => &mut self.promotes,
+            MoveQueue::Demotes => &mut self.demotes,
+            MoveQueue::Prefetches => &mut self.prefetches,
+            MoveQueue::GpuReads => &mut self.gpu_reads,
+            MoveQueue::GpuReadBacks => &mut self.gpu_read_backs,
+            MoveQueue::GpuPromotions => &mut self.gpu_promotions,
         }
     }
 
-    /// Where a block stands that needs a move now.
-    pub(super) fn due_line(&self, key: BlockKey) -> Option<Line> {
+    /// The queue for the move that this block needs now.
+    pub(super) fn due_queue(&self, key: BlockKey) -> Option<MoveQueue> {
         let to = self.due(key)?;
         let entry = self.slab.get(key)?;
         Some(match to {
-            Tier::Ssd => Line::Demotes,
-            Tier::Gpu => Line::Lifts,
-            Tier::Dram if entry.copies.gpu && entry.awaited => Line::Reads,
-            Tier::Dram if entry.copies.gpu => Line::Lowers,
-            Tier::Dram if entry.prefetch => Line::Prefetches,
-            Tier::Dram => Line::Promotes,
+            Tier::Ssd => MoveQueue::Demotes,
+            Tier::Gpu => MoveQueue::GpuPromotions,
+            Tier::Dram if entry.copies.gpu && entry.awaited => MoveQueue::GpuReads,
+            Tier::Dram if entry.copies.gpu => MoveQueue::GpuReadBacks,
+            Tier::Dram if entry.prefetch => MoveQueue::Prefetches,
+            Tier::Dram => MoveQueue::Promotes,
         })
     }
 
-    fn start(&mut self, key: BlockKey, to: Tier) -> Option<Action> {
+    fn start_move(&mut self, key: BlockKey, to: Tier) -> Option<Action> {
         let entry = self.slab.get_mut(key)?;
         entry.moving = Some(to);
         let hash = entry.meta.hash;
         Some(match to {
-            Tier::Dram if entry.copies.gpu => Action::Lower { key, hash },
+            Tier::Dram if entry.copies.gpu => Action::ReadBackFromGpu { key, hash },
             Tier::Dram => Action::Promote { key, hash },
             Tier::Ssd => Action::Demote { key, hash },
-            Tier::Gpu => Action::Lift { key, hash },
+            Tier::Gpu => Action::PromoteToGpu { key, hash },
         })
     }
 
@@ -212,28 +213,28 @@ impl Book {
         if entry.moving.is_some() || entry.writing {
             return None;
         }
-        let place = entry.place?;
-        // What leaves the GPU for the SSD goes by way of DRAM.
-        let passes = place == Tier::Ssd && !entry.copies.ssd;
-        let load = !entry.copies.dram && (entry.awaited || place == Tier::Dram || passes);
-        if load && (entry.copies.ssd || entry.copies.gpu) {
+        let place = entry.assigned_tier?;
+        // A block demoted from GPU to SSD passes through DRAM.
+        let via_dram = place == Tier::Ssd && !entry.copies.ssd;
+        let needs_load = !entry.copies.dram && (entry.awaited || place == Tier::Dram || via_dram);
+        if needs_load && (entry.copies.ssd || entry.copies.gpu) {
             return Some(Tier::Dram);
         }
         (!entry.copies.has(place) && entry.copies.dram).then_some(place)
     }
 
     fn enqueue(&mut self, key: BlockKey) {
-        let Some(line) = self.due_line(key) else { return };
+        let Some(line) = self.due_queue(key) else { return };
         let Some(entry) = self.slab.get_mut(key) else { return };
         if entry.queued.replace(line) != Some(line) {
-            self.line(line).push_back(key);
+            self.queue_mut(line).push_back(key);
         }
     }
 
-    /// Takes a block that will not be prefetched out of the line of those that will: that line is as short as
-    /// [`super::PREFETCHES_MAX`], and its key may stand for another block soon.
-    pub(super) fn leave_prefetches(&mut self, key: BlockKey) {
-        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.queued == Some(Line::Prefetches))
+    /// Removes a block from the prefetch queue. The queue is at most [`super::PREFETCHES_MAX`]
+    /// long, and the key may soon belong to another block.
+    pub(super) fn cancel_queued_prefetch(&mut self, key: BlockKey) {
+        let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.queued == Some(MoveQueue::Prefetches))
         else {
             return;
         };
@@ -241,56 +242,58 @@ impl Book {
         self.prefetches.retain(|queued| *queued != key);
     }
 
-    /// A move ended well.
+    /// Reports that a move succeeded.
     pub fn on_moved(&mut self, key: BlockKey, to: Tier) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
         entry.copies.set(to, true);
-        self.on_gpu += usize::from(to == Tier::Gpu);
-        self.lifting -= usize::from(to == Tier::Gpu && entry.place == Some(Tier::Gpu));
+        self.gpu_copies += usize::from(to == Tier::Gpu);
+        self.gpu_pending -= usize::from(to == Tier::Gpu && entry.assigned_tier == Some(Tier::Gpu));
         if to == Tier::Dram {
             entry.awaited = false;
             self.end_prefetch(key);
         }
-        self.settle(key);
+        self.reconcile(key);
     }
 
-    /// A move found no slot after all: nothing is wrong, it stands in line again.
+    /// Reports that a move found no free slot; it is queued again.
     pub fn on_move_delayed(&mut self, key: BlockKey, to: Tier) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
-        if !entry.copies.any() && entry.place.is_some() {
-            // What was to be moved was lost meanwhile.
-            self.count_left(key, Left::Failed);
+        if !entry.copies.any() && entry.assigned_tier.is_some() {
+            // Its bytes were lost meanwhile.
+            self.count_removal(key, RemovalReason::Failed);
             return self.drop_block(key, DropCause::Failed);
         }
-        self.settle(key);
+        self.reconcile(key);
     }
 
-    /// A move failed. A block that could not be read is gone; one that could not be written stays in
-    /// DRAM if there is room and is gone otherwise. One that could not be lifted is as if it left the GPU.
+    /// Reports that a move failed. A block that could not be read is dropped. One that could not be
+    /// written stays in DRAM if it fits, and is dropped otherwise. One that could not be promoted
+    /// to the GPU is demoted from it.
     pub fn on_move_failed(&mut self, key: BlockKey, to: Tier, now: Timestamp) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
         entry.awaited = false;
-        let place = entry.place;
+        let place = entry.assigned_tier;
         if to == Tier::Dram {
             self.end_prefetch(key);
         }
         if to == Tier::Dram && place.is_some() {
-            self.count_left(key, Left::Failed);
+            self.count_removal(key, RemovalReason::Failed);
             self.drop_block(key, DropCause::Failed);
         } else if to == Tier::Gpu && place == Some(Tier::Gpu) {
-            self.lower(key, Left::Failed, now);
+            self.demote_from_gpu(key, RemovalReason::Failed, now);
         } else if to == Tier::Ssd && place == Some(Tier::Ssd) {
             self.keep_in_dram(key, now);
         } else {
-            self.settle(key);
+            self.reconcile(key);
         }
     }
 
-    /// A load from SSD is not even tried: its device is slow, and whoever waits rather computes the block. It stays there.
-    /// One that waiting requests need is no longer taken for one until they say so again, or it would be asked for at once.
+    /// Reports that a load from SSD was refused because the device is slow; the waiting reader
+    /// recomputes the block. The block stays on SSD. A block in the window leaves it until the next
+    /// window lists it again, otherwise it would be loaded again at once.
     pub fn on_load_refused(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(Tier::Dram)) else {
             return;
@@ -298,99 +301,102 @@ impl Book {
         entry.moving = None;
         entry.awaited = false;
         let (hash, was_prefetch) = (entry.meta.hash, entry.prefetch);
-        // Its room in DRAM is for a block that comes.
-        let goes_back = entry.place == Some(Tier::Dram) && entry.copies.ssd && !entry.copies.dram;
+        // Its reserved space in DRAM becomes free for a block that does load.
+        let returns_to_ssd =
+            entry.assigned_tier == Some(Tier::Dram) && entry.copies.ssd && !entry.copies.dram;
         self.end_prefetch(key);
         if was_prefetch {
-            self.unwant(&hash, now);
+            self.remove_from_window(&hash, now);
         }
-        if goes_back { self.go_back(key, now) } else { self.settle(key) }
+        if returns_to_ssd { self.return_to_ssd(key, now) } else { self.reconcile(key) }
     }
 
-    /// To SSD, where its bytes are: nobody has to leave for it there, though the room it had may be taken by whoever made
-    /// room for it in DRAM. Who comes next there makes room for both.
-    fn go_back(&mut self, key: BlockKey, now: Timestamp) {
+    /// Assigns the block to SSD again, where its bytes are. Evicts no block there, although its
+    /// former space may be taken; the next arrival makes room for both.
+    fn return_to_ssd(&mut self, key: BlockKey, now: Timestamp) {
         self.discharge(key);
         self.charge(key, Tier::Ssd);
         if self.slab.get(key).is_some_and(|entry| !entry.held()) {
-            self.tell(key, Told::MovedIn, now);
+            self.notify_policy(key, PolicyEvent::MovedIn, now);
         }
-        self.settle(key);
+        self.reconcile(key);
     }
 
-    /// The SSD copy of a block is gone although nobody asked for it. A read that is under way may bring its
-    /// bytes still.
-    pub fn on_lost(&mut self, key: BlockKey) {
+    /// Reports that a block's SSD copy disappeared. A read in progress may still deliver its bytes.
+    pub fn on_ssd_copy_lost(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.copies.ssd) else { return };
         entry.copies.ssd = false;
         if entry.moving.is_some() {
             return;
         }
         if entry.copies.dram {
-            return self.settle(key);
+            return self.reconcile(key);
         }
-        self.count_left(key, Left::Failed);
+        self.count_removal(key, RemovalReason::Failed);
         self.drop_block(key, DropCause::Failed);
     }
 
-    /// A write to SSD is not even tried, since that is slow and has enough to do: the block leaves as if there were none.
+    /// Reports that a write was refused because the SSD is slow and its queue is full. The block is
+    /// dropped, as if there were no SSD.
     pub fn on_write_refused(&mut self, key: BlockKey, now: Timestamp) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(Tier::Ssd)) else {
             return;
         };
-        if entry.held() || entry.place != Some(Tier::Ssd) {
+        if entry.held() || entry.assigned_tier != Some(Tier::Ssd) {
             return self.on_move_failed(key, Tier::Ssd, now);
         }
         entry.moving = None;
         self.dram.stats.unwritten_blocks += 1;
-        self.count_left(key, Left::Dropped);
-        self.drop_block(key, DropCause::Room);
+        self.count_removal(key, RemovalReason::Dropped);
+        self.drop_block(key, DropCause::Capacity);
     }
 
-    /// A block on SSD is to be written there once more, or its room could not be made free: it goes instead, if it is not
-    /// likely enough to be used ([`Book::with_ssd_reuse_min`]) and nobody holds, pinned or waits for it.
+    /// Reports that a block on SSD must be rewritten, or that its segment could not be freed. The
+    /// block is dropped if it is unlikely to be used ([`Book::with_ssd_reuse_min`]) and not held,
+    /// pinned or in the window.
     pub fn on_rewrite(&mut self, key: BlockKey, now: Timestamp) {
-        let is_asked = self.reuse_min > 0.0 && !self.pins.is_beginning();
-        if self.drop_if_void(key) {
+        let is_asked = self.reuse_min > 0.0 && !self.pins.has_pending_begins();
+        if self.drop_if_invalidated(key) {
             return;
         }
         let Some(entry) = self.slab.get(key).filter(|entry| is_asked && !entry.parked()) else { return };
-        let is_there = entry.place == Some(Tier::Ssd) && entry.copies.ssd && entry.moving.is_none();
-        let is_full = self.ssd.shares.has_most(entry.share);
-        if is_there && is_full && self.ssd.policy.prospect_of(key, now) < self.reuse_min {
+        let is_there = entry.assigned_tier == Some(Tier::Ssd) && entry.copies.ssd && entry.moving.is_none();
+        let is_full = self.ssd.shares.has_largest_share(entry.charged_tenant);
+        if is_there && is_full && self.ssd.policy.reuse_prob_if_kept(key, now) < self.reuse_min {
             self.ssd.stats.dropped_blocks += 1;
-            self.count_evicted(key, Left::Dropped, now);
-            self.drop_block(key, DropCause::Room);
+            self.count_evicted(key, RemovalReason::Dropped, now);
+            self.drop_block(key, DropCause::Capacity);
         }
     }
 
     fn keep_in_dram(&mut self, key: BlockKey, now: Timestamp) {
-        // An older block may not push out a newer one because the disk failed, unless it is held.
+        // A disk failure must not let an older block evict a newer one, unless the older one is
+        // held.
         let Some(entry) = self.slab.get(key) else { return };
         let (held, cost) = (entry.held(), self.cost(entry, Tier::Dram).0);
-        // Nor may it come back above the mark, or it would drive out blocks that then come back in its turn.
-        let welcome = held || self.dram.limits.goal(self.dram.used, cost).is_none();
-        if !welcome || !self.promote(key, now) {
-            self.count_left(key, Left::Failed);
+        // A return above the watermark would evict blocks that then return in turn.
+        let may_return = held || self.dram.limits.goal(self.dram.used, cost).is_none();
+        if !may_return || !self.promote(key, now) {
+            self.count_removal(key, RemovalReason::Failed);
             self.drop_block(key, DropCause::Failed);
         } else if self.slab.get(key).is_some_and(|entry| entry.leases == 0) {
-            self.tell(key, Told::MovedIn, now);
+            self.notify_policy(key, PolicyEvent::MovedIn, now);
         }
     }
 
-    /// Brings what exists in line with what should: drops surplus copies, announces, queues a move.
-    pub(super) fn settle(&mut self, key: BlockKey) {
-        let is_void = self.slab.is_void(key);
+    /// Reconciles copies with the assigned tier: drops surplus copies, announces, queues a move.
+    pub(super) fn reconcile(&mut self, key: BlockKey) {
+        let is_void = self.slab.is_invalidated(key);
         let Some(entry) = self.slab.get_mut(key) else { return };
         if entry.moving.is_some() || entry.writing {
             return;
         }
-        let Some(place) = entry.place else { return self.clear_out(key) };
+        let Some(place) = entry.assigned_tier else { return self.free_copies(key) };
         if is_void && entry.leases == 0 {
-            return self.drop_void(key);
+            return self.drop_invalidated(key);
         }
         if place != Tier::Gpu && entry.copies.dram && std::mem::take(&mut entry.copies.gpu) {
-            // Its bytes are out of the GPU, wherever they go from here.
+            // Its bytes have left the GPU, whatever its next tier is.
             self.drops.push_back(drop_action(key, entry.meta.hash, entry.generation, Tier::Gpu));
         }
         if !entry.copies.has(place) || (entry.awaited && !entry.copies.dram) {
@@ -410,8 +416,8 @@ impl Book {
         }
     }
 
-    /// The block is over: free its copies, then its key.
-    fn clear_out(&mut self, key: BlockKey) {
+    /// Frees the copies of a removed block, then its key.
+    fn free_copies(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get_mut(key) else { return };
         let (copies, hash, generation) =
             (std::mem::take(&mut entry.copies), entry.meta.hash, entry.generation);

@@ -1,88 +1,96 @@
-//! The orders a block stands in while nothing holds it: its policy's, its tenant's and its group's; or, while a
-//! waiting request needs it, its place in the queue instead; or, while it is pinned softly, its last use among such.
+//! Keeps each evictable block in the eviction orders it belongs to.
 //!
-//! Every change of a block's hold, place, last use, pin or window goes through here, so that looking for a victim costs
-//! no step per block that may not go. Not here: who gives way (`pressure`).
+//! A block that no lease, write or hard pin holds is in the order of its policy, its tenant and its
+//! group. A block that a queued request needs is ordered by its queue position instead. A softly
+//! pinned block is ordered by its last use.
+//!
+//! Every change of a block's hold, tier, last use, pin or window goes through here. So the search
+//! for a victim never steps over a block that may not leave. Not here: the choice of the victim
+//! (`pressure`).
 
 use super::book::Book;
-use super::entry::Order;
+use super::entry::EvictionOrder;
 use crate::evict::BlockKey;
 use crate::id::Timestamp;
 
-/// What a policy is told of a block.
+/// An event that is reported to a policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Told {
-    /// It came in.
+pub(super) enum PolicyEvent {
+    /// The block became resident by a request.
     Inserted,
-    /// It came from another tier, and not by a use.
+    /// The block arrived from another tier without a use.
     MovedIn,
-    /// It was used, and was there before.
+    /// A resident block was used.
     Used,
-    /// The request that brought it ended.
+    /// The request that brought the block ended.
     Settled,
 }
 
-/// Places of the slab that are looked at in one call when a tenant has a quota or a group a time to live for the first
-/// time: about a millisecond of the task that owns the book. Called every 20 ms, that is 800,000 blocks a second.
+/// Slots of the slab scanned in one call when a quota or a time to live is new for a tenant or
+/// group. Takes about a millisecond of the task that owns the book, called every 20 ms.
 pub const LISTED_BLOCKS_MAX: usize = 16_384;
 
 impl Book {
-    /// Has all blocks listed once more: some have an order to stand in that they had not. Begins with it, and
-    /// [`Self::list_more`] goes on.
+    /// Starts listing all blocks again, because a tenant or group became limited.
+    /// [`Self::list_more`] continues.
     pub(super) fn relist(&mut self) {
-        // One round from where it is now: whoever asks often gets round all the same.
-        let from = self.listing.map_or(0, |(from, _)| from);
-        self.listing = Some((from, self.slab.places()));
+        // Start a full round at the current cursor: callers that restart often still complete
+        // rounds.
+        let from = self.listing_cursor.map_or(0, |(from, _)| from);
+        self.listing_cursor = Some((from, self.slab.slot_count()));
         self.list_more();
     }
 
-    /// Goes on with listing, [`LISTED_BLOCKS_MAX`] places of it. What changes meanwhile is listed by itself. `true` when
-    /// there is more.
+    /// Continues listing by [`LISTED_BLOCKS_MAX`] slots. Blocks that change meanwhile are listed by
+    /// that change. Returns `true` if slots remain.
     pub fn list_more(&mut self) -> bool {
-        let Some((from, left)) = self.listing else { return false };
-        let (places, count) = (self.slab.places().max(1), left.min(LISTED_BLOCKS_MAX));
+        let Some((from, left)) = self.listing_cursor else { return false };
+        let (places, count) = (self.slab.slot_count().max(1), left.min(LISTED_BLOCKS_MAX));
         for place in (from..from + count).map(|place| place % places) {
             let key = BlockKey(u32::try_from(place).unwrap_or(u32::MAX));
             let Some(entry) = self.slab.get(key) else { continue };
-            let (tenant, group) = (entry.meta.tenant, entry.meta.hash.group());
-            if self.quota_rows.has(tenant) || self.ttls.has(group) {
+            let (tenant, group) = (entry.meta.tenant, entry.meta.hash.ttl_group());
+            if self.quota_index.has(tenant) || self.ttls.has(group) {
                 self.list(key);
             }
         }
-        self.listing = (left > count).then_some(((from + count) % places, left - count));
-        if self.listing.is_none() {
+        self.listing_cursor = (left > count).then_some(((from + count) % places, left - count));
+        if self.listing_cursor.is_none() {
             self.review_quotas();
         }
-        self.listing.is_some()
+        self.listing_cursor.is_some()
     }
 
-    /// Makes the block known to its tier's policy as just used.
+    /// Reports the block to its tier's policy as just used.
     pub(super) fn rank(&mut self, key: BlockKey, now: Timestamp) {
-        let is_known = self.slab.get(key).is_some_and(|entry| entry.ranked);
-        self.tell(key, if is_known { Told::Used } else { Told::Inserted }, now);
+        let is_known = self.slab.get(key).is_some_and(|entry| entry.in_policy);
+        self.notify_policy(key, if is_known { PolicyEvent::Used } else { PolicyEvent::Inserted }, now);
     }
 
-    /// Tells the policy of the block's tier. While something holds it, a waiting request needs it or it is pinned, it
-    /// stands outside the policy's order.
-    pub(super) fn tell(&mut self, key: BlockKey, how: Told, now: Timestamp) {
+    /// Reports an event to the policy of the block's tier. A block that is held, needed by a queued
+    /// request or pinned stays parked, outside the policy's order.
+    pub(super) fn notify_policy(&mut self, key: BlockKey, how: PolicyEvent, now: Timestamp) {
         self.unlist(key);
         self.stamp += 1;
         let stamp = self.stamp;
         let Some(entry) = self.slab.get_mut(key) else { return };
-        // A move is no use: it keeps its age, if it has one.
-        if how != Told::MovedIn || entry.stamp == 0 {
+        // A move is not a use: the block keeps its stamp if it has one.
+        if how != PolicyEvent::MovedIn || entry.stamp == 0 {
             entry.stamp = stamp;
         }
-        let (Some(tier), traits, parked) = (entry.place, entry.meta.traits, entry.parked()) else { return };
-        entry.ranked = true;
-        // A save whose lease ended before its bytes came has had no end of a request to count from.
+        let (Some(tier), traits, parked) = (entry.assigned_tier, entry.meta.traits, entry.parked()) else {
+            return;
+        };
+        entry.in_policy = true;
+        // The lease of a save can end before its bytes arrive; then there is no request end to
+        // count from.
         entry.last_use.get_or_insert(now);
-        let policy = &mut self.shelf_mut(tier).policy;
+        let policy = &mut self.tier_state_mut(tier).policy;
         match how {
-            Told::Inserted => policy.insert(key, traits, now),
-            Told::MovedIn => policy.moved_in(key, traits, now),
-            Told::Used => policy.access(key, traits, now),
-            Told::Settled => policy.settle(key, traits, now),
+            PolicyEvent::Inserted => policy.insert(key, traits, now),
+            PolicyEvent::MovedIn => policy.insert_moved(key, traits, now),
+            PolicyEvent::Used => policy.access(key, traits, now),
+            PolicyEvent::Settled => policy.settle(key, traits, now),
         }
         if parked {
             policy.park(key);
@@ -90,69 +98,73 @@ impl Book {
         self.list(key);
     }
 
-    /// Takes a block that is held from now on out of every order of eviction: looking for a victim must
-    /// not cost a step per held block. [`Self::rank`] or [`Self::unpark`] brings it back.
+    /// Removes a block that is now held from every eviction order, so that the victim search costs
+    /// no step per held block. [`Self::rank`] or [`Self::unpark`] restores it.
     pub(super) fn park(&mut self, key: BlockKey) {
         self.unlist(key);
-        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked) else { return };
-        if let Some(tier) = entry.place {
-            self.shelf_mut(tier).policy.park(key);
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.in_policy) else { return };
+        if let Some(tier) = entry.assigned_tier {
+            self.tier_state_mut(tier).policy.park(key);
         }
     }
 
-    /// Brings back a block whose pin ended or that no waiting request needs any more: as the newest, without
-    /// counting as a use.
+    /// Restores a block after its pin ended or the last queued request that needed it left. It
+    /// becomes the newest, without counting as a use.
     pub(super) fn unpark(&mut self, key: BlockKey, now: Timestamp) {
-        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked && !entry.held()) else { return };
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.in_policy && !entry.held()) else { return };
         let (traits, parked) = (entry.meta.traits, entry.parked());
-        if let Some(tier) = entry.place {
+        if let Some(tier) = entry.assigned_tier {
             if !parked {
-                self.shelf_mut(tier).policy.settle(key, traits, now);
+                self.tier_state_mut(tier).policy.settle(key, traits, now);
             }
             self.list(key);
         }
     }
 
-    /// Lists a block that is ranked and not held wherever it may be looked for. Listing it twice changes nothing.
+    /// Inserts a block into every order it belongs to, unless it is held or unknown to the policy.
+    /// Idempotent.
     pub(super) fn list(&mut self, key: BlockKey) {
-        let Some(entry) = self.slab.get(key).filter(|entry| entry.ranked) else { return };
-        let Some(tier) = entry.place else { return };
-        let (tenant, share, stamp, order) = (entry.meta.tenant, entry.share, entry.stamp, entry.order());
-        let (group, last_use) = (entry.meta.hash.group(), entry.last_use);
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.in_policy) else { return };
+        let Some(tier) = entry.assigned_tier else { return };
+        let (tenant, share, stamp, order) =
+            (entry.meta.tenant, entry.charged_tenant, entry.stamp, entry.order());
+        let (group, last_use) = (entry.meta.hash.ttl_group(), entry.last_use);
         if entry.held() {
-            if let (true, Order::Window(near)) = (entry.is_wanted(), order) {
-                self.shelf_mut(tier).shares.want(share, near, key);
+            if let (true, EvictionOrder::Window(near)) = (entry.is_promote_only(), order) {
+                self.tier_state_mut(tier).shares.insert_promote_only(share, near, key);
             }
             return;
         }
-        self.quota_rows.insert(tenant, (tier, matches!(order, Order::Pinned(_))), stamp, key);
-        let shelf = self.shelf_mut(tier);
-        shelf.shares.insert(share, order, key);
+        self.quota_index.insert(tenant, (tier, matches!(order, EvictionOrder::Pinned(_))), stamp, key);
+        let state = self.tier_state_mut(tier);
+        state.shares.insert(share, order, key);
         match order {
-            Order::Window(near) => {
-                shelf.window.insert(near, key);
+            EvictionOrder::Window(near) => {
+                state.window.insert(near, key);
             }
-            // A pin goes before a time to live.
-            Order::Pinned(_) => {}
-            Order::Policy => self.ttls.insert(group, last_use, key),
+            // A pin takes precedence over a time to live.
+            EvictionOrder::Pinned(_) => {}
+            EvictionOrder::Policy => self.ttls.insert(group, last_use, key),
         }
     }
 
-    /// Takes a block off every list, before its place, last use, stamp, pin or window changes or while it is held.
+    /// Removes a block from every order. Call before its tier, last use, stamp, pin or window
+    /// changes, or while it is held.
     pub(super) fn unlist(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get(key) else { return };
-        let Some(tier) = entry.place else { return };
-        let (tenant, share, stamp, order) = (entry.meta.tenant, entry.share, entry.stamp, entry.order());
-        let (group, last_use) = (entry.meta.hash.group(), entry.last_use);
-        self.quota_rows.remove(tenant, (tier, matches!(order, Order::Pinned(_))), stamp);
-        let shelf = self.shelf_mut(tier);
-        shelf.shares.remove(share, order, key);
+        let Some(tier) = entry.assigned_tier else { return };
+        let (tenant, share, stamp, order) =
+            (entry.meta.tenant, entry.charged_tenant, entry.stamp, entry.order());
+        let (group, last_use) = (entry.meta.hash.ttl_group(), entry.last_use);
+        self.quota_index.remove(tenant, (tier, matches!(order, EvictionOrder::Pinned(_))), stamp);
+        let state = self.tier_state_mut(tier);
+        state.shares.remove(share, order, key);
         match order {
-            Order::Window(near) => {
-                shelf.window.remove(&near);
+            EvictionOrder::Window(near) => {
+                state.window.remove(&near);
             }
-            Order::Pinned(_) => {}
-            Order::Policy => self.ttls.remove(group, last_use, key),
+            EvictionOrder::Pinned(_) => {}
+            EvictionOrder::Policy => self.ttls.remove(group, last_use, key),
         }
     }
 }

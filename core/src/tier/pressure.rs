@@ -1,275 +1,285 @@
-//! Who gives way: making room in a tier, demoting, dropping, promoting from SSD (`lift` has the GPU).
+//! Eviction: making room in a tier, demoting, dropping, and promoting from SSD (`gpu` has the GPU).
 //!
-//! Which tenant gives way is in `share`; of its blocks the policy names the victim. Held blocks stand outside its order,
-//! and so do those that are pinned softly and those that waiting requests need. A tenant's own limit is in `quota`.
+//! `share` selects the tenant; the policy names the victim among its blocks. Held, softly pinned
+//! and needed blocks are outside the policy's order. A tenant's own limit is in `quota`.
 
 use super::book::{Book, slot_bytes};
-use super::entry::{Entry, Order};
-use super::numbers::Left;
-use super::order::Told;
-use super::save::RefusedBy;
+use super::counters::RemovalReason;
+use super::entry::{Entry, EvictionOrder};
+use super::order::PolicyEvent;
+use super::save::RefusalReason;
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{TenantId, Tier, Timestamp};
 use crate::index::command::DropCause;
 
-/// The place of every block that is pinned softly among those of waiting requests: behind all of them, and before what
-/// neither is.
-pub(super) const PINNED_PLACE: u32 = u32::MAX - 1;
+/// Queue position of every softly pinned block: after all needed blocks, before blocks that are
+/// neither.
+pub(super) const PINNED_POSITION: u32 = u32::MAX - 1;
 
-/// Who wants room.
+/// A claim for space, with its rights to evict.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Claim {
-    /// Whose block is to come: who has no more in the tier gives it nothing.
+pub(super) struct SpaceClaim {
+    /// Tenant of the incoming block; a tenant with no larger share gives it no space.
     pub(super) tenant: TenantId,
-    /// Blocks of the tenant's own waiting requests with a place before this one do not give way to it.
-    pub(super) yields_to: u32,
-    /// Nor do those of other tenants with a place before this one. Who has more in the tier gives also what it waits for:
-    /// a window orders what its own tenant gives, and keeps room from nobody who has less.
-    pub(super) others_yield_to: u32,
+    /// The tenant's own needed blocks before this queue position may not be evicted.
+    pub(super) own_min_position: u32,
+    /// Needed blocks of other tenants before this position may not be evicted. A tenant with a
+    /// larger share also gives up needed blocks: a window only orders its own tenant's evictions.
+    pub(super) others_min_position: u32,
 }
 
-impl Claim {
-    /// Of a request under way: all blocks of waiting requests give way to it.
-    pub(super) fn running(tenant: TenantId) -> Claim {
-        Claim { tenant, yields_to: 0, others_yield_to: 0 }
+impl SpaceClaim {
+    /// Claim of a running request: all needed blocks may be evicted.
+    pub(super) fn running(tenant: TenantId) -> SpaceClaim {
+        SpaceClaim { tenant, own_min_position: 0, others_min_position: 0 }
     }
 
-    /// Of a block that leaves the tier above: what nobody waits for leaves before what its tenant waits for, and that
-    /// from the tail on; and before either what nobody pinned.
-    pub(super) fn demoted(tenant: TenantId, order: Order) -> Claim {
-        let yields_to = match order {
-            Order::Window(near) => near,
-            Order::Pinned(_) => PINNED_PLACE,
-            Order::Policy => u32::MAX,
+    /// Claim of a block demoted from the tier above. Unneeded blocks are evicted before the
+    /// tenant's needed blocks (from the tail on), and unpinned blocks before either.
+    pub(super) fn demoted(tenant: TenantId, order: EvictionOrder) -> SpaceClaim {
+        let own_min_position = match order {
+            EvictionOrder::Window(near) => near,
+            EvictionOrder::Pinned(_) => PINNED_POSITION,
+            EvictionOrder::Policy => u32::MAX,
         };
-        Claim { tenant, yields_to, others_yield_to: 0 }
+        SpaceClaim { tenant, own_min_position, others_min_position: 0 }
     }
 
-    /// Of a block with this place that nobody asked for yet: only what is needed later gives way, whoever needs it.
-    pub(super) fn waiting(tenant: TenantId, near: u32) -> Claim {
-        Claim { tenant, yields_to: near, others_yield_to: near }
+    /// Claim of a prefetch at this position: only blocks needed later may be evicted, whatever
+    /// their tenant.
+    pub(super) fn prefetch(tenant: TenantId, near: u32) -> SpaceClaim {
+        SpaceClaim { tenant, own_min_position: near, others_min_position: near }
     }
 
-    /// Of a block that comes up since it was used again: nothing gives way that somebody waits for or pinned.
-    pub(super) fn lifted(tenant: TenantId) -> Claim {
-        Claim { tenant, yields_to: u32::MAX, others_yield_to: u32::MAX }
+    /// Claim of a promotion to the GPU: no needed or pinned block may be evicted.
+    pub(super) fn gpu_promotion(tenant: TenantId) -> SpaceClaim {
+        SpaceClaim { tenant, own_min_position: u32::MAX, others_min_position: u32::MAX }
     }
 }
 
-/// What comes in only if it is worth what leaves for it.
+/// A block that enters only if it is worth its victim.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Weighed {
-    /// A block that a request brings.
+pub(super) enum AdmissionCandidate {
+    /// A new block of a request.
     New(BlockTraits),
-    /// One that leaves the tier above.
-    Down(BlockTraits),
+    /// A block demoted from the tier above.
+    Demoted(BlockTraits),
 }
 
-/// Blocks that one call for room evicts at most, beyond what it needs itself: between the marks of a large tier may be a
-/// hundred thousand, and everybody would wait for them.
+/// Blocks that one call evicts at most beyond its own need. The range between the watermarks of a
+/// large tier may hold a hundred thousand blocks, and every reader would wait for them.
 pub const EVICTED_BLOCKS_MAX: usize = 1024;
 
 impl Book {
-    /// Makes room for a slot of `slot` bytes, evicting by the marks. `false` when too much is held.
-    pub(super) fn reserve(&mut self, tier: Tier, slot: u32, claim: Claim, now: Timestamp) -> bool {
+    /// Makes room for a slot of `slot` bytes, evicting by the watermarks. Returns `false` if too
+    /// much is held.
+    pub(super) fn reserve(&mut self, tier: Tier, slot: u32, claim: SpaceClaim, now: Timestamp) -> bool {
         self.make_room(tier, slot, claim, None, now).is_ok()
     }
 
-    /// The same for a block that comes in only if it is worth what leaves for it, where `weighed` is what is known of it:
-    /// no more leaves than is worth less, so that a stretch between the marks does not drive out what is worth more.
+    /// Like [`Self::reserve`], but a `weighed` block enters only if it is worth its victims. Only
+    /// blocks worth less are evicted, so the range between the watermarks does not cost better
+    /// blocks.
     pub(super) fn make_room(
         &mut self,
         tier: Tier,
         slot: u32,
-        claim: Claim,
-        weighed: Option<Weighed>,
+        claim: SpaceClaim,
+        weighed: Option<AdmissionCandidate>,
         now: Timestamp,
-    ) -> Result<(), RefusedBy> {
-        let shelf = self.shelf(tier);
-        let (limits, cost) = (shelf.limits, shelf.limits.capacity.cost(slot));
+    ) -> Result<(), RefusalReason> {
+        let state = self.tier_state(tier);
+        let (limits, cost) = (state.limits, state.limits.capacity.cost(slot));
         if cost > limits.capacity.amount() {
-            return Err(RefusedBy::Full);
+            return Err(RefusalReason::Full);
         }
-        if let Some(goal) = limits.goal(shelf.used, cost) {
-            self.sweep_void(|book| book.shelf(tier).used.saturating_add(cost) <= goal);
+        if let Some(goal) = limits.goal(state.used, cost) {
+            self.sweep_invalidated(|book| book.tier_state(tier).used.saturating_add(cost) <= goal);
         }
-        // What was void may have been enough.
-        if let Some(goal) = limits.goal(self.shelf(tier).used, cost) {
+        // The sweep may have freed enough.
+        if let Some(goal) = limits.goal(self.tier_state(tier).used, cost) {
             let mut evicted = 0;
             loop {
-                let used = self.shelf(tier).used;
+                let used = self.tier_state(tier).used;
                 let is_enough = used.saturating_add(cost) <= goal;
-                let is_stretch = evicted >= EVICTED_BLOCKS_MAX && limits.fits(used, cost);
-                if is_enough || is_stretch {
+                let is_batch_done = evicted >= EVICTED_BLOCKS_MAX && limits.fits(used, cost);
+                if is_enough || is_batch_done {
                     break;
                 }
                 let Some(victim) = self.victim(tier, claim, now) else { break };
-                // What is wanted goes for a stretch only where it goes to SSD.
-                let is_lost = tier == Tier::Dram && self.open(Tier::Ssd) && !self.ssd_takes();
-                let is_wanted = self.slab.get(victim).is_some_and(|entry| entry.order() != Order::Policy);
+                // Beyond the own need, a needed block is evicted only if SSD accepts it.
+                let is_lost = tier == Tier::Dram && self.is_open(Tier::Ssd) && !self.ssd_accepts();
+                let is_wanted =
+                    self.slab.get(victim).is_some_and(|entry| entry.order() != EvictionOrder::Policy);
                 if is_lost && is_wanted && limits.fits(used, cost) {
                     break;
                 }
-                if weighed.is_some_and(|weighed| !self.gives_way(tier, victim, claim, weighed, now)) {
+                if weighed.is_some_and(|weighed| !self.may_evict_for(tier, victim, claim, weighed, now)) {
                     let is_made = evicted > 0 && limits.fits(used, cost);
-                    return if is_made { Ok(()) } else { Err(RefusedBy::Worth) };
+                    return if is_made { Ok(()) } else { Err(RefusalReason::LowValue) };
                 }
                 self.evict(tier, victim, now);
                 evicted += 1;
             }
         }
-        if limits.fits(self.shelf(tier).used, cost) { Ok(()) } else { Err(RefusedBy::Full) }
+        if limits.fits(self.tier_state(tier).used, cost) { Ok(()) } else { Err(RefusalReason::Full) }
     }
 
-    /// Whether the policy lets a block go for one that is weighed. It is not asked where more than it decides: of what is pinned or
-    /// waited for, and of what another tenant has to give.
-    fn gives_way(
+    /// Whether the policy prefers the candidate to the victim. The policy is not asked about pinned
+    /// or needed victims, or victims of another tenant; those may always go.
+    fn may_evict_for(
         &mut self,
         tier: Tier,
         victim: BlockKey,
-        claim: Claim,
-        weighed: Weighed,
+        claim: SpaceClaim,
+        weighed: AdmissionCandidate,
         now: Timestamp,
     ) -> bool {
-        if self.slab.is_void(victim) {
+        if self.slab.is_invalidated(victim) {
             return true;
         }
         let Some(entry) = self.slab.get(victim) else { return true };
-        let (order, share) = (entry.order(), entry.share);
-        let shelf = self.shelf_mut(tier);
-        let is_own = share == shelf.shares.row(claim.tenant);
-        if order != Order::Policy || !is_own {
+        let (order, share) = (entry.order(), entry.charged_tenant);
+        let state = self.tier_state_mut(tier);
+        let is_own = share == state.shares.charged_tenant(claim.tenant);
+        if order != EvictionOrder::Policy || !is_own {
             return true;
         }
         match weighed {
-            Weighed::New(newcomer) => shelf.policy.admits(newcomer, victim, now),
-            // Between blocks of one tenant: none leaves for one that is worth less.
-            Weighed::Down(mover) => {
-                let chance = shelf.policy.prospect(mover, Some(victim), now);
+            AdmissionCandidate::New(newcomer) => state.policy.admits(newcomer, victim, now),
+            // Between blocks of one tenant: a block is not evicted for one that is worth less.
+            AdmissionCandidate::Demoted(mover) => {
+                let chance = state.policy.reuse_prob_if_moved_in(mover, Some(victim), now);
                 chance > 0.0 && chance >= self.reuse_min
             }
         }
     }
 
     fn evict(&mut self, tier: Tier, victim: BlockKey, now: Timestamp) {
-        if self.drop_if_void(victim) {
+        if self.drop_if_invalidated(victim) {
             return;
         }
-        let is_above = tier == Tier::Dram && self.open(Tier::Ssd);
-        if is_above && self.ssd_takes() {
+        let is_above = tier == Tier::Dram && self.is_open(Tier::Ssd);
+        if is_above && self.ssd_accepts() {
             self.demote(victim, true, now);
         } else {
-            let stats = &mut self.shelf_mut(tier).stats;
+            let stats = &mut self.tier_state_mut(tier).stats;
             stats.dropped_blocks += 1;
             stats.unwritten_blocks += u64::from(is_above);
-            self.count_evicted(victim, Left::Dropped, now);
-            self.drop_block(victim, DropCause::Room);
+            self.count_evicted(victim, RemovalReason::Dropped, now);
+            self.drop_block(victim, DropCause::Capacity);
         }
     }
 
-    pub(super) fn count_evicted(&mut self, key: BlockKey, why: Left, now: Timestamp) {
+    pub(super) fn count_evicted(&mut self, key: BlockKey, why: RemovalReason, now: Timestamp) {
         let Some(entry) = self.slab.get(key) else { return };
-        let (Some(tier), category, age_us) = (entry.place, entry.meta.traits.category, entry.age_us(now))
+        let (Some(tier), category, age_us) =
+            (entry.assigned_tier, entry.meta.traits.category, entry.age_us(now))
         else {
             return;
         };
-        self.shelf_mut(tier).numbers.left(category, why, Some(age_us));
+        self.tier_state_mut(tier).numbers.record_removal(category, why, Some(age_us));
     }
 
-    /// Of the tenant that gives way: the policy's victim, while it has one; then of the blocks that are pinned softly the
-    /// longest unused, and then of those that waiting requests need the furthest from the head.
-    pub(super) fn victim(&mut self, tier: Tier, claim: Claim, now: Timestamp) -> Option<BlockKey> {
+    /// The next victim, of the tenant that must evict: the policy's victim; then the longest unused
+    /// softly pinned block; then the needed block furthest from the head.
+    pub(super) fn victim(&mut self, tier: Tier, claim: SpaceClaim, now: Timestamp) -> Option<BlockKey> {
         let slab = &self.slab;
         let spared = |key: BlockKey| slab.get(key).is_none_or(Entry::parked);
-        // Field by field: the slab is looked at meanwhile.
-        let shelf = match tier {
+        // Field by field, because the slab is borrowed too.
+        let state = match tier {
             Tier::Ssd => &mut self.ssd,
             Tier::Dram => &mut self.dram,
             Tier::Gpu => &mut self.gpu,
         };
-        let taker = shelf.shares.row(claim.tenant);
-        if !shelf.shares.are_many() {
-            let named = shelf.policy.victim(now, &spared);
-            return named.or_else(|| shelf.shares.last_resort(taker, claim));
+        let taker = state.shares.charged_tenant(claim.tenant);
+        if !state.shares.is_multi_tenant() {
+            let named = state.policy.victim(now, &spared);
+            return named.or_else(|| state.shares.last_resort(taker, claim));
         }
-        let giver = shelf.shares.giver(taker, claim)?;
-        let named = shelf.policy.victim(now, &spared);
-        let of_giver = named.filter(|key| slab.get(*key).is_some_and(|entry| entry.share == giver));
-        of_giver.or_else(|| shelf.shares.coldest(giver, taker, claim))
+        let giver = state.shares.victim_tenant(taker, claim)?;
+        let named = state.policy.victim(now, &spared);
+        let of_giver = named.filter(|key| slab.get(*key).is_some_and(|entry| entry.charged_tenant == giver));
+        of_giver.or_else(|| state.shares.coldest(giver, taker, claim))
     }
 
-    /// DRAM to SSD; dropped when nothing there may give way, or, where that is weighed, it is not worth being written.
+    /// Demotes a block from DRAM to SSD. Drops it if SSD has no victim, or if `weighs` is set and
+    /// it is not worth the write.
     pub(super) fn demote(&mut self, key: BlockKey, weighs: bool, now: Timestamp) {
-        if self.drop_if_void(key) {
+        if self.drop_if_invalidated(key) {
             return;
         }
         let Some(entry) = self.slab.get(key) else { return };
         let (order, traits, tenant) = (entry.order(), entry.meta.traits, entry.meta.tenant);
-        let claim = Claim::demoted(tenant, order);
+        let claim = SpaceClaim::demoted(tenant, order);
         let (slot, category, age_us) = (entry.meta.charge.ssd, traits.category, entry.age_us(now));
         self.discharge(key);
-        // What a waiting request needs or somebody pinned is wanted, whatever the policy thinks of it; and while pins are
-        // being marked nobody knows who did.
-        let is_anybodys = weighs && order == Order::Policy && !self.pins.is_beginning();
-        let weighed = is_anybodys.then_some(Weighed::Down(traits));
-        let room = if is_anybodys && !self.is_worth_writing(tenant, traits, now) {
-            Err(RefusedBy::Worth)
+        // A needed or pinned block is always worth writing. While pins are being applied, any block
+        // may be pinned.
+        let is_unprotected = weighs && order == EvictionOrder::Policy && !self.pins.has_pending_begins();
+        let weighed = is_unprotected.then_some(AdmissionCandidate::Demoted(traits));
+        let room = if is_unprotected && !self.is_worth_writing(tenant, traits, now) {
+            Err(RefusalReason::LowValue)
         } else {
             self.make_room(Tier::Ssd, slot, claim, weighed, now)
         };
-        self.ssd.stats.turned_away_blocks += u64::from(room == Err(RefusedBy::Worth));
+        self.ssd.stats.not_admitted_blocks += u64::from(room == Err(RefusalReason::LowValue));
         let fits = room.is_ok();
-        let why = if fits { Left::Demoted } else { Left::Dropped };
-        self.dram.numbers.left(category, why, Some(age_us));
+        let why = if fits { RemovalReason::Demoted } else { RemovalReason::Dropped };
+        self.dram.numbers.record_removal(category, why, Some(age_us));
         if fits {
             self.dram.stats.demoted_blocks += 1;
             self.charge(key, Tier::Ssd);
-            self.tell(key, Told::MovedIn, now);
-            self.settle(key);
+            self.notify_policy(key, PolicyEvent::MovedIn, now);
+            self.reconcile(key);
         } else {
             self.dram.stats.dropped_blocks += 1;
-            self.drop_block(key, DropCause::Room);
+            self.drop_block(key, DropCause::Capacity);
         }
     }
 
-    /// Whether a block is likely enough to be used on SSD, even if nobody had to leave for it. Policies do not tell tenants
-    /// apart, so of several only the one that has most there is asked: what it does may not keep out who has less.
+    /// Whether a block is likely enough to be used on SSD, even if it has no victim. Policies do
+    /// not distinguish tenants, so with several tenants only the largest one is judged: its
+    /// behaviour must not keep out smaller ones.
     fn is_worth_writing(&mut self, tenant: TenantId, traits: BlockTraits, now: Timestamp) -> bool {
-        if self.reuse_min <= 0.0 || !self.ssd.shares.has_most(self.ssd.shares.row(tenant)) {
+        if self.reuse_min <= 0.0 || !self.ssd.shares.has_largest_share(self.ssd.shares.charged_tenant(tenant))
+        {
             return true;
         }
-        self.ssd.policy.prospect(traits, None, now) >= self.reuse_min
+        self.ssd.policy.reuse_prob_if_moved_in(traits, None, now) >= self.reuse_min
     }
 
-    /// SSD to DRAM, if something there may give way. The block keeps its place otherwise.
+    /// Promotes a block from SSD to DRAM if there is space or a victim. Otherwise the block keeps
+    /// its tier.
     ///
     /// The caller ranks it: a leased block enters the policy at release.
     pub(super) fn promote(&mut self, key: BlockKey, now: Timestamp) -> bool {
         let Some(meta) = self.meta(key) else { return false };
-        let (slot, claim) = (meta.charge.dram, Claim::running(meta.tenant));
-        if !self.can_take(slot, claim, now) {
+        let (slot, claim) = (meta.charge.dram, SpaceClaim::running(meta.tenant));
+        if !self.dram_can_fit(slot, claim, now) {
             return false;
         }
-        // Leave the SSD first: whoever is demoted for this block takes its room there.
+        // Leave the SSD first: the demoted victim takes this space.
         self.discharge(key);
         if !self.reserve(Tier::Dram, slot, claim, now) {
-            // Not reachable while `can_take` is right; the block goes back to where its bytes are.
+            // Unreachable while `dram_can_fit` is right; the block returns to the tier of its
+            // bytes.
             self.charge(key, Tier::Ssd);
-            self.tell(key, Told::MovedIn, now);
+            self.notify_policy(key, PolicyEvent::MovedIn, now);
             return false;
         }
         self.charge(key, Tier::Dram);
         self.dram.stats.promoted_blocks += 1;
-        self.settle(key);
+        self.reconcile(key);
         true
     }
 
-    /// Whether DRAM has room for the slot, or would after one eviction.
-    fn can_take(&mut self, slot: u32, claim: Claim, now: Timestamp) -> bool {
+    /// Whether DRAM has space for the slot, or would after one eviction.
+    fn dram_can_fit(&mut self, slot: u32, claim: SpaceClaim, now: Timestamp) -> bool {
         let (limits, used) = (self.dram.limits, self.dram.used);
         let cost = limits.capacity.cost(slot);
-        if !self.open(Tier::Dram) || limits.fits(used, cost) {
-            return self.open(Tier::Dram);
+        if !self.is_open(Tier::Dram) || limits.fits(used, cost) {
+            return self.is_open(Tier::Dram);
         }
         let Some(victim) = self.victim(Tier::Dram, claim, now) else { return false };
         let Some(meta) = self.meta(victim) else { return false };
@@ -277,18 +287,18 @@ impl Book {
         limits.fits(used.saturating_sub(freed), cost)
     }
 
-    /// Ends a block: out of the accounts, unknown to readers, its copies dropped.
+    /// Ends a block: removes it from the accounts and the hash table, and drops its copies.
     pub(super) fn drop_block(&mut self, key: BlockKey, cause: DropCause) {
         self.discharge(key);
-        let is_void = self.slab.is_void(key);
+        let is_void = self.slab.is_invalidated(key);
         let Some(entry) = self.slab.get_mut(key) else { return };
         let meta = entry.meta;
-        // What is announced of the hash is a block of other weights, if there is one.
+        // An announced block with this hash belongs to other weights.
         if let Some(tier) = entry.announced.take().filter(|_| !is_void) {
             self.changes.dropped(meta.hash, tier, cause);
         }
         self.discharge_tenant(meta.tenant, meta.charge.frame);
         self.slab.forget_hash(key);
-        self.settle(key);
+        self.reconcile(key);
     }
 }

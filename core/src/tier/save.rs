@@ -1,69 +1,71 @@
-//! New blocks come in: what is wanted of an offer, and the end of each write.
+//! Save: the answer to an offer of new blocks, and the end of each write.
 
 use super::book::Book;
 use super::entry::Meta;
-use super::lease::Passed;
-use super::pressure::{Claim, Weighed};
-use super::{Asker, Charge, LeasesFull};
+use super::lease::RejectedBlock;
+use super::pressure::{AdmissionCandidate, SpaceClaim};
+use super::{Charge, LeasesFull, Requester};
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{BlockHash, Tier, Timestamp};
 
 /// Answer for one offered block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Offered {
-    /// Room is reserved under this key; end it with [`Book::commit`] or [`Book::abort`]. Run the drops
-    /// of [`Book::next_action`] before keeping bytes under it: the key may have been another block's.
+pub enum OfferOutcome {
+    /// Space is reserved under this key; end it with [`Book::commit`] or [`Book::abort`]. Run the
+    /// drops of [`Book::next_action`] before storing bytes under it: the key may have belonged to
+    /// another block.
     Wanted(BlockKey),
-    /// It is here for this tenant, or another save of the tenant is writing it: no bytes needed.
+    /// The block is present for this tenant, or another save of the tenant is writing it: no bytes
+    /// needed.
     Present,
-    /// It cannot be taken.
-    Refused(RefusedBy),
+    /// The block is refused.
+    Refused(RefusalReason),
 }
 
-/// Why an offered block is not taken.
+/// Why an offered block is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum RefusedBy {
-    /// The tenant's quota, and nothing of the tenant may leave.
+pub enum RefusalReason {
+    /// The tenant's quota is reached, and no block of the tenant may be evicted.
     Quota,
-    /// Every block that could give way is held or of a tenant that has no more, or no tier admits new blocks; or another
-    /// tenant has a block of this hash.
+    /// Every possible victim is held or belongs to a tenant with no larger share; or no tier admits
+    /// new blocks; or another tenant has a block with this hash.
     Full,
-    /// What would have to leave is worth more, as far as the policy can tell. There is no tier below to take either.
-    Worth,
+    /// The policy values the victim more, and there is no lower tier to take it.
+    LowValue,
 }
 
 /// Consecutive blocks of a prefix, offered in one save.
 #[derive(Clone, Copy, Debug)]
-pub struct Offer<'a> {
+pub struct SaveOffer<'a> {
     /// Hash before the first one.
     pub parent: Option<BlockHash>,
     /// Offset of the first one, in blocks.
     pub first_offset_blocks: u32,
     /// The blocks, in prefix order.
     pub hashes: &'a [BlockHash],
-    /// What each of them costs at most.
+    /// Maximum cost of each block.
     pub charge: Charge,
 }
 
 impl Book {
-    /// Leases what is present, reserves room for the rest.
+    /// Leases the blocks that are present and reserves space for the others.
     ///
     /// # Errors
     /// [`LeasesFull`] when the lease is new and the limit is reached.
     pub fn offer(
         &mut self,
-        asker: Asker,
-        offer: Offer<'_>,
+        asker: Requester,
+        offer: SaveOffer<'_>,
         now: Timestamp,
-    ) -> Result<Vec<Offered>, LeasesFull> {
+    ) -> Result<Vec<OfferOutcome>, LeasesFull> {
         self.open_lease(asker, now)?;
-        // Present blocks are held first: making room for an early block must not drop a later one.
+        // Hold present blocks first: making room for an early block must not drop a later one.
         let present: Vec<_> =
             offer.hashes.iter().filter_map(|hash| self.readable(asker.tenant, hash)).collect();
         self.hold_found(asker.lease, &present);
-        // Nor behind what was refused in an earlier offer of the same lease.
-        let is_behind = offer.parent.is_some_and(|parent| self.was_passed_last(asker, &parent));
-        let (mut parent, mut refused) = (offer.parent, is_behind.then_some(RefusedBy::Worth));
+        // Also refuse blocks that follow a refused block of an earlier offer by the same lease.
+        let is_behind = offer.parent.is_some_and(|parent| self.was_last_rejected(asker, &parent));
+        let (mut parent, mut refused) = (offer.parent, is_behind.then_some(RefusalReason::LowValue));
         let mut answers = Vec::with_capacity(offer.hashes.len());
         for (&hash, position) in offer.hashes.iter().zip(0u32..) {
             let offset_blocks = offer.first_offset_blocks.saturating_add(position);
@@ -84,39 +86,41 @@ impl Book {
 
     fn offer_block(
         &mut self,
-        asker: Asker,
+        asker: Requester,
         meta: Meta,
-        refused: &mut Option<RefusedBy>,
+        refused: &mut Option<RefusalReason>,
         now: Timestamp,
-    ) -> Offered {
-        match self.owner(&meta.hash) {
-            Some(owner) if owner == meta.tenant => return Offered::Present,
-            // There is one block of a hash, and nobody is told of another tenant's. What comes behind it could not be
-            // reached, wanted or not.
+    ) -> OfferOutcome {
+        match self.owner_tenant(&meta.hash) {
+            Some(owner) if owner == meta.tenant => return OfferOutcome::Present,
+            // A hash has one block, and another tenant's block stays hidden. Blocks after it could
+            // not be reached.
             Some(_) => {
-                *refused = Some(RefusedBy::Full);
-                return Offered::Refused(RefusedBy::Full);
+                *refused = Some(RefusalReason::Full);
+                return OfferOutcome::Refused(RefusalReason::Full);
             }
             None => {}
         }
-        // What stood in the way of one block of an offer stands in the way of the later ones, which cost
-        // the same: an offer only ever takes room. Nor are they worth more, for who asks for them asks for the first;
-        // unless somebody wants just them.
+        // An obstacle for one block of an offer also stops the later ones: they cost the same, and
+        // an offer only takes space. They are not worth more either, because a fetch starts at the
+        // first block, unless they are pinned or needed themselves.
         let tier = match *refused {
-            Some(RefusedBy::Worth) if self.is_wanted(&meta.hash) => self.admissible(meta, now),
+            Some(RefusalReason::LowValue) if self.is_pinned_or_queued(&meta.hash) => {
+                self.admit_within_quota(meta, now)
+            }
             Some(by) => Err(by),
-            None => self.admissible(meta, now),
+            None => self.admit_within_quota(meta, now),
         };
         let tier = match tier {
             Ok(tier) => tier,
             Err(by) => {
                 *refused = Some(by);
-                if by == RefusedBy::Worth {
-                    self.dram.stats.turned_away_blocks += 1;
-                    let passed = Passed { hash: meta.hash, tenant: meta.tenant, traits: meta.traits };
-                    self.pass(asker.lease, passed);
+                if by == RefusalReason::LowValue {
+                    self.dram.stats.not_admitted_blocks += 1;
+                    let passed = RejectedBlock { hash: meta.hash, tenant: meta.tenant, traits: meta.traits };
+                    self.note_rejected(asker.lease, passed);
                 }
-                return Offered::Refused(by);
+                return OfferOutcome::Refused(by);
             }
         };
         let key = self.add(meta, tier);
@@ -125,16 +129,16 @@ impl Book {
             entry.writer = Some(asker.lease);
         }
         self.hold(asker.lease, key);
-        Offered::Wanted(key)
+        OfferOutcome::Wanted(key)
     }
 
-    /// Room for a new block: in DRAM, or on SSD when nothing in DRAM may give way.
-    fn admit(&mut self, meta: Meta, now: Timestamp) -> Result<Tier, RefusedBy> {
-        let (claim, charge) = (Claim::running(meta.tenant), meta.charge);
-        let mut refused = RefusedBy::Full;
+    /// Makes room for a new block in DRAM, or on SSD if DRAM has no victim.
+    fn admit(&mut self, meta: Meta, now: Timestamp) -> Result<Tier, RefusalReason> {
+        let (claim, charge) = (SpaceClaim::running(meta.tenant), meta.charge);
+        let mut refused = RefusalReason::Full;
         for (tier, slot) in [(Tier::Dram, charge.dram), (Tier::Ssd, charge.ssd)] {
-            if self.open(tier) {
-                match self.make_room(tier, slot, claim, self.weighed(meta), now) {
+            if self.is_open(tier) {
+                match self.make_room(tier, slot, claim, self.admission_candidate(meta), now) {
                     Ok(()) => return Ok(tier),
                     Err(by) => refused = by,
                 }
@@ -143,32 +147,33 @@ impl Book {
         Err(refused)
     }
 
-    /// What a new block is weighed by against what would leave for it. Not with an SSD below that takes it; nor is
-    /// one weighed that somebody wants.
-    fn weighed(&self, meta: Meta) -> Option<Weighed> {
-        (!self.is_wanted(&meta.hash) && !self.ssd_takes()).then_some(Weighed::New(meta.traits))
+    /// Candidate for the comparison with its victim. `None` skips the comparison: an SSD below
+    /// accepts the victim, or the block is pinned or needed by a queued request.
+    fn admission_candidate(&self, meta: Meta) -> Option<AdmissionCandidate> {
+        (!self.is_pinned_or_queued(&meta.hash) && !self.ssd_accepts())
+            .then_some(AdmissionCandidate::New(meta.traits))
     }
 
-    /// It is pinned, or a request waits for it.
-    fn is_wanted(&self, hash: &BlockHash) -> bool {
-        self.pins.kind(hash).is_some() || self.window.near(hash).is_some()
+    /// Whether the block is pinned or a queued request needs it.
+    fn is_pinned_or_queued(&self, hash: &BlockHash) -> bool {
+        self.pins.kind(hash).is_some() || self.window.queue_position(hash).is_some()
     }
 
-    fn admissible(&mut self, meta: Meta, now: Timestamp) -> Result<Tier, RefusedBy> {
+    fn admit_within_quota(&mut self, meta: Meta, now: Timestamp) -> Result<Tier, RefusalReason> {
         if let Some(&quota) = self.quotas.get(&meta.tenant)
             && !self.shrink_tenant(meta.tenant, quota, u64::from(meta.charge.frame))
         {
-            return Err(RefusedBy::Quota);
+            return Err(RefusalReason::Quota);
         }
         self.admit(meta, now)
     }
 
-    /// The bytes of a wanted block are in DRAM and verified: from now on it is readable. `charge` is what
-    /// it really costs, at most what was offered; the difference is free again.
+    /// Ends a write: the block's bytes are in DRAM and verified, so it becomes readable. `charge`
+    /// is the real cost, at most the offered one; the difference is freed.
     ///
-    /// Of a block that was offered under earlier weights nothing is kept: its bytes are dropped at once.
+    /// A block offered under earlier weights is not kept: its bytes are dropped at once.
     pub fn commit(&mut self, key: BlockKey, charge: Charge, now: Timestamp) {
-        let is_void = self.slab.is_void(key);
+        let is_void = self.slab.is_invalidated(key);
         if is_void {
             self.unhold(key);
         }
@@ -179,7 +184,7 @@ impl Book {
         entry.writer = None;
         if is_void {
             entry.copies.dram = true;
-            return self.drop_void(key);
+            return self.drop_invalidated(key);
         }
         self.recharge(key, charge);
         let Some(entry) = self.slab.get_mut(key) else { return };
@@ -191,7 +196,7 @@ impl Book {
         if leases == 0 {
             self.rank(key, now);
         }
-        self.settle(key);
+        self.reconcile(key);
         if leases == 0 {
             self.enforce_quota(meta.tenant);
         }
@@ -199,10 +204,10 @@ impl Book {
 
     fn recharge(&mut self, key: BlockKey, charge: Charge) {
         let Some(entry) = self.slab.get(key) else { return };
-        let (tenant, place, offered) = (entry.meta.tenant, entry.place, entry.meta.charge);
+        let (tenant, place, offered) = (entry.meta.tenant, entry.assigned_tier, entry.meta.charge);
         debug_assert!(
             charge.frame <= offered.frame && charge.dram <= offered.dram && charge.ssd <= offered.ssd,
-            "{charge:?} is more than {offered:?}"
+            "committed {charge:?} exceeds the offered {offered:?}"
         );
         self.discharge(key);
         self.discharge_tenant(tenant, offered.frame);
@@ -216,7 +221,7 @@ impl Book {
         }
     }
 
-    /// The bytes of a wanted block did not come, or were wrong.
+    /// Ends a write of bytes that did not arrive or were wrong.
     pub fn abort(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get(key).filter(|entry| entry.writing) else { return };
         let meta = entry.meta;

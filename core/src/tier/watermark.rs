@@ -1,6 +1,6 @@
-//! Capacities and marks: when a tier must give way, and down to which level. Numbers only.
+//! Capacities and watermarks: when a tier must evict, and down to which level. Arithmetic only.
 
-/// Size of a tier. Blocks are counted in one of two units; mixing frame sizes wants bytes.
+/// Size of a tier in one of two units. Use bytes if frame sizes are mixed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Capacity {
     /// Slot bytes.
@@ -27,7 +27,7 @@ impl Capacity {
         }
     }
 
-    /// What a block with a slot of `slot_bytes` takes of it.
+    /// Amount that a block with a slot of `slot_bytes` takes.
     #[must_use]
     pub fn cost(self, slot_bytes: u32) -> u64 {
         match self {
@@ -37,44 +37,46 @@ impl Capacity {
     }
 }
 
-/// Size and marks of a tier. Both marks at 1.0 make it exact: it evicts only what it must.
+/// Size and watermarks of a tier. Both watermarks at 1.0 make it exact: it evicts only when it
+/// must.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TierLimits {
-    /// Size; zero switches the tier off.
+    /// Size; zero disables the tier.
     pub capacity: Capacity,
     /// Share of the capacity above which the tier evicts, 0 to 1.
     pub watermark_high: f64,
-    /// Share it then evicts down to, at most the high mark.
+    /// Share down to which it then evicts, at most the high watermark.
     pub watermark_low: f64,
 }
 
 impl TierLimits {
-    /// Limits with exact marks.
+    /// Limits with both watermarks at 1.0.
     #[must_use]
     pub fn exact(capacity: Capacity) -> TierLimits {
         TierLimits { capacity, watermark_high: 1.0, watermark_low: 1.0 }
     }
 
-    /// The level to evict down to so that `cost` more fits below the marks; `None` when nothing needs to go.
+    /// Level to evict down to so that `cost` more fits below the watermarks; `None` if no eviction
+    /// is needed.
     #[must_use]
     pub fn goal(&self, used: u64, cost: u64) -> Option<u64> {
         let wanted = used.saturating_add(cost);
         (wanted > self.level(self.watermark_high)).then(|| self.level(self.watermark_low))
     }
 
-    /// Whether `cost` more fits at all.
+    /// Whether `cost` more fits into the capacity.
     #[must_use]
     pub fn fits(&self, used: u64, cost: u64) -> bool {
         used.saturating_add(cost) <= self.capacity.amount()
     }
 
-    /// Whether `cost` more stays at or below the level that an eviction goes down to.
+    /// Whether `cost` more stays at or below the low watermark.
     #[must_use]
     pub fn is_low(&self, used: u64, cost: u64) -> bool {
         used.saturating_add(cost) <= self.level(self.watermark_low)
     }
 
-    /// This share of the capacity (0 to 1), but never more than an eviction leaves.
+    /// This share of the capacity (0 to 1), capped at the low watermark.
     #[must_use]
     pub fn share(&self, share: f64) -> u64 {
         self.level(share.min(self.watermark_low))
@@ -95,7 +97,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn exact_marks_ask_for_eviction_only_when_full() {
+    fn exact_watermarks_evict_only_when_full() {
         let limits = TierLimits::exact(Capacity::Blocks(3));
         assert_eq!(limits.goal(2, 1), None);
         assert_eq!(limits.goal(3, 1), Some(3));
@@ -104,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn marks_free_a_stretch_at_once() {
+    fn watermarks_free_a_range_at_once() {
         let limits = TierLimits { capacity: Capacity::Bytes(1000), watermark_high: 0.9, watermark_low: 0.5 };
         assert_eq!(limits.goal(800, 100), None);
         assert_eq!(limits.goal(801, 100), Some(500));
@@ -113,13 +115,13 @@ mod tests {
     }
 
     #[test]
-    fn a_block_costs_its_slot_or_one() {
+    fn cost_is_slot_bytes_or_one_block() {
         assert_eq!(Capacity::Bytes(10).cost(4096), 4096);
         assert_eq!(Capacity::Blocks(10).cost(4096), 1);
     }
 
     #[test]
-    fn an_absent_tier_takes_nothing() {
+    fn absent_tier_accepts_no_block() {
         let limits = TierLimits::exact(Capacity::Bytes(0));
         assert!(!limits.fits(0, 1));
         assert_eq!(limits.goal(0, 1), Some(0));

@@ -1,93 +1,105 @@
-//! Scheduler windows: blocks that waiting requests need are promoted before they are asked for, and are the last to go
+//! Queue windows: blocks that queued requests need are promoted ahead of use and evicted last
 //! (CachedAttention, USENIX ATC '24 §3.3).
 //!
-//! Whoever knows the queue says which blocks its requests need, the next request's first. Of these the nearest that
-//! fit into DRAM ([`PREFETCH_SHARE_MAX`] of it) are promoted in the background: the prefetch window, `C_mem / S_kv`
-//! requests. All of them give way after everything that nobody waits for, and the one nearest the queue's tail first:
-//! the eviction window, `(C_mem + C_disk) / S_kv` requests. Counting blocks one by one stands in for the mean `S_kv`.
+//! The owner of the queue reports the blocks its requests need, the next request first. Blocks
+//! nearest the head are promoted in the background, within [`PREFETCH_SHARE_MAX`] of DRAM: the
+//! prefetch window, `C_mem / S_kv` requests. All blocks of the window are evicted after unneeded
+//! blocks, furthest from the head first: the eviction window, `(C_mem + C_disk) / S_kv` requests.
+//! Counting single blocks replaces the mean `S_kv`.
 //!
-//! A window is a hint and holds nothing: it orders who goes first and never refuses room, ends by itself, is bounded in
-//! number, and stands behind leases, pins and quotas. Not here: who sends it.
+//! A window is a hint and holds no block. It orders eviction and never refuses space; it expires,
+//! is bounded, and ranks below leases, pins and quotas. Not here: the sender of the window.
 
 use hashbrown::HashMap;
 use std::time::Duration;
 
 use super::book::Book;
-use super::entry::Fold;
-use super::order::Told;
-use super::pressure::Claim;
+use super::entry::SeededHashBuilder;
+use super::order::PolicyEvent;
+use super::pressure::SpaceClaim;
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Tier, Timestamp};
 
-/// Waiting requests that are looked at; a longer queue is cut at its tail.
+/// Queued requests considered; a longer queue is cut at its tail.
 pub const WINDOW_REQUESTS_MAX: usize = 4096;
 
-/// Blocks of waiting requests that are looked at: 32 GiB of 2 MiB blocks. With so many the task that owns the book is busy
-/// for less than its housekeeping interval (`cargo xtask bench window`), so that readers never wait longer for it.
+/// Blocks of queued requests considered: 32 GiB of 2 MiB blocks. Processing this many takes less
+/// than the housekeeping interval of the task that owns the book (`cargo xtask bench window`), so
+/// readers never wait longer.
 pub const WINDOW_BLOCKS_MAX: usize = 16_384;
 
-/// A window that is not replaced ends after this, so that a router that died holds nothing: ten of the intervals at
-/// which instances report their load.
+/// Lifetime of a window, so that the window of a dead router expires: ten load-report intervals.
 pub const WINDOW_SPAN: Duration = Duration::from_secs(2);
 
-/// Blocks on their way to DRAM for waiting requests at once: enough to keep a device busy, few for a reader to stand
-/// behind, and half of the slots that a node's arena keeps for loads.
+/// Maximum number of prefetches in flight: enough to keep a device busy, few enough to bound a
+/// reader's delay, and half of the arena slots reserved for loads.
 pub const PREFETCHES_MAX: usize = 8;
 
-/// Share of DRAM that blocks of waiting requests may fill by prefetching; the rest is for what running requests save.
+/// Share of DRAM that prefetching may fill with the window's blocks; the rest is for saves of
+/// running requests.
 pub const PREFETCH_SHARE_MAX: f64 = 0.9;
 
-/// Tenants whose nearest block is tried at once: so that one that may not have more room does not keep the others
-/// waiting, and looking costs some microseconds.
+/// Number of tenants tried for one prefetch. A tenant that may not take more DRAM does not block
+/// the others, and the scan takes microseconds.
 const PREFETCH_TENANTS_MAX: usize = 8;
 
-/// What was taken of a window.
+/// Summary of an accepted window.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct WindowTaken {
-    /// Requests of which at least the first block counts.
+pub struct WindowSummary {
+    /// Requests with at least the first block considered.
     pub requests: usize,
-    /// Different blocks.
+    /// Distinct blocks.
     pub blocks: usize,
-    /// Of these the ones readable from memory: DRAM or a GPU.
+    /// Blocks readable from memory: DRAM or a GPU.
     pub dram_blocks: usize,
-    /// Of these the ones readable from SSD.
+    /// Blocks readable from SSD.
     pub ssd_blocks: usize,
 }
 
-/// The blocks of waiting requests.
+/// The blocks of queued requests.
 #[derive(Debug)]
-pub(super) struct Window {
+pub(super) struct QueueWindow {
     seed: u64,
-    until: Timestamp,
-    /// Nearest the head of the queue first; a block that two requests need stands with the first.
+    ends_at: Timestamp,
+    /// Nearest the head of the queue first. A block that two requests need has the position of the
+    /// first.
     blocks: Vec<BlockHash>,
-    /// The place of each among [`Self::blocks`].
-    places: HashMap<BlockHash, u32, Fold>,
-    /// Cost of those with their place in DRAM, held or not.
+    /// Position of each block in [`Self::blocks`].
+    positions: HashMap<BlockHash, u32, SeededHashBuilder>,
+    /// Cost of the window's blocks assigned to DRAM, held or not.
     pub(super) dram_used: u64,
-    /// Blocks with [`Entry::prefetch`](super::entry::Entry).
-    pub(super) under_way: usize,
+    /// Blocks with [`Entry::prefetch`](super::entry::Entry) set.
+    pub(super) in_flight: usize,
     /// Blocks prefetched since the start.
     prefetched: u64,
 }
 
-impl Window {
-    pub(super) fn new(seed: u64) -> Window {
-        let places = HashMap::with_hasher(Fold { seed });
+impl QueueWindow {
+    pub(super) fn new(seed: u64) -> QueueWindow {
+        let positions = HashMap::with_hasher(SeededHashBuilder { seed });
         let blocks = Vec::new();
-        Window { seed, until: Timestamp(0), blocks, places, dram_used: 0, under_way: 0, prefetched: 0 }
+        QueueWindow {
+            seed,
+            ends_at: Timestamp(0),
+            blocks,
+            positions,
+            dram_used: 0,
+            in_flight: 0,
+            prefetched: 0,
+        }
     }
 
-    /// The block's place, if a waiting request needs it.
-    pub(super) fn near(&self, hash: &BlockHash) -> Option<u32> {
-        if self.places.is_empty() { None } else { self.places.get(hash).copied() }
+    /// The block's position, if a queued request needs it.
+    pub(super) fn queue_position(&self, hash: &BlockHash) -> Option<u32> {
+        if self.positions.is_empty() { None } else { self.positions.get(hash).copied() }
     }
 
-    /// Takes over a queue up to its limits; answers the blocks of the one before, and how many requests were taken.
+    /// Replaces the window, up to its limits. Returns the previous blocks and the number of
+    /// requests accepted.
     fn replace<'a>(&mut self, waiting: impl IntoIterator<Item = &'a [BlockHash]>) -> (Vec<BlockHash>, usize) {
-        // About as many as before: growing step by step costs as much as filling.
+        // Reserve as many as before: growing step by step costs as much as filling.
         let about = self.blocks.len();
-        let mut places = HashMap::with_capacity_and_hasher(about, Fold { seed: self.seed });
+        let mut places = HashMap::with_capacity_and_hasher(about, SeededHashBuilder { seed: self.seed });
         let (mut blocks, mut requests) = (Vec::with_capacity(about), 0);
         for needed in waiting.into_iter().take(WINDOW_REQUESTS_MAX) {
             let room = WINDOW_BLOCKS_MAX - blocks.len();
@@ -104,34 +116,36 @@ impl Window {
                 });
             }
         }
-        self.places = places;
+        self.positions = places;
         (std::mem::replace(&mut self.blocks, blocks), requests)
     }
 }
 
 impl Book {
-    /// Which blocks the waiting requests need, in the order of the queue and each in prefix order. Replaces what was
-    /// said before, ends after [`WINDOW_SPAN`], and is cut at [`WINDOW_REQUESTS_MAX`] and [`WINDOW_BLOCKS_MAX`].
+    /// Replaces the window by the blocks that queued requests need: queue order, and prefix order
+    /// within a request. Expires after [`WINDOW_SPAN`]; cut at [`WINDOW_REQUESTS_MAX`] and
+    /// [`WINDOW_BLOCKS_MAX`].
     pub fn set_window<'a>(
         &mut self,
         waiting: impl IntoIterator<Item = &'a [BlockHash]>,
         now: Timestamp,
-    ) -> WindowTaken {
+    ) -> WindowSummary {
         let (before, requests) = self.window.replace(waiting);
-        self.window.until = now.after(WINDOW_SPAN);
-        // All places change, so the orders are made anew.
+        self.window.ends_at = now.after(WINDOW_SPAN);
+        // All positions change, so the orders are rebuilt.
         for tier in Tier::ALL {
-            let shelf = self.shelf_mut(tier);
+            let shelf = self.tier_state_mut(tier);
             shelf.window.clear();
             shelf.shares.clear_windows();
         }
-        // From the tail on, so that the head of a prefix is the younger one again.
+        // From the tail on, so that the head of a prefix becomes the younger one again.
         for hash in before.iter().rev() {
-            if !self.window.places.contains_key(hash) {
+            if !self.window.positions.contains_key(hash) {
                 self.leave_window(hash, now);
             }
         }
-        let mut taken = WindowTaken { requests, blocks: self.window.blocks.len(), ..WindowTaken::default() };
+        let mut taken =
+            WindowSummary { requests, blocks: self.window.blocks.len(), ..WindowSummary::default() };
         let blocks = std::mem::take(&mut self.window.blocks);
         for (near, hash) in (0u32..).zip(&blocks) {
             match self.join_window(hash, near) {
@@ -144,10 +158,10 @@ impl Book {
         taken
     }
 
-    /// Ends a window whose time is over; `true` if it was not empty.
+    /// Ends an expired window. Returns `true` if it was not empty.
     pub fn expire_window(&mut self, now: Timestamp) -> bool {
-        // One that ends later than one begun now is of a clock that was set back.
-        let is_over = now >= self.window.until || self.window.until > now.after(WINDOW_SPAN);
+        // An end later than that of a new window means that the clock was set back.
+        let is_over = now >= self.window.ends_at || self.window.ends_at > now.after(WINDOW_SPAN);
         let ends = is_over && !self.window.blocks.is_empty();
         if ends {
             self.set_window([], now);
@@ -155,82 +169,86 @@ impl Book {
         ends
     }
 
-    /// Different blocks that waiting requests need, held here or not.
+    /// Distinct blocks that queued requests need, held here or not.
     #[must_use]
     pub fn window_blocks(&self) -> usize {
         self.window.blocks.len()
     }
 
-    /// Blocks promoted since the start because a waiting request needed them.
+    /// Blocks promoted for queued requests since the start.
     #[must_use]
     pub fn prefetched_blocks(&self) -> u64 {
         self.window.prefetched
     }
 
-    /// The block's place among the waiting ones is `near` from now on; answers the tier it can be read from.
+    /// Sets the block's queue position to `near`. Returns the tier it can be read from.
     fn join_window(&mut self, hash: &BlockHash, near: u32) -> Option<Tier> {
         let key = self.slab.find(hash)?;
         let entry = self.slab.get(key)?;
-        if entry.near.is_none() {
+        if entry.queue_position.is_none() {
             if !entry.held() {
                 self.park(key);
             }
-            self.weigh(key, u64::saturating_add);
+            self.adjust_dram_used(key, u64::saturating_add);
         }
         let entry = self.slab.get_mut(key)?;
-        entry.near = Some(near);
+        entry.queue_position = Some(near);
         let announced = entry.announced;
         self.list(key);
         announced
     }
 
-    /// The block is as if no waiting request needed it, until the next window says that one does.
-    pub(super) fn unwant(&mut self, hash: &BlockHash, now: Timestamp) {
-        self.window.places.remove(hash);
+    /// Removes a block from the window until the next window lists it.
+    pub(super) fn remove_from_window(&mut self, hash: &BlockHash, now: Timestamp) {
+        self.window.positions.remove(hash);
         self.leave_window(hash, now);
     }
 
     fn leave_window(&mut self, hash: &BlockHash, now: Timestamp) {
         let Some(key) = self.slab.find(hash) else { return };
-        if self.slab.get(key).is_none_or(|entry| entry.near.is_none()) {
+        if self.slab.get(key).is_none_or(|entry| entry.queue_position.is_none()) {
             return;
         }
-        self.weigh(key, u64::saturating_sub);
-        // While the place it is listed under is known: a softly pinned one is listed under another from now on.
+        self.adjust_dram_used(key, u64::saturating_sub);
+        // Unlist while the old position is known: a softly pinned block is listed under another key
+        // afterwards.
         self.unlist(key);
         if let Some(entry) = self.slab.get_mut(key) {
-            entry.near = None;
+            entry.queue_position = None;
         }
         self.unpark(key, now);
     }
 
-    /// Adds a block to what the window has in DRAM, or takes it off.
-    fn weigh(&mut self, key: BlockKey, how: fn(u64, u64) -> u64) {
-        let Some(entry) = self.slab.get(key).filter(|entry| entry.place == Some(Tier::Dram)) else { return };
+    /// Adds a block's cost to the window's DRAM usage, or subtracts it.
+    fn adjust_dram_used(&mut self, key: BlockKey, how: fn(u64, u64) -> u64) {
+        let Some(entry) = self.slab.get(key).filter(|entry| entry.assigned_tier == Some(Tier::Dram)) else {
+            return;
+        };
         let (cost, _) = self.cost(entry, Tier::Dram);
         self.window.dram_used = how(self.window.dram_used, cost);
     }
 
-    /// Begins to promote the nearest blocks of waiting requests that are on SSD, at most [`PREFETCHES_MAX`] at once.
-    /// Call it after anything that may have made room. Returns how many were begun.
+    /// Starts promoting the nearest blocks of the window from SSD, at most [`PREFETCHES_MAX`] at
+    /// once. Call after any change that may free space. Returns the number started.
     pub fn prefetch(&mut self, now: Timestamp) -> usize {
         let mut begun = 0;
-        while self.window.under_way < PREFETCHES_MAX && self.prefetch_one(now) {
+        while self.window.in_flight < PREFETCHES_MAX && self.prefetch_one(now) {
             begun += 1;
         }
         begun
     }
 
-    /// So many blocks can be written to SSD before its budget is spent. A prefetch that needs another one to leave DRAM
-    /// does not begin beyond that: whoever asks for room may have a block dropped for it, and a wish may not.
-    pub fn set_demotions(&mut self, blocks: usize) {
-        self.demotions = blocks;
+    /// Limits the queued demotions, from the SSD's remaining write budget. A prefetch that needs a
+    /// demotion beyond it does not start: only awaited loads may drop a block for space.
+    pub fn set_demotions_max(&mut self, blocks: usize) {
+        self.demotions_max = blocks;
     }
 
-    /// The nearest block of all, or of another tenant if the nearest one's tenant has too much in DRAM already.
+    /// Prefetches the nearest block. If its tenant already has too much DRAM, tries the nearest
+    /// block of another tenant.
     fn prefetch_one(&mut self, now: Timestamp) -> bool {
-        let is_none = self.ssd.window.is_empty() && !self.ssd.shares.has_wanted();
-        if is_none || !self.open(Tier::Dram) {
+        let is_none = self.ssd.window.is_empty() && !self.ssd.shares.has_promote_only();
+        if is_none || !self.is_open(Tier::Dram) {
             return false;
         }
         let nearest = self.ssd.shares.nearest();
@@ -240,72 +258,75 @@ impl Book {
     fn prefetch_block(&mut self, near: u32, key: BlockKey, now: Timestamp) -> bool {
         let Some(entry) = self.slab.get(key) else { return false };
         let (cost, _) = self.cost(entry, Tier::Dram);
-        let claim = Claim::waiting(entry.meta.tenant, near);
-        let Some(victim) = self.room_for(claim, cost, now) else { return false };
-        // One that could not be written to SSD would be gone.
-        if victim.is_some() && self.demotes.len() >= self.demotions.min(self.ssd_room) {
+        let claim = SpaceClaim::prefetch(entry.meta.tenant, near);
+        let Some(victim) = self.prefetch_victim(claim, cost, now) else { return false };
+        // A victim that cannot be written to SSD would be lost.
+        if victim.is_some() && self.demotes.len() >= self.demotions_max.min(self.ssd_queue_max) {
             return false;
         }
-        // Leave the SSD first: whoever is demoted for this block takes its room there.
+        // Leave the SSD first: the demoted victim takes this space.
         self.discharge(key);
         if let Some(victim) = victim {
-            // A wish drops nothing, worth writing or not.
+            // A prefetch drops no block, whatever its reuse probability.
             self.demote(victim, false, now);
         }
         self.charge(key, Tier::Dram);
         self.dram.stats.promoted_blocks += 1;
         self.window.prefetched += 1;
-        // One that a reader asked for and let go of is loaded for that reader still.
+        // If a reader requested it and then released it, its load continues for that reader.
         if let Some(entry) = self.slab.get_mut(key)
             && !entry.copies.dram
             && !entry.awaited
         {
             entry.prefetch = true;
-            self.window.under_way += 1;
+            self.window.in_flight += 1;
         }
-        // A block that comes up before it is asked for was not used.
-        self.tell(key, Told::MovedIn, now);
-        self.settle(key);
+        // A prefetch is not a use.
+        self.notify_policy(key, PolicyEvent::MovedIn, now);
+        self.reconcile(key);
         true
     }
 
-    /// Who must go for a block with this place and cost: perhaps nobody. Nothing if it may not come: its room would be
-    /// that of a nearer one or of a tenant with no more, or above the window's share, or more than one would have to go.
-    fn room_for(&mut self, claim: Claim, cost: u64, now: Timestamp) -> Option<Option<BlockKey>> {
+    /// Finds the victim of a prefetch at this queue position and cost. `Some(None)` means that no
+    /// victim is needed. `None` means that the prefetch may not start: it would evict a sooner
+    /// block or a tenant with no larger share, exceed the window's share, or evict more than one
+    /// block.
+    fn prefetch_victim(&mut self, claim: SpaceClaim, cost: u64, now: Timestamp) -> Option<Option<BlockKey>> {
         let limits = self.dram.limits;
         let share = limits.share(PREFETCH_SHARE_MAX);
         let victim = if self.window.dram_used.saturating_add(cost) > share {
-            let (_, &furthest) = self.dram.window.range(claim.yields_to..).next_back()?;
-            let giver = self.slab.get(furthest)?.share;
-            let taker = self.dram.shares.row(claim.tenant);
+            let (_, &furthest) = self.dram.window.range(claim.own_min_position..).next_back()?;
+            let giver = self.slab.get(furthest)?.charged_tenant;
+            let taker = self.dram.shares.charged_tenant(claim.tenant);
             if self.dram.shares.may_take(taker, giver) {
                 Some(furthest)
             } else {
-                Some(self.dram.shares.furthest(taker, claim.yields_to)?)
+                Some(self.dram.shares.furthest(taker, claim.own_min_position)?)
             }
         } else if !limits.is_low(self.dram.used, cost) {
-            // Between the marks is room for what running requests save. What came in there without a victim would go
-            // with the next stretch that is freed, and come back.
+            // Space between the watermarks is for saves of running requests. A block added there
+            // without a victim would be evicted with the next batch and loaded again.
             Some(self.victim(Tier::Dram, claim, now)?)
         } else {
             None
         };
         let Some(victim) = victim else { return Some(None) };
-        let entry = self.slab.get(victim).filter(|_| self.open(Tier::Ssd))?;
+        let entry = self.slab.get(victim).filter(|_| self.is_open(Tier::Ssd))?;
         let (freed, _) = self.cost(entry, Tier::Dram);
-        let windowed = if entry.near.is_some() { freed } else { 0 };
+        let windowed = if entry.queue_position.is_some() { freed } else { 0 };
         let fits = limits.fits(self.dram.used.saturating_sub(freed), cost)
             && self.window.dram_used.saturating_sub(windowed).saturating_add(cost) <= share;
         fits.then_some(Some(victim))
     }
 
-    /// The block is in DRAM, will not come, or somebody waits for it now.
+    /// Ends the prefetch state: the block is in DRAM, will not arrive, or a reader waits for it
+    /// now.
     pub(super) fn end_prefetch(&mut self, key: BlockKey) {
         if let Some(entry) = self.slab.get_mut(key)
             && std::mem::take(&mut entry.prefetch)
         {
-            self.window.under_way -= 1;
-            self.leave_prefetches(key);
+            self.window.in_flight -= 1;
+            self.cancel_queued_prefetch(key);
         }
     }
 }

@@ -1,9 +1,9 @@
-//! Tells the routers what this node holds: pure queues (`outbox`, one per shard in `outboxes`) and the tasks
-//! that carry them (`link`).
+//! Announces this node's blocks to the routers: pure queues (`outbox`, one per shard in
+//! `outboxes`), and the tasks that send them (`link`).
 
 pub(crate) mod link;
 pub mod outbox;
 pub mod outboxes;
-pub(crate) mod seek;
+pub(crate) mod router_selector;
 pub(crate) mod session;
 mod shard;

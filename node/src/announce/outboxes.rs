@@ -1,23 +1,23 @@
-//! One outbox per shard of the index: every change goes to the shard that lists its blocks, and each shard
-//! counts its batches by itself. Pure.
+//! One outbox per shard of the index: a change goes to the shard that lists its blocks, and each
+//! shard numbers its own batches. Pure.
 //!
-//! Not here: what one outbox does with its changes (`outbox`), and who carries them (`link`).
+//! Not here: queueing within a shard (`outbox`) and sending (`link`).
 
 use kv_core::id::{BlockHash, Epoch, Seq};
 use kv_core::index::command::Change;
 
 use super::outbox::Outbox;
 
-/// A point in the streams of all shards: the number of each shard's batch, by shard.
+/// A position in the streams of all shards: one batch number per shard.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Point {
+pub struct ShardPositions {
     /// The epoch.
     pub epoch: Epoch,
-    /// By shard, the first of which is number 1.
+    /// Number by shard; the first entry is shard 1.
     pub seqs: Vec<Seq>,
 }
 
-/// See the module.
+/// The outboxes of all shards; see the module.
 #[derive(Debug, Default)]
 pub struct Outboxes {
     epoch: Option<Epoch>,
@@ -26,24 +26,25 @@ pub struct Outboxes {
 }
 
 impl Outboxes {
-    /// A new epoch starts, over so many shards: all that is held goes out, in each from number 1.
+    /// Starts a new epoch with `shards` shards: announces all held blocks, in each shard from
+    /// number 1 on.
     pub fn joined(&mut self, epoch: Epoch, shards: u16, everything: Vec<Change>) {
         self.epoch = Some(epoch);
         self.shards.resize_with(usize::from(shards.max(1)), Outbox::default);
-        let parts = self.parted(everything);
+        let parts = self.split_by_shard(everything);
         for (outbox, part) in self.shards.iter_mut().zip(parts) {
             outbox.joined(epoch, part);
         }
     }
 
-    /// The epoch is over; changes wait for the next one, which announces everything anyway.
+    /// Ends the epoch. Changes are dropped, because the next epoch starts with a full announcement.
     pub fn fenced(&mut self) {
         self.shards.iter_mut().for_each(Outbox::fenced);
     }
 
     /// Adds changes in order.
     pub fn push(&mut self, changes: Vec<Change>) {
-        let parts = self.parted(changes);
+        let parts = self.split_by_shard(changes);
         for (outbox, part) in self.shards.iter_mut().zip(parts) {
             if !part.is_empty() {
                 outbox.push(part);
@@ -51,68 +52,69 @@ impl Outboxes {
         }
     }
 
-    /// The outbox of a shard, counted from 1; none before the first join.
+    /// The outbox of a shard, counted from 1; `None` before the first join.
     pub fn shard(&mut self, shard: u16) -> Option<&mut Outbox> {
         self.shards.get_mut(usize::from(shard).checked_sub(1)?)
     }
 
-    /// What of `everything` one shard lists.
+    /// The part of `everything` that one shard lists.
     #[must_use]
     pub fn part(&self, shard: u16, everything: Vec<Change>) -> Vec<Change> {
-        let mut parts = self.parted(everything);
+        let mut parts = self.split_by_shard(everything);
         let at = usize::from(shard).saturating_sub(1);
         if at < parts.len() { parts.swap_remove(at) } else { Vec::new() }
     }
 
-    /// The shard that lists a block, and the number under which everything pushed so far is visible there.
+    /// The shard that lists a block, and the number that makes all changes pushed so far visible
+    /// there.
     pub fn position(&mut self, block: BlockHash) -> Option<(u16, Epoch, Seq)> {
         let shard = block.shard(self.count());
         let (epoch, seq) = self.shard(shard)?.position()?;
         Some((shard, epoch, seq))
     }
 
-    /// The number in each shard under which everything pushed so far is visible; none before the first join.
-    pub fn positions(&mut self) -> Option<Point> {
+    /// The numbers that make all changes pushed so far visible, by shard; `None` before the first
+    /// join.
+    pub fn positions(&mut self) -> Option<ShardPositions> {
         let epoch = self.epoch?;
         let last = |outbox: &mut Outbox| outbox.position().map_or(Seq(0), |(_, seq)| seq);
-        Some(Point { epoch, seqs: self.shards.iter_mut().map(last).collect() })
+        Some(ShardPositions { epoch, seqs: self.shards.iter_mut().map(last).collect() })
     }
 
-    /// What is acknowledged in each shard.
+    /// Acknowledged numbers, by shard.
     #[must_use]
-    pub fn acked(&self) -> Point {
+    pub fn acked(&self) -> ShardPositions {
         let epoch = self.epoch.unwrap_or_default();
-        Point { epoch, seqs: self.shards.iter().map(Outbox::acked).collect() }
+        ShardPositions { epoch, seqs: self.shards.iter().map(Outbox::acked).collect() }
     }
 
-    /// Batches of all shards that have a number.
+    /// Total of batch numbers in use, over all shards.
     #[must_use]
     pub fn last(&self) -> u64 {
         self.shards.iter().map(|outbox| outbox.last().0).sum()
     }
 
-    /// How many shards there are; 0 before the first join.
+    /// Number of shards; 0 before the first join.
     #[must_use]
     pub fn count(&self) -> u16 {
         u16::try_from(self.shards.len()).unwrap_or(u16::MAX)
     }
 
-    fn parted(&self, changes: Vec<Change>) -> Vec<Vec<Change>> {
+    fn split_by_shard(&self, changes: Vec<Change>) -> Vec<Vec<Change>> {
         let shards = self.count();
         if shards <= 1 {
             return vec![changes];
         }
         let mut parts = vec![Vec::new(); usize::from(shards)];
         for change in changes {
-            part(change, shards, &mut parts);
+            split_change(change, shards, &mut parts);
         }
         parts
     }
 }
 
-/// Deals the blocks of one change out to the shards that list them. The blocks of a chain have one shard,
-/// so a run stays whole.
-fn part(change: Change, shards: u16, parts: &mut [Vec<Change>]) {
+/// Splits one change by shard. All blocks of a chain belong to one shard, so a run stays whole.
+fn split_change(change: Change, shards: u16, parts: &mut [Vec<Change>]) {
     let (blocks, parent) = match &change {
         Change::Cleared => return parts.iter_mut().for_each(|part| part.push(Change::Cleared)),
         Change::Stored { blocks, parent, .. } => (blocks, *parent),
@@ -153,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn every_change_goes_to_the_shard_that_lists_its_blocks() {
+    fn changes_go_to_the_shard_of_their_blocks() {
         let mut outboxes = Outboxes::default();
         outboxes.joined(Epoch(1), 4, vec![stored(vec![block(0, 1), block(0, 2)])]);
         outboxes.push(vec![
@@ -190,6 +192,9 @@ mod tests {
         outboxes.push(vec![stored(vec![block(1, 1)])]);
         assert_eq!(outboxes.position(block(255, 9)), Some((2, Epoch(3), Seq(3))));
         assert_eq!(outboxes.position(block(1, 9)), Some((1, Epoch(3), Seq(1))));
-        assert_eq!(outboxes.positions(), Some(Point { epoch: Epoch(3), seqs: vec![Seq(1), Seq(3)] }));
+        assert_eq!(
+            outboxes.positions(),
+            Some(ShardPositions { epoch: Epoch(3), seqs: vec![Seq(1), Seq(3)] })
+        );
     }
 }

@@ -1,53 +1,55 @@
-//! What all streams to routers have in common: how one is connected, why it ends, what is said of trouble.
+//! Common parts of all streams to routers: connecting, the reasons for an end, and logging of
+//! failures.
 //!
-//! Not here: what is said on a stream (`link`, `shard`) and which router is tried next (`seek`).
+//! Not here: the messages (`link`, `shard`) and the choice of the router (`router_selector`).
 
 use std::time::Duration;
 
+use kvfleet_net::tls;
+
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_proto::tls;
 use tokio::time::timeout;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
 
-/// How long a router may take to accept a connection or a join.
+/// Timeout of a router's answer to a connection or a join.
 pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A ping on the connection, to notice a router that went silent without closing it (a partition, a
-/// stopped process): nothing else would before TCP gives up, after a quarter of an hour.
+/// Interval of keepalive pings. They detect a router that went silent without closing (partition,
+/// stopped process); TCP alone would take a quarter of an hour.
 const KEEPALIVE: Duration = Duration::from_millis(300);
 
-/// How long a router may take to answer a ping: more than a busy machine's pauses, and short against the
-/// time that an unrouted node costs.
+/// Timeout of a ping: longer than the pauses of a busy machine, short against the cost of an
+/// unrouted node.
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Messages handed to a stream and not yet taken by the connection.
-pub(super) const STREAM_AHEAD: usize = 16;
+/// Messages buffered for a stream.
+pub(super) const STREAM_BUFFER: usize = 16;
 
-/// The metadata key under which a router names the leader.
+/// Metadata key with the leader's address.
 const LEADER_KEY: &str = "kvfleet-leader";
 
 /// Why a stream ended.
 #[derive(Debug)]
-pub(super) enum Ended {
+pub(super) enum StreamEnd {
     Lost(String),
     Leader(String),
     Fenced,
-    /// Not for this node, whoever is asked.
+    /// Every router would refuse this node.
     Refused(String),
-    /// The node joined anew meanwhile.
+    /// The node joined again meanwhile.
     Rejoined,
 }
 
-/// What was said of trouble, so that each is said once.
+/// Failures already logged, so that each is logged once.
 #[derive(Debug, Default)]
-pub(super) struct Said {
+pub(super) struct LoggedTrouble {
     lost: bool,
     refused: Option<String>,
 }
 
-impl Said {
-    /// No router takes the stream.
+impl LoggedTrouble {
+    /// No router accepts the stream.
     pub(super) fn lost(&mut self, group: u16, address: &str, cause: &str) {
         if std::mem::replace(&mut self.lost, true) {
             tracing::debug!(group, address, cause, "router lost");
@@ -56,15 +58,15 @@ impl Said {
         }
     }
 
-    /// Said once, however often it is tried again and whatever else went wrong before.
+    /// The routers refuse this node. Logged once per cause, even across retries.
     pub(super) fn refused(&mut self, address: &str, cause: String) {
         if self.refused.as_ref() != Some(&cause) {
-            tracing::error!(address, cause, "the routers refuse this node: nothing is routed to it");
+            tracing::error!(address, cause, "the routers refuse this node; it receives no requests");
             self.refused = Some(cause);
         }
     }
 
-    /// A router was found.
+    /// A router accepted the stream.
     pub(super) fn found(&mut self) {
         self.lost = false;
     }
@@ -77,10 +79,10 @@ pub(super) async fn connect(
 ) -> Result<RouterClient<Channel>, String> {
     let endpoint = endpoint(address, identity)?;
     let channel = timeout(CALL_TIMEOUT, endpoint.connect()).await.map_err(|late| late.to_string())?;
-    channel.map(RouterClient::new).map_err(|cause| chain(&cause))
+    channel.map(RouterClient::new).map_err(|cause| error_chain(&cause))
 }
 
-/// A connection to a router that is made when it is first used, and again where it broke.
+/// A connection to a router that is opened on first use, and reopened after a failure.
 pub(crate) fn connect_lazily(
     address: &str,
     identity: &tls::Identity,
@@ -100,20 +102,20 @@ fn endpoint(address: &str, identity: &tls::Identity) -> Result<Endpoint, String>
         .tcp_nodelay(true))
 }
 
-/// What a refused call means.
-pub(super) fn ended(status: &Status) -> Ended {
+/// The stream's end from a refused call.
+pub(super) fn stream_end(status: &Status) -> StreamEnd {
     match status.metadata().get(LEADER_KEY).and_then(|value| value.to_str().ok()) {
-        Some(leader) if !leader.is_empty() => Ended::Leader(leader.to_owned()),
-        // Of another identity, or with the number of another node.
+        Some(leader) if !leader.is_empty() => StreamEnd::Leader(leader.to_owned()),
+        // Another identity, or the number of another node.
         _ if matches!(status.code(), Code::PermissionDenied | Code::AlreadyExists) => {
-            Ended::Refused(status.message().to_owned())
+            StreamEnd::Refused(status.message().to_owned())
         }
-        _ => Ended::Lost(format!("{}: {}", status.code(), status.message())),
+        _ => StreamEnd::Lost(format!("{}: {}", status.code(), status.message())),
     }
 }
 
 /// An error with its causes on one line.
-fn chain(error: &dyn std::error::Error) -> String {
+fn error_chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(inner) = cause {

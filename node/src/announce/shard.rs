@@ -1,7 +1,7 @@
-//! The stream that announces to one shard of the index, to whichever router leads it.
+//! The announcement stream to one shard of the index, sent to its current leader.
 //!
-//! Lives as long as the node, through all its epochs. Not here: epochs (`link`), and what is announced under
-//! which number (`outbox`).
+//! It lives as long as the node, through all epochs. Not here: epochs (`link`), and the numbering
+//! of announcements (`outbox`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,55 +15,55 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::Streaming;
 
-use super::link::{Life, Link};
-use super::outbox::Batch;
-use super::seek::Seek;
-use super::session::{CALL_TIMEOUT, Ended, STREAM_AHEAD, Said, connect, ended};
-use crate::store::Ask;
+use super::link::{Registration, RouterLink};
+use super::outbox::AnnounceBatch;
+use super::router_selector::RouterSelector;
+use super::session::{CALL_TIMEOUT, LoggedTrouble, STREAM_BUFFER, StreamEnd, connect, stream_end};
+use crate::store::StoreRequest;
 
-/// See the module.
+/// The stream of one shard; see the module.
 pub(super) struct ShardStream {
-    link: Arc<Link>,
+    link: Arc<RouterLink>,
     shard: u16,
-    seek: Seek,
-    lives: watch::Receiver<Option<Life>>,
-    /// Where epochs go that the routers call over.
+    router_selector: RouterSelector,
+    registrations: watch::Receiver<Option<Registration>>,
+    /// Receives epochs that a shard's leader fenced.
     fences: mpsc::Sender<Epoch>,
     directives_version: u64,
 }
 
 impl ShardStream {
     pub(super) fn new(
-        link: Arc<Link>,
+        link: Arc<RouterLink>,
         shard: u16,
-        lives: watch::Receiver<Option<Life>>,
+        registrations: watch::Receiver<Option<Registration>>,
         fences: mpsc::Sender<Epoch>,
     ) -> ShardStream {
-        let seek = Seek::new(&link.routers);
-        ShardStream { link, shard, seek, lives, fences, directives_version: 0 }
+        let router_selector = RouterSelector::new(&link.routers);
+        ShardStream { link, shard, router_selector, registrations, fences, directives_version: 0 }
     }
 
     pub(super) async fn run(mut self) {
-        let mut said = Said::default();
-        while let Ok(life) = self.lives.wait_for(Option::is_some).await.map(|life| *life) {
-            let Some((life, (address, wait))) = life.zip(self.seek.next()) else { return };
+        let mut said = LoggedTrouble::default();
+        while let Ok(life) = self.registrations.wait_for(Option::is_some).await.map(|life| *life) {
+            let Some((life, (address, wait))) = life.zip(self.router_selector.next_router()) else { return };
             sleep(wait).await;
-            match self.visit(&address, life.epoch).await {
-                Ended::Leader(leader) => self.seek.leader_is(&leader),
-                Ended::Fenced => {
-                    // A full queue says the same already.
+            match self.run_connection(&address, life.epoch).await {
+                StreamEnd::Leader(leader) => self.router_selector.set_leader_hint(&leader),
+                StreamEnd::Fenced => {
+                    // A full queue already holds the same information.
                     let _ = self.fences.try_send(life.epoch);
-                    if self.next_life(life).await.is_err() {
+                    if self.next_registration(life).await.is_err() {
                         return;
                     }
-                    self.seek.leader_is(&address);
+                    self.router_selector.set_leader_hint(&address);
                 }
-                Ended::Rejoined => self.seek.leader_is(&address),
-                Ended::Refused(cause) => {
+                StreamEnd::Rejoined => self.router_selector.set_leader_hint(&address),
+                StreamEnd::Refused(cause) => {
                     said.refused(&address, cause);
                     continue;
                 }
-                Ended::Lost(cause) => {
+                StreamEnd::Lost(cause) => {
                     said.lost(self.shard, &address, &cause);
                     continue;
                 }
@@ -72,18 +72,19 @@ impl ShardStream {
         }
     }
 
-    async fn next_life(&mut self, life: Life) -> Result<(), watch::error::RecvError> {
-        self.lives.wait_for(|now| *now != Some(life)).await.map(drop)
+    async fn next_registration(&mut self, life: Registration) -> Result<(), watch::error::RecvError> {
+        self.registrations.wait_for(|now| *now != Some(life)).await.map(drop)
     }
 
-    /// One connection from its opening to its end.
-    async fn visit(&mut self, address: &str, epoch: Epoch) -> Ended {
+    /// Runs one connection until it ends.
+    async fn run_connection(&mut self, address: &str, epoch: Epoch) -> StreamEnd {
         let mut client = match connect(address, &self.link.identity).await {
             Ok(client) => client,
-            Err(cause) => return Ended::Lost(cause),
+            Err(cause) => return StreamEnd::Lost(cause),
         };
-        let (send, stream) = mpsc::channel(STREAM_AHEAD);
-        // The first message says who this is, so that the leader can take the epoch over before any news.
+        let (send, stream) = mpsc::channel(STREAM_BUFFER);
+        // The first message identifies the node, so that the leader can adopt the epoch before any
+        // batch.
         let (seq, digest) = self
             .outbox(|outbox| (outbox.epoch() == Some(epoch)).then(|| outbox.acked_digest()))
             .flatten()
@@ -92,12 +93,12 @@ impl ShardStream {
         let hello = pb::Heartbeat { seq: seq.0, digest, ..pb::Heartbeat::default() };
         let hello = announce_request::Body::Heartbeat(hello);
         if send.try_send(self.link.request(self.shard, epoch, hello)).is_err() {
-            return Ended::Lost("own stream closed".to_owned());
+            return StreamEnd::Lost("own stream closed".to_owned());
         }
         match timeout(CALL_TIMEOUT, client.announce(ReceiverStream::new(stream))).await {
             Ok(Ok(replies)) => self.stream(address, epoch, &send, replies.into_inner()).await,
-            Ok(Err(status)) => ended(&status),
-            Err(_) => Ended::Lost("the announce stream was not opened in time".to_owned()),
+            Ok(Err(status)) => stream_end(&status),
+            Err(_) => StreamEnd::Lost("the announce stream was not opened in time".to_owned()),
         }
     }
 
@@ -107,10 +108,10 @@ impl ShardStream {
         epoch: Epoch,
         send: &mpsc::Sender<pb::AnnounceRequest>,
         mut replies: Streaming<pb::AnnounceReply>,
-    ) -> Ended {
+    ) -> StreamEnd {
         self.outbox(|outbox| outbox.restart());
         let mut filled = self.link.shared().filled.subscribe();
-        let mut lives = self.lives.clone();
+        let mut lives = self.registrations.clone();
         let mut hold_until = Instant::now();
         loop {
             filled.mark_unchanged();
@@ -121,15 +122,16 @@ impl ShardStream {
             }
             tokio::select! {
                 changed = filled.changed() => if changed.is_err() {
-                    return Ended::Lost("the node is stopping".to_owned());
+                    return StreamEnd::Lost("the node is stopping".to_owned());
                 },
-                () = other_life(&mut lives, epoch) => return Ended::Rejoined,
+                () = registration_changed(&mut lives, epoch) => return StreamEnd::Rejoined,
                 () = sleep_until(hold_until), if Instant::now() < hold_until => {}
                 reply = replies.message() => match reply {
                     Ok(Some(reply)) => {
-                        // Only an acknowledgement says that this router leads and knows our epoch.
+                        // Only an acknowledgement proves that this router leads the shard and knows
+                        // our epoch.
                         if matches!(reply.body, Some(announce_reply::Body::Ack(_))) {
-                            self.seek.worked(address);
+                            self.router_selector.succeeded(address);
                         }
                         match self.on_reply(epoch, reply).await {
                             Ok(Some(wait)) => hold_until = Instant::now() + wait,
@@ -137,8 +139,8 @@ impl ShardStream {
                             Err(ended) => return ended,
                         }
                     }
-                    Ok(None) => return Ended::Lost("the router closed the stream".to_owned()),
-                    Err(status) => return ended(&status),
+                    Ok(None) => return StreamEnd::Lost("the router closed the stream".to_owned()),
+                    Err(status) => return stream_end(&status),
                 },
             }
         }
@@ -152,25 +154,25 @@ impl ShardStream {
         &self,
         epoch: Epoch,
         send: &mpsc::Sender<pb::AnnounceRequest>,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), StreamEnd> {
         loop {
-            // What was filled for a later epoch must not go out under this one.
+            // Changes of a later epoch must not be sent under this one.
             let of_epoch = |outbox: &mut super::outbox::Outbox| {
                 if outbox.epoch() == Some(epoch) { outbox.next_batch() } else { None }
             };
             let Some(batch) = self.outbox(of_epoch).flatten() else { break };
             if send.send(self.request(epoch, batch)).await.is_err() {
-                return Err(Ended::Lost("stream closed".to_owned()));
+                return Err(StreamEnd::Lost("stream closed".to_owned()));
             }
         }
         if self.outbox(|outbox| outbox.stale() && outbox.epoch() == Some(epoch)).unwrap_or(false) {
-            // Answered through `filled`, which brings us back here.
+            // It signals `filled`, which continues this loop.
             self.reannounce(None).await;
         }
         Ok(())
     }
 
-    fn request(&self, epoch: Epoch, batch: Batch) -> pb::AnnounceRequest {
+    fn request(&self, epoch: Epoch, batch: AnnounceBatch) -> pb::AnnounceRequest {
         let node = self.link.record.node;
         let announcement = Announcement { node, epoch, seq: batch.seq, changes: batch.changes };
         let mut request =
@@ -181,8 +183,12 @@ impl ShardStream {
         request
     }
 
-    /// Obeys a reply. A pause to keep before sending on, or the end of the stream.
-    async fn on_reply(&mut self, epoch: Epoch, reply: pb::AnnounceReply) -> Result<Option<Duration>, Ended> {
+    /// Handles a reply. Returns a pause before the next batch, or the end of the stream.
+    async fn on_reply(
+        &mut self,
+        epoch: Epoch,
+        reply: pb::AnnounceReply,
+    ) -> Result<Option<Duration>, StreamEnd> {
         match reply.body {
             Some(announce_reply::Body::Ack(ack)) => self.acked(epoch, Seq(ack.seq)),
             Some(announce_reply::Body::Resync(resync)) => {
@@ -194,16 +200,16 @@ impl ShardStream {
                 );
                 self.reannounce((expected > 0).then_some(Seq(expected))).await;
             }
-            Some(announce_reply::Body::Fenced(_)) => return Err(Ended::Fenced),
-            Some(announce_reply::Body::NotLeader(other)) => return Err(Ended::Leader(other.address)),
+            Some(announce_reply::Body::Fenced(_)) => return Err(StreamEnd::Fenced),
+            Some(announce_reply::Body::NotLeader(other)) => return Err(StreamEnd::Leader(other.address)),
             Some(announce_reply::Body::Directives(directives)) => {
-                self.directives_version = self.link.obey(directives).await;
+                self.directives_version = self.link.apply_directives(directives).await;
             }
             Some(announce_reply::Body::Busy(busy)) => {
-                self.outbox(|outbox| outbox.again_from(Seq(busy.seq)));
+                self.outbox(|outbox| outbox.rewind_to(Seq(busy.seq)));
                 return Ok(Some(Duration::from_millis(busy.retry_after_ms.clamp(1, 1000))));
             }
-            // Of all nodes only the control group speaks.
+            // Only the control group sends the fleet's statistics.
             Some(announce_reply::Body::Fleet(_)) | None => {}
         }
         Ok(None)
@@ -214,19 +220,19 @@ impl ShardStream {
         if let Some(outbox) = outboxes.shard(self.shard).filter(|outbox| outbox.epoch() == Some(epoch)) {
             outbox.ack(seq);
         }
-        // Under the lock, so that what is told never goes back.
+        // Under the lock, so that the published positions never go back.
         self.link.shared().acked.send_replace(outboxes.acked());
     }
 
     async fn reannounce(&self, expected: Option<Seq>) {
         let shard = self.shard;
-        // Refused only while the node stops.
-        let _ = self.link.store.ask(|reply| Ask::Reannounce { shard, expected, reply }).await;
+        // Fails only while the node stops.
+        let _ = self.link.store.request(|reply| StoreRequest::Reannounce { shard, expected, reply }).await;
     }
 }
 
-/// Returns once the node has another epoch, or none.
-async fn other_life(lives: &mut watch::Receiver<Option<Life>>, epoch: Epoch) {
+/// Returns when the node has another epoch, or none.
+async fn registration_changed(lives: &mut watch::Receiver<Option<Registration>>, epoch: Epoch) {
     // The sender lives as long as this task.
     let _ = lives.wait_for(|life| life.is_none_or(|life| life.epoch != epoch)).await;
 }

@@ -1,22 +1,24 @@
-//! Size classes: which slots an arena is cut into, from the frames that a node's layout gives. Pure numbers.
+//! Size classes: the slot sizes of an arena, derived from the frame lengths of the node's layout.
+//! Arithmetic only.
 //!
-//! A node keeps blocks of one identity, so its frames have one length, or a few where a hybrid model has component
-//! groups (full attention, a sliding window, recurrent state). Each length is a class. Not here: which slot is
-//! whose (`slabs`), and where lengths come from (`config`).
+//! A node stores blocks of one identity, so its frames have one length. A hybrid model with
+//! component groups (full attention, sliding window, recurrent state) has a few. Each length is a
+//! class. Not here: the use of slots (`slabs`) and the source of lengths (`config`).
 
-/// Slots are whole pages, in bytes: what comes from SSD lands in them without a copy.
+/// Slots are whole pages, in bytes, so that SSD reads land in them without a copy.
 pub const SLOT_ALIGN_BYTES: usize = 4096;
 
-/// Classes of one arena. Public hybrids have two to four component groups.
+/// Maximum classes of one arena. Public hybrid models have two to four component groups.
 pub const CLASSES_MAX: usize = 8;
 
-/// A slab is as many slots of the largest class as leave at most this part of it, one in so many, behind the last
-/// slot of any class. With the page at a frame's end that stays below 5 % for frames of 400 KiB and more. Lengths
-/// that differ by no more than this part are one class.
+/// Inverse of the largest unused share of a slab. A slab has the number of largest slots that
+/// leaves at most 1/25 unused for every class. Lengths that differ by no more than this are one
+/// class.
 const TAIL_PARTS: usize = 25;
 
-/// A slab is no longer than this, in bytes, or than one slot of the largest class: an arena has two for each further class
-/// beside what its tier is given. Where no such slab leaves so little behind, it is the one that leaves least.
+/// Maximum slab length in bytes, unless a single slot is longer: an arena has two extra slabs per
+/// additional class. If no length meets `TAIL_PARTS`, the one with the smallest unused share is
+/// used.
 const SLAB_BYTES_MAX: usize = 256 << 20;
 
 /// One size of slots.
@@ -28,24 +30,24 @@ pub struct SizeClass {
     pub slots_per_slab: usize,
 }
 
-/// The classes of one arena, smallest first, and the slabs that all of them share.
+/// The classes of one arena, smallest first, and their common slab length.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SizeClasses {
     slab_bytes: usize,
     classes: Vec<SizeClass>,
 }
 
-/// Length of a slot for frames of up to `frame_bytes`.
+/// Slot length for frames of up to `frame_bytes`.
 #[must_use]
 pub fn slot_bytes(frame_bytes: usize) -> usize {
     frame_bytes.max(1).next_multiple_of(SLOT_ALIGN_BYTES)
 }
 
-/// Length of the slabs that slots of these lengths share: some slots of the largest.
+/// Slab length for slots of these lengths: a multiple of the largest.
 fn slab_bytes(slots: &[usize], largest: usize) -> usize {
     let counts = 1..=(SLAB_BYTES_MAX / largest).clamp(1, TAIL_PARTS);
     let lengths = counts.map(|count| largest.saturating_mul(count));
-    // Of equal slabs as parts of a slab: all lengths are products of the same one.
+    // Compare unused shares by cross-multiplication.
     let tail = |slab: usize| slots.iter().map(|slot| slab % slot).max().unwrap_or(0);
     let fits = |slab: &usize| tail(*slab) <= slab / TAIL_PARTS;
     let shortest = lengths.clone().find(fits);
@@ -54,13 +56,14 @@ fn slab_bytes(slots: &[usize], largest: usize) -> usize {
 }
 
 impl SizeClasses {
-    /// Classes for frames of these lengths in bytes; those that hardly differ are one class, of the longest of them, and
-    /// none at all is one page. Of more than [`CLASSES_MAX`] the smallest go without a class of their own.
+    /// Classes for frames of these lengths in bytes. Similar lengths share a class of the longest;
+    /// an empty list gives one page. Beyond [`CLASSES_MAX`], the smallest lengths get no class of
+    /// their own.
     #[must_use]
     pub fn new(frame_bytes: &[usize]) -> SizeClasses {
         let mut slots: Vec<usize> = frame_bytes.iter().map(|&bytes| slot_bytes(bytes)).collect();
         slots.sort_unstable_by(|a, b| b.cmp(a));
-        // The next larger one is the one that was kept last.
+        // The next larger length is the one kept last.
         slots.dedup_by(|slot, larger| *larger - *slot <= *larger / TAIL_PARTS);
         slots.truncate(CLASSES_MAX);
         slots.reverse();
@@ -79,27 +82,27 @@ impl SizeClasses {
         self.slab_bytes
     }
 
-    /// The classes, smallest first; there is at least one.
+    /// The classes, smallest first; at least one.
     #[must_use]
     pub fn list(&self) -> &[SizeClass] {
         &self.classes
     }
 
-    /// Slots of the largest class in one slab: no class has fewer.
+    /// Slots of the largest class in one slab, the minimum over all classes.
     #[must_use]
     pub fn largest_per_slab(&self) -> usize {
         self.classes.last().map_or(1, |class| class.slots_per_slab).max(1)
     }
 
-    /// The class whose slots a frame of `len` bytes takes; none when no frame may be so long.
+    /// The class for a frame of `len` bytes; `None` if it exceeds every class.
     #[must_use]
     pub fn find(&self, len: usize) -> Option<usize> {
         self.classes.iter().position(|class| len <= class.slot_bytes)
     }
 
-    /// What a frame of `len` bytes costs: its share of a slab, the tail behind the last slot included. As long as
-    /// the shares of all slots add up to no more than some slabs, those slabs and one for each further class hold
-    /// them all, however they lie after packing.
+    /// Cost of a frame of `len` bytes: its share of a slab, including the unused tail. If all
+    /// shares sum to at most N slabs, those slabs plus one for each further class suffice after
+    /// compaction, in any arrangement.
     #[must_use]
     pub fn share_bytes(&self, len: usize) -> usize {
         let class = self.find(len).and_then(|class| self.classes.get(class)).or(self.classes.last());
@@ -120,7 +123,7 @@ mod tests {
     const PAGE: usize = SLOT_ALIGN_BYTES;
 
     #[test]
-    fn one_length_is_one_class_whose_slabs_are_slots() {
+    fn one_frame_length_gives_one_class_with_single_slot_slabs() {
         for len in [1, PAGE - 1, PAGE, PAGE + 1, 2_097_716] {
             let classes = SizeClasses::new(&[len, len]);
             assert_eq!(classes.list(), [SizeClass { slot_bytes: slot_bytes(len), slots_per_slab: 1 }]);
@@ -131,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_takes_the_smallest_slot_that_it_fits() {
+    fn frame_takes_the_smallest_fitting_slot() {
         let classes = SizeClasses::new(&[10 * PAGE, 3 * PAGE, 3 * PAGE - 5]);
         let slots: Vec<usize> = classes.list().iter().map(|class| class.slot_bytes).collect();
         assert_eq!(slots, [3 * PAGE, 10 * PAGE]);
@@ -140,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn no_pair_of_sizes_wastes_more_than_its_part_behind_the_last_slot() {
+    fn slab_tail_waste_is_bounded_for_pairs_of_sizes() {
         for small in 1..=300 {
             for large in small..=300 {
                 let classes = SizeClasses::new(&[small * PAGE, large * PAGE]);
@@ -155,22 +158,23 @@ mod tests {
     }
 
     #[test]
-    fn lengths_that_hardly_differ_are_one_class() {
+    fn similar_lengths_share_a_class() {
         let slots = |pages: &[usize]| -> Vec<usize> {
             let frames: Vec<usize> = pages.iter().map(|pages| pages * PAGE).collect();
             SizeClasses::new(&frames).list().iter().map(|class| class.slot_bytes / PAGE).collect()
         };
         assert_eq!(slots(&[96, 100]), [100]);
         assert_eq!(slots(&[95, 100]), [95, 100]);
-        // Each is charged at most this part more: a chain of them is not one class.
+        // Each length is charged at most this share more, so a chain of similar lengths is not one
+        // class.
         assert_eq!(slots(&[93, 96, 98, 100]), [93, 100]);
-        // Those that are one take none of the few places.
+        // Similar lengths do not use up the limited number of classes.
         let many: Vec<usize> = (0..CLASSES_MAX).map(|number| 100 << number).chain([99, 199]).collect();
         assert_eq!(slots(&many).len(), CLASSES_MAX);
     }
 
     #[test]
-    fn what_comes_beside_the_tier_is_bounded_for_sizes_of_every_kind() {
+    fn slab_bytes_are_bounded_for_all_sizes() {
         const MIB: usize = 1 << 20;
         for largest in [1, 9, 33, 64, 300] {
             for parts in 10..100 {
@@ -178,7 +182,8 @@ mod tests {
                 assert!(classes.slab_bytes() <= SLAB_BYTES_MAX.max(largest * MIB));
                 let tail = |class: &SizeClass| classes.slab_bytes() - class.slot_bytes * class.slots_per_slab;
                 let lost = classes.list().iter().map(tail).max().unwrap_or(0);
-                // With n slots of the largest, sizes between n and n + 1 parts of n + 1 leave what they differ by.
+                // With n slots of the largest class, sizes between 1/n and 1/(n + 1) of a slab
+                // waste their difference.
                 let bound = (SLAB_BYTES_MAX / (largest * MIB) + 1).clamp(2, TAIL_PARTS);
                 assert!(lost * bound <= classes.slab_bytes(), "{largest} MiB, {parts} %");
             }
@@ -188,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn shares_never_promise_more_than_the_slabs_hold() {
+    fn shares_never_exceed_slab_capacity() {
         let classes = SizeClasses::new(&[3 * PAGE, 7 * PAGE, 16 * PAGE]);
         for class in classes.list() {
             let share = classes.share_bytes(class.slot_bytes);

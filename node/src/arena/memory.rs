@@ -1,45 +1,46 @@
-//! The arena's memory: one file without a name, mapped once, all of it there from the start.
+//! The arena's memory: one unnamed file, mapped and populated once at start.
 //!
-//! A file, and not anonymous memory, so that others on this host can be given it to read where it is. Its size is sealed,
-//! or whoever holds it could cut it off under our feet, and so is writing by anybody but this mapping; and that nobody
-//! seals more of it. In huge pages where the machine has set some aside. Not here: what lies where (`super`).
+//! A file instead of anonymous memory, so that local processes can map it and read in place. Its
+//! size is sealed against truncation by them, writing is sealed except by this mapping, and further
+//! seals are forbidden. Huge pages are used if the machine has reserved some. Not here: the layout
+//! (`super`).
 
 use std::ptr::NonNull;
 
-/// Size of a huge page on the machines that have them set aside by default, in bytes.
+/// Default huge page size, in bytes.
 #[cfg(not(miri))]
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Memory in small pages that devices are asked to keep mapped, in bytes.
+/// Maximum memory in small pages that devices may register, in bytes.
 const SMALL_PAGES_REGISTERED_MAX: usize = 16 << 30;
 
-/// Shared memory, zeroed, given back when dropped.
+/// Shared memory, zeroed, unmapped when dropped.
 #[derive(Debug)]
-pub(super) struct Memory {
+pub(super) struct ArenaMemory {
     base: NonNull<u8>,
     len: usize,
     is_huge: bool,
-    /// No mapping but ours will ever write it, whoever is given the file.
+    /// No mapping except ours can write, even for holders of the file.
     #[cfg(not(miri))]
     is_sealed: bool,
     #[cfg(not(miri))]
     file: std::os::fd::OwnedFd,
 }
 
-// SAFETY: the mapping is plain memory without thread affinity; who may touch which range is governed
-// by the slots.
-unsafe impl Send for Memory {}
+// SAFETY: the mapping is plain memory without thread affinity; the slots govern which thread may
+// access which range.
+unsafe impl Send for ArenaMemory {}
 // SAFETY: as above.
-unsafe impl Sync for Memory {}
+unsafe impl Sync for ArenaMemory {}
 
-impl Memory {
-    /// At least `len` bytes.
+impl ArenaMemory {
+    /// Maps at least `len` bytes.
     ///
     /// # Errors
-    /// When the machine has not so much, or what the system said when it refused.
+    /// The machine has too little memory, or another system error.
     #[cfg(not(miri))]
-    pub(super) fn new(len: usize) -> std::io::Result<Memory> {
-        match Memory::huge(len) {
+    pub(super) fn new(len: usize) -> std::io::Result<ArenaMemory> {
+        match ArenaMemory::huge(len) {
             Ok(memory) => {
                 tracing::info!(bytes = memory.len, "the arena lies in huge pages");
                 return Ok(memory);
@@ -53,7 +54,7 @@ impl Memory {
         }
         let file = rustix::fs::memfd_create(NAME, flags())?;
         rustix::fs::ftruncate(&file, len as u64)?;
-        let mut memory = Memory::map(file, len)?;
+        let mut memory = ArenaMemory::map(file, len)?;
         if memory.is_advised() {
             tracing::info!(bytes = len, "the arena lies in huge pages as far as the system finds some");
         } else {
@@ -67,16 +68,16 @@ impl Memory {
         Ok(memory)
     }
 
-    /// From the huge pages that are set aside, if they are enough.
+    /// Maps reserved huge pages, if there are enough.
     #[cfg(not(miri))]
-    fn huge(len: usize) -> std::io::Result<Memory> {
+    fn huge(len: usize) -> std::io::Result<ArenaMemory> {
         use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, ftruncate, memfd_create};
         let len = len.checked_next_multiple_of(HUGE_PAGE_BYTES).ok_or(std::io::ErrorKind::OutOfMemory)?;
         let file = memfd_create(NAME, flags() | MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB)?;
         ftruncate(&file, len as u64)?;
-        // Takes the pages now: one that is missing later would end the process.
+        // Allocates the pages now: a missing page later would kill the process.
         fallocate(&file, FallocateFlags::empty(), 0, len as u64)?;
-        let mut memory = Memory::map(file, len)?;
+        let mut memory = ArenaMemory::map(file, len)?;
         memory.is_huge = true;
         memory.populate()?;
         memory.seal()?;
@@ -84,17 +85,17 @@ impl Memory {
     }
 
     #[cfg(not(miri))]
-    fn map(file: std::os::fd::OwnedFd, len: usize) -> std::io::Result<Memory> {
+    fn map(file: std::os::fd::OwnedFd, len: usize) -> std::io::Result<ArenaMemory> {
         use rustix::mm::{MapFlags, ProtFlags, mmap};
         let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing, and the file is ours alone
-        // until it is sealed.
+        // SAFETY: a fresh mapping at an address of the kernel's choice has no aliases, and only we
+        // hold the file until it is sealed.
         let base = unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0)? };
         let base = NonNull::new(base.cast()).ok_or(std::io::ErrorKind::OutOfMemory)?;
-        Ok(Memory { base, len, is_huge: false, is_sealed: false, file })
+        Ok(ArenaMemory { base, len, is_huge: false, is_sealed: false, file })
     }
 
-    /// Asks for huge pages; whether the system gives any to shared memory that asks.
+    /// Requests huge pages. Returns whether the system grants them to shared memory.
     #[cfg(not(miri))]
     fn is_advised(&self) -> bool {
         use rustix::mm::{Advice, madvise};
@@ -105,11 +106,11 @@ impl Memory {
             && ["[always]", "[within_size]", "[advise]", "[force]"].iter().any(|on| chosen.contains(on))
     }
 
-    /// Pages that are only found missing under load would end the process in the middle of a save.
+    /// A page found missing under load would kill the process during a save.
     #[cfg(not(miri))]
     fn populate(&self) -> std::io::Result<()> {
         use rustix::mm::{Advice, madvise};
-        // SAFETY: the range is the mapping; populating it writes nothing that anyone reads.
+        // SAFETY: the range is the mapping; populating it changes no bytes that are read.
         match unsafe { madvise(self.base.as_ptr().cast(), self.len, Advice::LinuxPopulateWrite) } {
             Ok(()) => Ok(()),
             Err(rustix::io::Errno::INVAL) => {
@@ -126,21 +127,21 @@ impl Memory {
     fn seal(&mut self) -> std::io::Result<()> {
         use rustix::fs::{SealFlags, fcntl_add_seals};
         fcntl_add_seals(&self.file, SealFlags::GROW | SealFlags::SHRINK)?;
-        // Kernels before 5.1 do not know it.
+        // Kernels before 5.1 do not support it.
         match fcntl_add_seals(&self.file, SealFlags::FUTURE_WRITE) {
             Ok(()) => self.is_sealed = true,
             Err(cause) => {
-                tracing::debug!(%cause, "the arena cannot be sealed against writers: nobody is given it to read");
+                tracing::debug!(%cause, "the arena cannot be sealed against writers, so it is not shared with other processes");
             }
         }
-        // Last: who opens the file anew could seal it against us.
+        // Last: a process that reopens the file could seal it against us.
         Ok(fcntl_add_seals(&self.file, SealFlags::SEAL)?)
     }
 
-    /// A handle by which the memory can be mapped and only be read.
+    /// A read-only handle for mapping the memory.
     ///
     /// # Errors
-    /// What the system said; and where it cannot keep a reader from opening the file anew, to write it.
+    /// A system error, or a kernel that cannot keep a reader from reopening the file for writing.
     #[cfg(not(miri))]
     pub(super) fn reader(&self) -> std::io::Result<std::os::fd::OwnedFd> {
         use std::os::fd::AsRawFd;
@@ -158,47 +159,47 @@ impl Memory {
         Err(std::io::ErrorKind::Unsupported.into())
     }
 
-    /// How long it is, in bytes.
+    /// Length in bytes.
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
     #[cfg(miri)]
-    pub(super) fn new(len: usize) -> std::io::Result<Memory> {
+    pub(super) fn new(len: usize) -> std::io::Result<ArenaMemory> {
         let memory = Box::leak(vec![0u8; len].into_boxed_slice());
-        Ok(Memory { base: NonNull::from(memory).cast(), len, is_huge: false })
+        Ok(ArenaMemory { base: NonNull::from(memory).cast(), len, is_huge: false })
     }
 
-    /// Where it lies, if a device may be asked to keep all of it mapped: that takes 16 bytes of the kernel's memory for
-    /// each page and device, and a moment for each at start.
+    /// Address and length, if a device may register all of it: each page takes 16 bytes of kernel
+    /// memory per device, and time at start.
     pub(super) fn registrable(&self) -> Option<(*mut u8, usize)> {
         (self.is_huge || self.len <= SMALL_PAGES_REGISTERED_MAX).then_some((self.base.as_ptr(), self.len))
     }
 
-    /// Where it lies, and how long it is.
+    /// Address and length.
     #[cfg(feature = "rdma")]
     pub(super) fn range(&self) -> (NonNull<u8>, usize) {
         (self.base, self.len)
     }
 
-    /// The offset of the byte at an address; none when it lies elsewhere.
+    /// Offset of an address; `None` if it is outside.
     pub(super) fn offset_of(&self, address: *const u8) -> Option<usize> {
         address.addr().checked_sub(self.base.as_ptr().addr()).filter(|offset| *offset < self.len)
     }
 
-    /// Where the byte with this offset lies.
+    /// Address of an offset.
     pub(super) fn at(&self, offset: usize) -> *mut u8 {
         debug_assert!(offset < self.len);
-        // SAFETY: callers pass the offset of a slot that was given out, which lies inside the mapping.
+        // SAFETY: callers pass the offset of a slot in use, which lies inside the mapping.
         unsafe { self.base.as_ptr().add(offset) }
     }
 }
 
-/// Shown by the system beside the mapping.
+/// Name shown by the system for the mapping.
 #[cfg(not(miri))]
 const NAME: &str = "kvfleet-arena";
 
-/// Where the system says whether shared memory gets huge pages.
+/// System setting for huge pages in shared memory.
 #[cfg(not(miri))]
 const SHMEM_HUGE: &str = "/sys/kernel/mm/transparent_hugepage/shmem_enabled";
 
@@ -207,7 +208,7 @@ fn flags() -> rustix::fs::MemfdFlags {
     rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING
 }
 
-/// Memory that can be had without swapping, as the kernel estimates it; nothing where it does not say.
+/// Memory available without swapping, as the kernel estimates it; `None` if unknown.
 #[cfg(not(miri))]
 fn available_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
@@ -215,10 +216,11 @@ fn available_bytes() -> Option<u64> {
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-impl Drop for Memory {
+impl Drop for ArenaMemory {
     fn drop(&mut self) {
         #[cfg(not(miri))]
-        // SAFETY: base and len are those of the mapping, and no slot is left: each holds the `Arc`.
+        // SAFETY: base and len are those of the mapping, and no slot is left, because each holds
+        // the `Arc`.
         if let Err(cause) = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.len) } {
             tracing::warn!(%cause, "the arena could not be unmapped");
         }
@@ -241,13 +243,13 @@ mod tests {
     const LEN: usize = HUGE_PAGE_BYTES;
 
     #[test]
-    fn a_reader_sees_what_is_written_and_can_change_nothing() {
-        let memory = Memory::new(LEN).unwrap();
+    fn reader_sees_writes_and_cannot_write() {
+        let memory = ArenaMemory::new(LEN).unwrap();
         let reader = memory.reader().unwrap();
         // SAFETY: a fresh mapping of the whole file, which cannot shrink.
         let seen = unsafe { mmap(std::ptr::null_mut(), LEN, ProtFlags::READ, MapFlags::SHARED, &reader, 0) }
             .unwrap();
-        // SAFETY: inside our mapping, which nobody else writes.
+        // SAFETY: inside our mapping, without another writer.
         unsafe { memory.at(4097).write(7) };
         // SAFETY: inside the reader's mapping, which lives until it is unmapped below.
         assert_eq!(unsafe { seen.cast::<u8>().add(4097).read_volatile() }, 7);
@@ -261,27 +263,27 @@ mod tests {
             // SAFETY: as above; it is refused.
             assert!(unsafe { mmap(std::ptr::null_mut(), LEN, writable, MapFlags::SHARED, file, 0) }.is_err());
             assert!(ftruncate(file, 0).is_err());
-            // Not even one that is there already: nobody seals anything any more.
+            // Not even a seal that is set already: sealing is forbidden.
             assert_eq!(fcntl_add_seals(file, SealFlags::GROW), Err(rustix::io::Errno::PERM));
         }
         let all = SealFlags::GROW | SealFlags::SHRINK | SealFlags::FUTURE_WRITE | SealFlags::SEAL;
         assert_eq!(fcntl_get_seals(&reader), Ok(all));
         assert!(rustix::io::pwrite(&again, &[1], 0).is_err());
         assert!(fallocate(&again, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, 4096).is_err());
-        // SAFETY: the reader's mapping, which nothing refers to any more.
+        // SAFETY: the reader's mapping, without remaining references.
         unsafe { munmap(seen, LEN) }.unwrap();
     }
 
     #[test]
-    fn memory_that_readers_could_write_is_given_to_none() {
-        let mut memory = Memory::new(LEN).unwrap();
+    fn unsealed_memory_is_not_shared() {
+        let mut memory = ArenaMemory::new(LEN).unwrap();
         memory.is_sealed = false;
         says("memory that a kernel cannot seal against writers", &memory.reader().unwrap_err(), &[]);
     }
 
     #[test]
-    fn more_than_the_machine_has_is_refused_at_start() {
-        let cause = Memory::new(1 << 44).unwrap_err().to_string();
+    fn more_memory_than_available_is_refused() {
+        let cause = ArenaMemory::new(1 << 44).unwrap_err().to_string();
         assert!(cause.contains("bytes available"), "{cause}");
     }
 }

@@ -1,9 +1,11 @@
-//! Which slots of an arena are whose: slabs, their lists, and counts. Pure: places in, places out, no memory.
+//! Slab allocation: which slots of an arena are in use, with lists and counts. Pure: no memory
+//! access.
 //!
-//! A slab belongs to the class that took it when it was empty, and to nobody again when its last slot comes back.
-//! Slabs with room stand in a list for their class and for how full they are; a slot is taken from the fullest,
-//! so that the emptiest have a chance to become empty. Every call costs the same few steps whatever the arena's size;
-//! [`Slabs::vacate`] also reads the slots of a few slabs. Not here: the bytes (`super`), and when to pack (`store`).
+//! A class takes an empty slab, and the slab is empty again when its last slot is freed. Slabs with
+//! free slots are listed by class and fill level. A slot is taken from the fullest slab, so that
+//! the emptiest ones can drain. Every call takes a constant number of steps;
+//! [`Slabs::start_vacating`] also scans the slots of a few slabs. Not here: the bytes (`super`) and
+//! the time of compaction (`store`).
 
 use super::Purpose;
 use super::classes::{SizeClass, SizeClasses};
@@ -11,25 +13,25 @@ use super::classes::{SizeClass, SizeClasses};
 /// No slab, no slot, no owner.
 const NONE: u32 = u32::MAX;
 
-/// Lists of each class, by how full their slabs are.
-const FILLS: usize = 4;
+/// Lists per class, by fill level.
+const FILL_LEVELS: usize = 4;
 
-/// Slabs of one list that are looked at, at most, for one that can be emptied now. The next call begins behind them.
-const TRIES: usize = 4;
+/// Maximum slabs of one list examined for one that can be vacated. The next call begins after them.
+const CANDIDATES_PER_LIST: usize = 4;
 
-/// A slot: which slab, which slot of it.
+/// A slot: its slab and its index in the slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Place {
+pub(crate) struct SlotId {
     pub(crate) slab: u32,
     pub(crate) slot: u32,
 }
 
-/// A slot's state; those behind the last that was ever used have none.
+/// State of a slot. Slots beyond the highest ever used have none.
 #[derive(Clone, Copy, Debug)]
-enum Slot {
-    /// Free, and the free slot after it.
+enum SlotState {
+    /// Free, with the next free slot.
     Free { next: u32 },
-    /// Given out, and what it holds, once that is known.
+    /// In use, with its owner once known.
     Used { owner: u32 },
 }
 
@@ -37,33 +39,33 @@ enum Slot {
 struct Slab {
     class: usize,
     used: u32,
-    slots: Vec<Slot>,
+    slots: Vec<SlotState>,
     free: u32,
-    /// The list it stands in; none when it is full, empty or being vacated.
+    /// The list it is in; `None` if it is full, empty or being vacated.
     list: Option<usize>,
     before: u32,
     after: u32,
-    /// Gives no slots: what it holds is moved elsewhere.
-    leaving: bool,
+    /// Provides no slots, because its frames are being moved elsewhere.
+    vacating: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct List {
+struct SlabList {
     first: u32,
     last: u32,
 }
 
-/// What one class has.
+/// Usage of one class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ClassUse {
-    /// Slabs that belong to it.
+    /// Slabs it owns.
     pub slabs: usize,
-    /// Slots that are given out.
+    /// Slots in use.
     pub used_slots: usize,
-    /// Frames in them, in bytes.
+    /// Bytes of frames in them.
     pub frame_bytes: usize,
-    /// Slots of slabs being vacated that are free, and cannot be had.
-    leaving_slots: usize,
+    /// Free slots in a slab being vacated, which cannot be taken.
+    vacating_slots: usize,
 }
 
 /// All slabs of an arena.
@@ -71,60 +73,60 @@ pub struct ClassUse {
 pub(crate) struct Slabs {
     classes: Vec<SizeClass>,
     uses: Vec<ClassUse>,
-    /// Those that were used before; there may be more, up to `count`.
+    /// Slabs ever used; more may be created, up to `count`.
     slabs: Vec<Slab>,
     count: usize,
     reserve: usize,
     empty: Vec<u32>,
-    /// The slab that is being vacated; one at a time, so that no others stand idle meanwhile.
-    leaving: Option<u32>,
-    lists: Vec<List>,
-    /// Links changed and slots looked at, so that tests see what a call costs.
+    /// The slab being vacated; one at a time, so that others stay usable.
+    vacating: Option<u32>,
+    lists: Vec<SlabList>,
+    /// Links changed and slots scanned, for tests of a call's cost.
     #[cfg(test)]
     pub(crate) steps: usize,
 }
 
 impl Slabs {
-    /// `count` empty slabs, of which saves leave `reserve` alone.
+    /// `count` empty slabs; saves leave `reserve` of them.
     pub(crate) fn new(classes: &SizeClasses, count: usize, reserve: usize) -> Slabs {
         let classes = classes.list().to_vec();
         Slabs {
             uses: vec![ClassUse::default(); classes.len()],
-            lists: vec![List { first: NONE, last: NONE }; classes.len() * FILLS],
+            lists: vec![SlabList { first: NONE, last: NONE }; classes.len() * FILL_LEVELS],
             classes,
             slabs: Vec::new(),
             count: count.min(NONE as usize),
             reserve,
             empty: Vec::new(),
-            leaving: None,
+            vacating: None,
             #[cfg(test)]
             steps: 0,
         }
     }
 
-    /// A slot of this class for a frame of `len` bytes.
-    pub(crate) fn take(&mut self, class: usize, len: usize, purpose: Purpose) -> Option<Place> {
-        let (may_fill, may_open) = self.allowed(purpose);
+    /// Takes a slot of this class for a frame of `len` bytes.
+    pub(crate) fn take(&mut self, class: usize, len: usize, purpose: Purpose) -> Option<SlotId> {
+        let (may_fill, may_open) = self.permissions(purpose);
         let slab = self.fullest(class).filter(|_| may_fill);
-        let slab = slab.or_else(|| may_open.then(|| self.open(class)).flatten())?;
-        self.fill(slab, len)
+        let slab = slab.or_else(|| may_open.then(|| self.assign_slab(class)).flatten())?;
+        self.take_from(slab, len)
     }
 
-    /// A slot of the slabs that the class has already: what is moved there empties another one.
-    pub(crate) fn take_elsewhere(&mut self, class: usize, len: usize) -> Option<Place> {
+    /// Takes a slot of the class's existing slabs: a moved frame must not open another slab.
+    pub(crate) fn take_elsewhere(&mut self, class: usize, len: usize) -> Option<SlotId> {
         let slab = self.fullest(class)?;
-        self.fill(slab, len)
+        self.take_from(slab, len)
     }
 
-    /// Whether [`Self::take`] would give a slot of this class now.
+    /// Whether [`Self::take`] would return a slot of this class now.
     pub(crate) fn has_room(&self, class: usize, purpose: Purpose) -> bool {
-        let (may_fill, may_open) = self.allowed(purpose);
+        let (may_fill, may_open) = self.permissions(purpose);
         may_open || (may_fill && self.fullest(class).is_some())
     }
 
-    /// Whether slots of slabs in use may be taken, and whether an empty slab may be. Saves also leave slots of slabs in
-    /// use alone while the reserve is not whole: what they hold is what packing makes it whole of.
-    fn allowed(&self, purpose: Purpose) -> (bool, bool) {
+    /// Whether slots of used slabs may be taken, and whether an empty slab may be. Below the
+    /// reserve, saves take neither: compaction needs the free slots to restore it.
+    fn permissions(&self, purpose: Purpose) -> (bool, bool) {
         let kept = match purpose {
             Purpose::Save => self.reserve,
             Purpose::Prefetch => self.reserve / 2,
@@ -134,61 +136,67 @@ impl Slabs {
         (left >= kept, left > kept)
     }
 
-    /// Takes a slot back that held a frame of `len` bytes.
-    pub(crate) fn give_back(&mut self, place: Place, len: usize) {
+    /// Frees a slot that held a frame of `len` bytes.
+    pub(crate) fn release(&mut self, place: SlotId, len: usize) {
         let Some(slab) = self.slabs.get_mut(place.slab as usize) else { return };
         let Some(slot) = slab.slots.get_mut(place.slot as usize) else { return };
-        *slot = Slot::Free { next: slab.free };
+        *slot = SlotState::Free { next: slab.free };
         slab.free = place.slot;
         slab.used -= 1;
-        let (class, used, leaving) = (slab.class, slab.used, slab.leaving);
+        let (class, used, leaving) = (slab.class, slab.used, slab.vacating);
         let uses = &mut self.uses[class];
         uses.used_slots -= 1;
         uses.frame_bytes -= len;
-        uses.leaving_slots += usize::from(leaving);
-        if used == 0 { self.close(place.slab) } else { self.list(place.slab) }
+        uses.vacating_slots += usize::from(leaving);
+        if used == 0 { self.release_slab(place.slab) } else { self.list(place.slab) }
     }
 
-    /// Says what a slot holds.
-    pub(crate) fn set_owner(&mut self, place: Place, owner: u32) {
+    /// Sets the owner of a slot.
+    pub(crate) fn set_owner(&mut self, place: SlotId, owner: u32) {
         let slab = self.slabs.get_mut(place.slab as usize);
-        if let Some(slot @ Slot::Used { .. }) = slab.and_then(|slab| slab.slots.get_mut(place.slot as usize))
+        if let Some(slot @ SlotState::Used { .. }) =
+            slab.and_then(|slab| slab.slots.get_mut(place.slot as usize))
         {
-            *slot = Slot::Used { owner };
+            *slot = SlotState::Used { owner };
         }
     }
 
-    /// What a slot holds, as far as it was said.
-    pub(crate) fn owner(&self, place: Place) -> Option<u32> {
+    /// The owner of a slot, if known.
+    pub(crate) fn owner(&self, place: SlotId) -> Option<u32> {
         match self.slabs.get(place.slab as usize)?.slots.get(place.slot as usize)? {
-            Slot::Used { owner } => Some(*owner).filter(|owner| *owner != NONE),
-            Slot::Free { .. } => None,
+            SlotState::Used { owner } => Some(*owner).filter(|owner| *owner != NONE),
+            SlotState::Free { .. } => None,
         }
     }
 
-    /// The class of a slab that is in use.
+    /// The class of a slab in use.
     pub(crate) fn class_of(&self, slab: u32) -> Option<usize> {
         self.slabs.get(slab as usize).filter(|slab| slab.used > 0).map(|slab| slab.class)
     }
 
-    /// The slab whose frames are to be moved elsewhere.
+    /// The slab being vacated.
     #[cfg(test)]
-    pub(crate) fn leaving(&self) -> Option<u32> {
-        self.leaving
+    pub(crate) fn vacating(&self) -> Option<u32> {
+        self.vacating
     }
 
-    /// When fewer slabs are empty than the reserve and one for a save: chooses one to be emptied, whose frames find
-    /// room in other slabs of their class, and says whose they are. Until it is empty it gives no slots.
+    /// If the empty slabs do not exceed the reserve, chooses a slab to vacate and returns its
+    /// owners. Its frames fit into other slabs of their class. Until it is empty it provides no
+    /// slots.
     ///
-    /// `is_movable` says of a slot, its class and its owner whether it comes back as soon as its frame is moved. A slab
-    /// with any that does not is left alone: what is read, or still written, would keep all of it from everybody.
-    /// A slab that was begun comes first, and stays after all when that has changed.
-    pub(crate) fn vacate(&mut self, is_movable: impl Fn(usize, Place, u32) -> bool) -> Option<Vec<u32>> {
-        if let Some(slab) = self.leaving {
-            if self.empty_slabs() <= self.reserve && self.can_leave(slab, &is_movable) {
+    /// `is_movable` tells for a slot, its class and its owner whether the slot is freed as soon as
+    /// its frame is moved. A slab with any other slot is skipped: a frame being read or written
+    /// would block the whole slab. A slab already chosen comes first, and is cancelled if that has
+    /// changed.
+    pub(crate) fn start_vacating(
+        &mut self,
+        is_movable: impl Fn(usize, SlotId, u32) -> bool,
+    ) -> Option<Vec<u32>> {
+        if let Some(slab) = self.vacating {
+            if self.empty_slabs() <= self.reserve && self.can_vacate(slab, &is_movable) {
                 return Some(self.owners(slab));
             }
-            self.stay();
+            self.cancel_vacating();
         }
         if self.empty_slabs() > self.reserve {
             return None;
@@ -197,62 +205,62 @@ impl Slabs {
         let candidates: Vec<u32> = classes.filter_map(|class| self.emptiest(class, &is_movable)).collect();
         let slab = candidates.into_iter().min_by_key(|slab| self.move_bytes(*slab))?;
         self.unlist(slab);
-        self.leaving = Some(slab);
+        self.vacating = Some(slab);
         let taken = &mut self.slabs[slab as usize];
-        taken.leaving = true;
+        taken.vacating = true;
         let free = self.classes[taken.class].slots_per_slab - taken.used as usize;
-        self.uses[taken.class].leaving_slots += free;
+        self.uses[taken.class].vacating_slots += free;
         Some(self.owners(slab))
     }
 
-    /// The slab is not to be emptied after all.
-    pub(crate) fn stay(&mut self) {
-        let Some(slab) = self.leaving.take() else { return };
+    /// Cancels vacating.
+    pub(crate) fn cancel_vacating(&mut self) {
+        let Some(slab) = self.vacating.take() else { return };
         let Some(taken) = self.slabs.get_mut(slab as usize) else { return };
-        taken.leaving = false;
+        taken.vacating = false;
         let free = self.classes[taken.class].slots_per_slab - taken.used as usize;
-        self.uses[taken.class].leaving_slots -= free;
+        self.uses[taken.class].vacating_slots -= free;
         self.list(slab);
     }
 
     fn owners(&self, slab: u32) -> Vec<u32> {
         let owners = self.slabs[slab as usize].slots.iter().filter_map(|slot| match slot {
-            Slot::Used { owner } if *owner != NONE => Some(*owner),
+            SlotState::Used { owner } if *owner != NONE => Some(*owner),
             _ => None,
         });
         owners.collect()
     }
 
-    /// Whether all slots of a slab come back as soon as their frames are moved.
-    fn can_leave(&self, number: u32, is_movable: &impl Fn(usize, Place, u32) -> bool) -> bool {
+    /// Whether all slots of a slab are freed as soon as their frames are moved.
+    fn can_vacate(&self, number: u32, is_movable: &impl Fn(usize, SlotId, u32) -> bool) -> bool {
         let slab = &self.slabs[number as usize];
         (0..).zip(&slab.slots).all(|(slot, state)| match state {
-            Slot::Used { owner } => {
-                *owner != NONE && is_movable(slab.class, Place { slab: number, slot }, *owner)
+            SlotState::Used { owner } => {
+                *owner != NONE && is_movable(slab.class, SlotId { slab: number, slot }, *owner)
             }
-            Slot::Free { .. } => true,
+            SlotState::Free { .. } => true,
         })
     }
 
-    /// Slabs that belong to no class.
+    /// Slabs that no class owns.
     pub(crate) fn empty_slabs(&self) -> usize {
         self.count - self.slabs.len() + self.empty.len()
     }
 
-    /// Slabs in all, and how many of them saves leave alone.
+    /// Total number of slabs, and the reserve.
     pub(crate) fn counts(&self) -> (usize, usize) {
         (self.count, self.reserve)
     }
 
-    /// What the classes have, in their order.
+    /// Usage of the classes, in their order.
     pub(crate) fn uses(&self) -> &[ClassUse] {
         &self.uses
     }
 
-    /// The free slots of a class that can be had would hold all that a slab holds, beside one slab's own.
+    /// Whether the class's usable free slots amount to a whole slab.
     fn can_spare_a_slab(&self, class: usize) -> bool {
         let (per_slab, uses) = (self.classes[class].slots_per_slab, self.uses[class]);
-        per_slab > 1 && uses.slabs * per_slab - uses.used_slots - uses.leaving_slots >= per_slab
+        per_slab > 1 && uses.slabs * per_slab - uses.used_slots - uses.vacating_slots >= per_slab
     }
 
     fn move_bytes(&self, slab: u32) -> usize {
@@ -261,21 +269,25 @@ impl Slabs {
     }
 
     fn fullest(&self, class: usize) -> Option<u32> {
-        self.lists[class * FILLS..][..FILLS].iter().rev().map(|list| list.first).find(|slab| *slab != NONE)
+        self.lists[class * FILL_LEVELS..][..FILL_LEVELS]
+            .iter()
+            .rev()
+            .map(|list| list.first)
+            .find(|slab| *slab != NONE)
     }
 
-    /// The emptiest slab of a class that can be emptied now. Those that cannot go to the end of their list.
-    fn emptiest(&mut self, class: usize, is_movable: &impl Fn(usize, Place, u32) -> bool) -> Option<u32> {
+    /// The emptiest slab of a class that can be vacated now. Others move to the end of their list.
+    fn emptiest(&mut self, class: usize, is_movable: &impl Fn(usize, SlotId, u32) -> bool) -> Option<u32> {
         if !self.can_spare_a_slab(class) {
             return None;
         }
-        for list in class * FILLS..(class + 1) * FILLS {
-            for _ in 0..TRIES {
+        for list in class * FILL_LEVELS..(class + 1) * FILL_LEVELS {
+            for _ in 0..CANDIDATES_PER_LIST {
                 let slab = self.lists[list].first;
                 if slab == NONE {
                     break;
                 }
-                if self.can_leave(slab, is_movable) {
+                if self.can_vacate(slab, is_movable) {
                     return Some(slab);
                 }
                 self.unlist(slab);
@@ -285,13 +297,13 @@ impl Slabs {
         None
     }
 
-    /// An empty slab becomes one of this class.
-    fn open(&mut self, class: usize) -> Option<u32> {
+    /// Assigns an empty slab to this class.
+    fn assign_slab(&mut self, class: usize) -> Option<u32> {
         let slab = self.empty.pop().or_else(|| {
             let fresh = u32::try_from(self.slabs.len()).ok().filter(|_| self.slabs.len() < self.count)?;
             let (slots, list) = (Vec::new(), None);
             let slab =
-                Slab { class, used: 0, slots, free: NONE, list, before: NONE, after: NONE, leaving: false };
+                Slab { class, used: 0, slots, free: NONE, list, before: NONE, after: NONE, vacating: false };
             self.slabs.push(slab);
             Some(fresh)
         })?;
@@ -300,28 +312,28 @@ impl Slabs {
         Some(slab)
     }
 
-    /// The last slot came back: the slab is nobody's.
-    fn close(&mut self, number: u32) {
+    /// Releases a slab after its last slot was freed.
+    fn release_slab(&mut self, number: u32) {
         self.unlist(number);
         let slab = &mut self.slabs[number as usize];
         slab.slots.clear();
         slab.free = NONE;
         let uses = &mut self.uses[slab.class];
         uses.slabs -= 1;
-        if std::mem::take(&mut slab.leaving) {
-            self.leaving = None;
-            uses.leaving_slots -= self.classes[slab.class].slots_per_slab;
+        if std::mem::take(&mut slab.vacating) {
+            self.vacating = None;
+            uses.vacating_slots -= self.classes[slab.class].slots_per_slab;
         }
         self.empty.push(number);
     }
 
-    /// Gives out a slot of a slab that has one.
-    fn fill(&mut self, number: u32, len: usize) -> Option<Place> {
+    /// Takes a slot of a slab that has a free one.
+    fn take_from(&mut self, number: u32, len: usize) -> Option<SlotId> {
         let slab = self.slabs.get_mut(number as usize)?;
-        let used = Slot::Used { owner: NONE };
+        let used = SlotState::Used { owner: NONE };
         let slot = match slab.slots.get_mut(slab.free as usize) {
             Some(free) => {
-                let Slot::Free { next } = std::mem::replace(free, used) else { return None };
+                let SlotState::Free { next } = std::mem::replace(free, used) else { return None };
                 std::mem::replace(&mut slab.free, next)
             }
             None => {
@@ -334,15 +346,15 @@ impl Slabs {
         uses.used_slots += 1;
         uses.frame_bytes += len;
         self.list(number);
-        Some(Place { slab: number, slot })
+        Some(SlotId { slab: number, slot })
     }
 
-    /// Brings a slab into the list where it belongs now.
+    /// Moves a slab to the list of its current fill level.
     fn list(&mut self, number: u32) {
         let slab = &self.slabs[number as usize];
         let (used, all) = (slab.used as usize, self.classes[slab.class].slots_per_slab);
-        let wanted =
-            (!slab.leaving && used > 0 && used < all).then(|| slab.class * FILLS + used * FILLS / all);
+        let wanted = (!slab.vacating && used > 0 && used < all)
+            .then(|| slab.class * FILL_LEVELS + used * FILL_LEVELS / all);
         if slab.list == wanted {
             return;
         }

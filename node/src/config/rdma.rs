@@ -1,6 +1,7 @@
-//! Keys of what a node offers by RDMA.
+//! Configuration keys of the node's RDMA offer.
 //!
-//! Not here: whether there is a device (`crate::rdma` finds out at start, and a node without one serves all the same).
+//! Not here: device discovery (`crate::rdma` opens the devices at start; a node without one serves
+//! without RDMA).
 
 use std::net::IpAddr;
 
@@ -8,33 +9,35 @@ use serde::{Deserialize, Serialize};
 
 use super::{ConfigError, NodeConfig, wrong};
 
-/// What queue pairs and their buffers take beside a connection's tray, in bytes, generously.
+/// Memory of queue pairs and their buffers beside a connection's bounce buffer, in bytes, rounded
+/// up.
 const LINK_BYTES: u64 = 256 << 10;
 
 /// One-sided reads and writes by network cards.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RdmaSection {
-    /// Whether it is offered to clients that come over TCP. Needs a build with the feature `rdma`. A node that finds no device
-    /// says so and serves without.
+    /// Whether RDMA is offered to clients that connect over TCP. Needs a build with the feature
+    /// `rdma`. A node without a device logs that and serves without RDMA.
     pub enabled: bool,
-    /// The device's name, such as `mlx5_0`; the best there is when nothing is said.
+    /// Device name, such as `mlx5_0`; by default the best one.
     pub device: Option<String>,
-    /// Further devices: each port of all of them is a rail; `all` for every device there is. Clients use the rails side by side, and
-    /// another where one fails.
+    /// Further devices; `all` for every device. Each port of each device is a rail. Clients use the
+    /// rails in parallel, and another one if a rail fails.
     pub devices: Vec<String>,
-    /// The address of the device's port; for an IPv4 address, that of its network interface.
+    /// Address of the device's port; for an IPv4 address, that of its network interface.
     pub address: Option<IpAddr>,
-    /// Whether clients read blocks where they lie. Their cards may then read all of the DRAM tier, free places too, whoever's
-    /// blocks lie there: for clusters all of whose own certificates may read every tenant's blocks. Otherwise they get copies, as do
-    /// those whose certificates name tenants.
+    /// Whether clients read blocks in place. Their network cards can then read the whole DRAM tier,
+    /// including every tenant's blocks and free slots. Enable it only if every cluster certificate
+    /// may read all tenants' blocks. Otherwise clients receive copies, as do clients with tenant
+    /// certificates.
     pub in_place: bool,
-    /// Memory of each client's connection for copies and saves, in bytes.
-    pub tray_bytes: u64,
-    /// Connections that have such memory at once; a client has up to four, or two for each pair of rails if that is more. What comes
-    /// beyond is served over TCP.
+    /// Bounce buffer of each client connection for copies and saves, in bytes.
+    pub bounce_buffer_bytes: u64,
+    /// Maximum connections with a bounce buffer. A client opens up to four, or two for each pair of
+    /// rails if that is more. Further connections are served over TCP.
     pub links_max: u32,
-    /// Class of the packets, by which networks without loss know them.
+    /// Traffic class of the packets. Lossless networks classify them by it.
     pub traffic_class: u8,
 }
 
@@ -46,7 +49,7 @@ impl Default for RdmaSection {
             devices: Vec::new(),
             address: None,
             in_place: false,
-            tray_bytes: 16 << 20,
+            bounce_buffer_bytes: 16 << 20,
             links_max: 64,
             traffic_class: 0,
         }
@@ -54,9 +57,9 @@ impl Default for RdmaSection {
 }
 
 impl RdmaSection {
-    /// Bytes of trays at most, with what goes with them.
+    /// Maximum bytes of bounce buffers, with their queue pairs.
     pub(crate) fn memory_bytes_max(&self) -> u64 {
-        let one = self.tray_bytes.saturating_add(LINK_BYTES);
+        let one = self.bounce_buffer_bytes.saturating_add(LINK_BYTES);
         if self.enabled { one.saturating_mul(self.links_max.into()) } else { 0 }
     }
 }
@@ -83,9 +86,9 @@ impl NodeConfig {
             return wrong("rdma.enabled", &true, remedy.to_owned());
         }
         let one = self.frame_bytes_max() as u64;
-        if self.rdma.tray_bytes < one {
+        if self.rdma.bounce_buffer_bytes < one {
             let remedy = format!("one block must fit, give at least {one}");
-            return wrong("rdma.tray_bytes", &self.rdma.tray_bytes, remedy);
+            return wrong("rdma.bounce_buffer_bytes", &self.rdma.bounce_buffer_bytes, remedy);
         }
         if self.rdma.links_max == 0 {
             let remedy = "give at least 1, or set rdma.enabled to false".to_owned();
@@ -110,21 +113,25 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_refused() {
+    fn invalid_values_are_refused() {
         let refused = |change: fn(&mut NodeConfig)| offering(change).validate_rdma_values().unwrap_err();
         says("a node: rdma.enabled without TCP", &refused(|config| config.data_tcp = false), &[]);
-        says("a node: rdma.tray_bytes", &refused(|config| config.rdma.tray_bytes = 1 << 20), &[]);
+        says(
+            "a node: rdma.bounce_buffer_bytes",
+            &refused(|config| config.rdma.bounce_buffer_bytes = 1 << 20),
+            &[],
+        );
         says("a node: rdma.links_max", &refused(|config| config.rdma.links_max = 0), &[]);
         assert_eq!(offering(|_| {}).validate_rdma_values(), Ok(()));
         let off = offering(|config| {
             config.rdma.enabled = false;
             config.rdma.links_max = 0;
         });
-        assert_eq!(off.validate(), Ok(()), "what is not used may be anything");
+        assert_eq!(off.validate(), Ok(()), "values of a disabled section are not validated");
     }
 
     #[test]
-    fn a_build_without_rdma_says_what_to_do() {
+    fn build_without_rdma_names_the_remedy() {
         let refused = offering(|_| {}).validate_rdma_where(false).unwrap_err();
         says("a node: rdma.enabled, in a build without RDMA", &refused, &[]);
     }

@@ -1,19 +1,20 @@
-//! A fetch: bytes that are in DRAM at once, the others as they are loaded.
+//! Fetches: bytes in DRAM are returned at once, others when loaded.
 
 use std::sync::Arc;
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, TenantId, Tier};
-use kv_core::tier::{Asker, Reach};
+use kv_core::tier::{FetchHit, Requester};
 use kvfleet_transport::MissReason;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use super::Store;
 
-/// Loaded bytes are counted in units of this many, so that large limits fit the counter.
+/// Unit of the load budget in bytes, so that large limits fit the counter.
 const PERMIT_BYTES: u64 = 1024;
 
-/// Bytes being loaded from SSD or a GPU for readers at once; blocks in DRAM are only referred to and cost nothing.
+/// Limits the bytes being loaded from SSD or a GPU for readers. Blocks in DRAM are only referenced
+/// and cost no budget.
 #[derive(Clone, Debug)]
 pub(crate) struct LoadBudget {
     permits: Arc<Semaphore>,
@@ -26,38 +27,38 @@ impl LoadBudget {
         LoadBudget { permits: Arc::new(Semaphore::new(permits_max as usize)), permits_max }
     }
 
-    /// Room for `bytes`, given back when the permit is dropped. A request larger than the whole budget
-    /// takes all of it and runs alone. `None` while there is no room.
+    /// Reserves `bytes` until the permit is dropped. A request above the whole budget takes all of
+    /// it and runs alone. `None` while the budget is used up.
     pub(crate) fn take(&self, bytes: u64) -> Option<OwnedSemaphorePermit> {
         let count = u32::try_from(bytes.div_ceil(PERMIT_BYTES)).unwrap_or(u32::MAX).min(self.permits_max);
         Arc::clone(&self.permits).try_acquire_many_owned(count).ok()
     }
 }
 
-/// The task's answer to a fetch.
+/// The store's answer to a fetch.
 #[derive(Debug)]
 pub enum FetchPlan {
-    /// Too many leases, or too much being loaded. Nothing is leased.
+    /// Too many leases, or too much being loaded. No block is leased.
     Busy,
-    /// Other weights are in force than those it was let in for. Nothing is leased.
-    OtherWeights,
-    /// What there is.
+    /// The weights changed since admission. No block is leased.
+    GenerationMismatch,
+    /// The readable blocks.
     Blocks {
-        /// The leading blocks that are held; empty for none.
-        blocks: Vec<Planned>,
-        /// Part of the budget for what must be loaded, kept while it is.
+        /// The leading blocks that are held; may be empty.
+        blocks: Vec<PlannedBlock>,
+        /// Budget for the loads, kept while they run.
         permit: OwnedSemaphorePermit,
     },
 }
 
 /// One block of a fetch.
 #[derive(Debug)]
-pub struct Planned {
-    /// Where it is read from.
+pub struct PlannedBlock {
+    /// Tier it is read from.
     pub tier: Tier,
-    /// It has its place in DRAM as long as the lease lasts. What is read past DRAM, or on its way out, lies in room that
-    /// is meant for what passes, and must not stay there.
-    pub stays: bool,
+    /// Whether it is assigned to DRAM as long as the lease lasts. Otherwise its bytes are in a slot
+    /// for blocks in flight and must be copied out soon.
+    pub is_dram_resident: bool,
     /// Its bytes, now or later.
     pub bytes: PlannedBytes,
 }
@@ -72,9 +73,10 @@ pub enum PlannedBytes {
 }
 
 impl Store {
-    pub(super) fn fetch(&mut self, asker: Asker, hashes: &[BlockHash]) -> FetchPlan {
+    pub(super) fn fetch(&mut self, asker: Requester, hashes: &[BlockHash]) -> FetchPlan {
         let now = self.now();
-        // The room first: a fetch told to come again must not leave a lease and running loads behind.
+        // Reserve the budget first: a fetch answered with `Busy` must not leave a lease and running
+        // loads behind.
         let found = self.parts.book.readable_prefix(asker.tenant, hashes);
         let Some(permit) = self.parts.budget.take(self.parts.book.bytes_to_load(&found)) else {
             return FetchPlan::Busy;
@@ -88,18 +90,18 @@ impl Store {
                 FetchPlan::Blocks { blocks: blocks.collect(), permit }
             }
             Err(full) => {
-                tracing::debug!(%full, "fetch told to come again");
+                tracing::debug!(%full, "fetch answered with Busy");
                 FetchPlan::Busy
             }
         }
     }
 
-    fn plan(&mut self, tenant: TenantId, reach: Reach, hash: BlockHash) -> Planned {
-        if reach.is_new {
+    fn plan(&mut self, tenant: TenantId, reach: FetchHit, hash: BlockHash) -> PlannedBlock {
+        if reach.is_first_use {
             self.parts.metrics.hit(reach.tier);
         }
-        let bytes = match (reach.tier, &self.row(reach.key).dram) {
-            (Tier::Dram, Some(held)) => PlannedBytes::Ready(held.lend()),
+        let bytes = match (reach.tier, &self.locations_mut(reach.key).dram) {
+            (Tier::Dram, Some(held)) => PlannedBytes::Ready(held.share()),
             _ => {
                 let (tell, told) = oneshot::channel();
                 let block = (hash, self.parts.book.generation());
@@ -107,7 +109,7 @@ impl Store {
                 PlannedBytes::Loading(told)
             }
         };
-        let stays = self.parts.book.place(reach.key) == Some(Tier::Dram);
-        Planned { tier: reach.tier, stays, bytes }
+        let stays = self.parts.book.assigned_tier(reach.key) == Some(Tier::Dram);
+        PlannedBlock { tier: reach.tier, is_dram_resident: stays, bytes }
     }
 }

@@ -1,5 +1,5 @@
-//! The end of a GPU's thread: by a defect, of which the node lives on, and with the node, which does not wait for a device
-//! that never ends a copy.
+//! The end of the GPU thread: by a panic, which the node survives, and with the node, which does
+//! not wait for a hanging device.
 #![allow(clippy::unwrap_used)]
 
 use std::time::{Duration, Instant};
@@ -8,26 +8,27 @@ use kv_core::id::{LeaseId, Tier};
 use kvfleet_errors_doc::says;
 use kvfleet_transport::BlockService;
 
-use super::gpu_tests::{RETRY, blocks, open_on, three, until_in_dram, used};
+use super::gpu_tests::{RETRY, blocks, config_with_gpu, open_on, until_in_dram, used};
 use super::tests::{BLOCK_BYTES, PATIENCE, fetch_request, frame, open_with, parts};
 use super::*;
 use crate::start::gpu_shape;
-use crate::tiers::gpu::tests::fake::{FakeDevice, Hand};
-use crate::tiers::gpu::thread::{GpuThread, Job};
+use crate::tiers::gpu::tests::fake::{FakeDevice, FaultControl};
+use crate::tiers::gpu::thread::{GpuRequest, GpuThread};
 
-/// A fake device opens, takes a block and is lost; then its thread ends. All that it had said is heard after that.
+/// A fake device opens, takes a block and is lost; then its thread ends. The store processes its
+/// reports only afterwards.
 #[tokio::test]
-async fn what_a_thread_had_said_before_it_ended_brings_nothing_back() {
+async fn reports_of_an_ended_gpu_thread_are_ignored() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 2, 4, 0);
-    let (bytes, hand) = (usize::try_from(config.gpu_bytes).unwrap(), Hand::default());
+    let config = config_with_gpu(dir.path(), 2, 4, 0);
+    let (bytes, hand) = (usize::try_from(config.gpu_bytes).unwrap(), FaultControl::default());
     hand.lock().lost_at = Some(0);
-    let mut devices = vec![FakeDevice::in_hand(bytes, 7, &hand)];
+    let mut devices = vec![FakeDevice::with_faults(bytes, 7, &hand)];
     let open = move || Ok(Some(devices.pop().expect("a defect in a driver")));
     let (send, mut reports) = mpsc::unbounded_channel();
     let thread = GpuThread::start(open, gpu_shape(&config).shape, send).unwrap();
-    thread.send(Job::Open);
-    thread.send(Job::Put { token: 1, frame: frame(0, BLOCK_BYTES).bytes });
+    thread.send(GpuRequest::Open);
+    thread.send(GpuRequest::Put { token: 1, frame: frame(0, BLOCK_BYTES).bytes });
     let mut said = Vec::new();
     while said.len() < 3 {
         said.push(reports.recv().await.unwrap());
@@ -35,16 +36,16 @@ async fn what_a_thread_had_said_before_it_ended_brings_nothing_back() {
     let text = format!("{said:?}");
     assert!(text.contains("Opened(Ok(()))") && text.contains("Stored") && text.contains("Lost("), "{text}");
     let mut parts = parts(&config).await;
-    // It has the device opened once more, by which the thread ends.
+    // The store asks it to open the device again, which makes the thread panic.
     parts.gpu = Some(Gpu::new(thread, RETRY));
     let (mut store, _handle, _inbox) = Store::new(parts);
     let state = |store: &Store| {
-        let why_not = store.parts.gpu.as_ref().and_then(Gpu::why_not).map(str::to_owned);
+        let why_not = store.parts.gpu.as_ref().and_then(Gpu::outage_reason).map(str::to_owned);
         (why_not, store.parts.book.stats(Tier::Gpu).admitting)
     };
     let start = Instant::now();
     while !state(&store).0.is_some_and(|why_not| why_not.contains("panic")) {
-        assert!(start.elapsed() < PATIENCE, "its end is never noticed");
+        assert!(start.elapsed() < PATIENCE, "the end of the thread is not noticed");
         store.retry_gpu();
         tokio::task::yield_now().await;
     }
@@ -54,19 +55,19 @@ async fn what_a_thread_had_said_before_it_ended_brings_nothing_back() {
         let text = format!("{report:?}");
         store.on_gpu_report(report);
         assert_eq!(state(&store), buried, "{text}");
-        store.settle_gpu();
+        store.continue_gpu_loss();
         store.retry_gpu();
         assert_eq!(state(&store), buried, "{text}");
     }
 }
 
 #[tokio::test]
-async fn a_thread_that_panics_costs_the_gpu_and_not_the_node() {
+async fn panicking_gpu_thread_does_not_stop_the_node() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 2, 4, 0);
+    let config = config_with_gpu(dir.path(), 2, 4, 0);
     let bench = open_on(&config, || panic!("a defect in a driver")).await;
-    bench.until("it is said", |status, _| status.tiers[2].why_not.contains("panic")).await;
-    says("a GPU whose thread ended", &bench.status().await.tiers[2].why_not, &[]);
+    bench.wait_until("it is reported", |status, _| status.tiers[2].reject_reason.contains("panic")).await;
+    says("a GPU with an ended thread", &bench.status().await.tiers[2].reject_reason, &[]);
     bench.saved(1, 0..1).await;
     used(&bench, 2, 0).await;
     assert_eq!(blocks(&bench.status().await), [0, 1, 0]);
@@ -74,29 +75,29 @@ async fn a_thread_that_panics_costs_the_gpu_and_not_the_node() {
 }
 
 #[test]
-fn a_node_whose_gpu_never_ends_a_copy_stops() {
-    // On a thread of its own, so that a wait without end is seen.
+fn node_stops_although_a_gpu_copy_never_ends() {
+    // On its own thread, so that a hang is detected.
     let (tell, told) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         let dir = tempfile::tempdir().unwrap();
-        let config = three(dir.path(), 2, 4, 0);
-        let (bytes, hand) = (usize::try_from(config.gpu_bytes).unwrap(), Hand::default());
+        let config = config_with_gpu(dir.path(), 2, 4, 0);
+        let (bytes, hand) = (usize::try_from(config.gpu_bytes).unwrap(), FaultControl::default());
         let of = Arc::clone(&hand);
-        let open = move || Ok(Some(FakeDevice::in_hand(bytes, 7, &of)));
+        let open = move || Ok(Some(FakeDevice::with_faults(bytes, 7, &of)));
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let bench = open_with(&config, |parts| {
                 let (send, reports) = mpsc::unbounded_channel();
                 let thread = GpuThread::start(open, gpu_shape(&config).shape, send).unwrap();
-                parts.gpu = Some(Gpu::new(thread.waiting(Duration::from_millis(5)), RETRY));
+                parts.gpu = Some(Gpu::new(thread.with_shutdown_timeout(Duration::from_millis(5)), RETRY));
                 parts.gpu_reports = reports;
             });
             let bench = bench.await;
-            bench.until("the GPU is open", |status, _| status.tiers[2].admitting).await;
+            bench.wait_until("the GPU is open", |status, _| status.tiers[2].admitting).await;
             bench.saved(1, 0..1).await;
             used(&bench, 2, 0).await;
             until_in_dram(&bench, &config, 0).await;
-            hand.lock().is_held = true;
+            hand.lock().is_stalled = true;
             let reading = bench.service.fetch(fetch_request(3, 0..1)).await;
             until_in_dram(&bench, &config, 1).await;
             bench.service.release(LeaseId(3)).await;
@@ -105,5 +106,5 @@ fn a_node_whose_gpu_never_ends_a_copy_stops() {
         });
         tell.send(())
     });
-    told.recv_timeout(PATIENCE).expect("it stops");
+    told.recv_timeout(PATIENCE).expect("the node stops");
 }

@@ -1,4 +1,5 @@
-//! The store with a GPU that is none: blocks that go up and come down, and a device that fails, flips bits or is gone.
+//! The store with a fake GPU: promotion and demotion, and a device that fails, flips bits or is
+//! lost.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -12,30 +13,30 @@ use kvfleet_transport::{BlockService, FetchAnswer, MissReason};
 use tokio::sync::oneshot;
 use tokio::time::timeout;
 
-use super::tests::{BLOCK_BYTES, Bench, PATIENCE, asker, config, frame, hash, open_with};
+use super::tests::{BLOCK_BYTES, PATIENCE, StoreFixture, asker, config, frame, hash, open_with};
 use super::*;
 use crate::NodeConfig;
 use crate::start::{gpu_bytes_min, gpu_shape};
 use crate::tiers::gpu::device::DeviceError;
-use crate::tiers::gpu::tests::fake::{FakeDevice, Faults, Hand};
+use crate::tiers::gpu::tests::fake::{FakeDevice, FaultControl, InjectedFaults};
 use crate::tiers::gpu::thread::GpuThread;
 
-/// Wait before a device that failed is tried again: nobody waits for the real one here.
+/// Short wait before a failed fake device is retried.
 pub(super) const RETRY: Duration = Duration::from_millis(5);
 
-/// A node with room for so many blocks on a GPU and in DRAM.
-pub(super) fn three(dir: &std::path::Path, gpu: usize, dram: u64, ssd: u64) -> NodeConfig {
+/// A configuration with capacity for this many blocks on a GPU, in DRAM and on SSD.
+pub(super) fn config_with_gpu(dir: &std::path::Path, gpu: usize, dram: u64, ssd: u64) -> NodeConfig {
     let config = config(dir, dram, ssd);
     let slot = crate::arena::slot_bytes(config.frame_bytes_max());
     let gpu_bytes = (gpu_bytes_min(&config) + (gpu - 1) * slot) as u64;
     NodeConfig { gpu_bytes, ..config }
 }
 
-/// The node on a fake device that `open` gives, each time the node opens one.
+/// A store on a fake device that `open` returns on each attempt.
 pub(super) async fn open_on(
     config: &NodeConfig,
     open: impl FnMut() -> Result<Option<FakeDevice>, DeviceError> + Send + 'static,
-) -> Bench {
+) -> StoreFixture {
     open_with(config, |parts| {
         let (send, reports) = mpsc::unbounded_channel();
         parts.gpu = Some(Gpu::new(GpuThread::start(open, gpu_shape(config).shape, send).unwrap(), RETRY));
@@ -44,11 +45,11 @@ pub(super) async fn open_on(
     .await
 }
 
-pub(super) async fn open(config: &NodeConfig) -> (Bench, Hand) {
-    let hand = Hand::default();
+pub(super) async fn open(config: &NodeConfig) -> (StoreFixture, FaultControl) {
+    let hand = FaultControl::default();
     let (bytes, of) = (usize::try_from(config.gpu_bytes).unwrap(), Arc::clone(&hand));
-    let bench = open_on(config, move || Ok(Some(FakeDevice::in_hand(bytes, 7, &of)))).await;
-    bench.until("the GPU is open", |status, _| status.tiers[2].admitting).await;
+    let bench = open_on(config, move || Ok(Some(FakeDevice::with_faults(bytes, 7, &of)))).await;
+    bench.wait_until("the GPU is open", |status, _| status.tiers[2].admitting).await;
     (bench, hand)
 }
 
@@ -56,21 +57,21 @@ pub(super) fn blocks(status: &pb::NodeStatusReply) -> [u64; 3] {
     [2, 0, 1].map(|tier: usize| status.tiers[tier].blocks)
 }
 
-/// Uses a block, which is somewhere, in a request of its own.
-pub(super) async fn used(bench: &Bench, lease: u64, number: u64) {
+/// Reads a resident block in its own request.
+pub(super) async fn used(bench: &StoreFixture, lease: u64, number: u64) {
     assert_eq!(bench.fetch(lease, number..number + 1).await.1, 1, "block {number}");
     bench.service.release(LeaseId(lease)).await;
 }
 
-/// Waits until so many blocks have their bytes in DRAM, and no move is on its way.
-pub(super) async fn until_in_dram(bench: &Bench, config: &NodeConfig, count: usize) {
+/// Waits until this many blocks have their bytes in DRAM and no move is in flight.
+pub(super) async fn until_in_dram(bench: &StoreFixture, config: &NodeConfig, count: usize) {
     let slot = crate::arena::slot_bytes(config.frame_bytes_max());
-    bench.until("all moves ended", |_, used| used == count * slot).await;
+    bench.wait_until("all moves ended", |_, used| used == count * slot).await;
 }
 
-/// What one reader of a block hears.
+/// The tier and bytes that a reader of a block gets.
 pub(super) async fn read(
-    bench: &Bench,
+    bench: &StoreFixture,
     lease: u64,
     number: u64,
 ) -> (Tier, oneshot::Receiver<Result<Bytes, MissReason>>) {
@@ -78,11 +79,11 @@ pub(super) async fn read(
     let hashes = vec![hash(number)];
     let plan = bench
         .store
-        .ask(|reply| Ask::Fetch { asker, generation: Generation(0), hashes, reply })
+        .request(|reply| StoreRequest::Fetch { asker, generation: Generation(0), hashes, reply })
         .await
         .unwrap();
     let FetchPlan::Blocks { mut blocks, .. } = plan else { panic!("{plan:?}") };
-    let Planned { tier, bytes, .. } = blocks.remove(0);
+    let PlannedBlock { tier, bytes, .. } = blocks.remove(0);
     match bytes {
         PlannedBytes::Loading(told) => (tier, told),
         PlannedBytes::Ready(bytes) => {
@@ -94,9 +95,9 @@ pub(super) async fn read(
 }
 
 #[tokio::test]
-async fn blocks_go_up_when_they_are_used_again_and_come_back_right() {
+async fn reused_blocks_are_promoted_to_the_gpu_and_read_back() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 2, 4, 8);
+    let config = config_with_gpu(dir.path(), 2, 4, 8);
     let (bench, _) = open(&config).await;
     for number in 0..4 {
         bench.saved(number, number..number + 1).await;
@@ -108,12 +109,13 @@ async fn blocks_go_up_when_they_are_used_again_and_come_back_right() {
     let status = bench.status().await;
     assert_eq!((blocks(&status), status.tiers[2].tier), ([2, 2, 0], Tier::Gpu as u32));
     assert_eq!(status.tiers[2].used_bytes, 2 * crate::arena::slot_bytes(config.frame_bytes_max()) as u64);
-    // Read over the network, they come by way of DRAM, and keep their place.
+    // Network reads pass through DRAM, and the blocks stay on the GPU.
     let (answer, frames) = bench.fetch(12, 0..2).await;
     assert_eq!((answer, frames), (FetchAnswer::Hit { tiers: vec![Tier::Gpu; 2] }, 2));
     bench.service.release(LeaseId(12)).await;
     until_in_dram(&bench, &config, 2).await;
-    // 2 is used twice since, so one of them comes down for it; and saves push that on to SSD.
+    // Block 2 was used twice since, so one of them is demoted for it; saves then push that one to
+    // SSD.
     used(&bench, 13, 2).await;
     used(&bench, 14, 2).await;
     until_in_dram(&bench, &config, 2).await;
@@ -121,7 +123,7 @@ async fn blocks_go_up_when_they_are_used_again_and_come_back_right() {
     for number in 4..8 {
         bench.saved(number, number..number + 1).await;
     }
-    bench.until("DRAM has pushed out two", |status, _| blocks(status) == [2, 4, 2]).await;
+    bench.wait_until("DRAM has demoted two blocks", |status, _| blocks(status) == [2, 4, 2]).await;
     for number in 0..8 {
         assert_eq!(bench.fetch(20 + number, number..number + 1).await.1, 1, "block {number} is right");
     }
@@ -132,21 +134,21 @@ async fn blocks_go_up_when_they_are_used_again_and_come_back_right() {
 }
 
 #[tokio::test]
-async fn nothing_is_left_behind_by_any_number_of_moves() {
+async fn gpu_moves_leak_no_slots() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 4, 6, 12);
+    let config = config_with_gpu(dir.path(), 4, 6, 12);
     let (bench, hand) = open(&config).await;
     for number in 0..16 {
         bench.saved(number, number..number + 1).await;
     }
-    // More than a thousand copies, of which some fail and some flip a bit, on the way up and on the way down.
+    // More than a thousand copies in both directions; some fail and some flip a bit.
     let (failing, flipping) = ((30..9000).step_by(61).collect(), (50..9000).step_by(67).collect());
-    *hand.lock() = Faults { failing, flipping, ..Faults::default() };
+    *hand.lock() = InjectedFaults { failing, flipping, ..InjectedFaults::default() };
     let slot = crate::arena::slot_bytes(config.frame_bytes_max()) as u64;
     for step in 0..300u64 {
         let number = step * 7 % 16;
         for lease in [1000 + 2 * step, 1001 + 2 * step] {
-            // One that was lost to a fault is saved again.
+            // A block lost to a fault is saved again.
             if bench.fetch(lease, number..number + 1).await.1 == 0 {
                 bench.save(lease, number..number + 1, |_| BLOCK_BYTES).await;
             }
@@ -155,18 +157,18 @@ async fn nothing_is_left_behind_by_any_number_of_moves() {
         let at_rest = |status: &pb::NodeStatusReply, used: usize| {
             status.tiers[2].admitting && used as u64 == status.tiers[0].blocks * slot
         };
-        bench.until("all moves ended", at_rest).await;
+        bench.wait_until("all moves ended", at_rest).await;
     }
-    *hand.lock() = Faults::default();
+    *hand.lock() = InjectedFaults::default();
     let classes = bench.status().await.classes;
     let left = |of: fn(&pb::ClassStatus) -> u64| {
         classes.iter().filter(|class| class.tier == Tier::Gpu as u32).map(of).sum::<u64>()
     };
     let moved = (left(|class| class.demoted), left(|class| class.failed));
-    println!("{moved:?} blocks came down and failed");
-    assert!(moved.0 > 40 && moved.1 > 4, "{moved:?}: too few for a leak to show");
-    // A slot that was lost for each move would be more than there are; all of them can be filled again.
-    bench.until("it takes blocks again", |status, _| status.tiers[2].admitting).await;
+    println!("{moved:?} blocks demoted and failed");
+    assert!(moved.0 > 40 && moved.1 > 4, "{moved:?}: too few to reveal a leak");
+    // A slot leaked per move would exceed the total; all slots can be filled again.
+    bench.wait_until("it accepts blocks again", |status, _| status.tiers[2].admitting).await;
     bench.quota(0).await;
     until_in_dram(&bench, &config, 0).await;
     assert_eq!(blocks(&bench.status().await), [0, 0, 0]);
@@ -184,9 +186,9 @@ async fn nothing_is_left_behind_by_any_number_of_moves() {
 }
 
 #[tokio::test]
-async fn a_bit_that_flipped_on_the_gpu_is_found_and_the_reader_hears_of_a_miss() {
+async fn flipped_bit_on_the_gpu_is_a_miss() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 2, 4, 0);
+    let config = config_with_gpu(dir.path(), 2, 4, 0);
     let (bench, hand) = open(&config).await;
     bench.saved(1, 0..1).await;
     used(&bench, 2, 0).await;
@@ -199,7 +201,7 @@ async fn a_bit_that_flipped_on_the_gpu_is_found_and_the_reader_hears_of_a_miss()
     assert_eq!(bench.fetch(4, 0..1).await.0, FetchAnswer::Miss { reason: MissReason::NotHeld });
     until_in_dram(&bench, &config, 0).await;
     assert_eq!(blocks(&bench.status().await), [0, 0, 0]);
-    // It comes again, and goes up again.
+    // It is saved again and promoted again.
     bench.service.release(LeaseId(3)).await;
     bench.saved(5, 0..1).await;
     used(&bench, 6, 0).await;
@@ -212,22 +214,24 @@ async fn a_bit_that_flipped_on_the_gpu_is_found_and_the_reader_hears_of_a_miss()
 }
 
 #[tokio::test]
-async fn a_lift_that_comes_back_otherwise_costs_no_block_and_is_said() {
+async fn corrupted_promotion_loses_no_block_and_is_reported() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 2, 4, 0);
+    let config = config_with_gpu(dir.path(), 2, 4, 0);
     let (bench, hand) = open(&config).await;
-    // What is written is wrong, and the copy that reads it back sees it.
+    // The written bytes are wrong, and the verifying copy detects it.
     hand.lock().flipping.insert(0);
     bench.saved(1, 0..1).await;
     used(&bench, 2, 0).await;
     bench
-        .until("it takes nothing for a while", |status, _| status.tiers[2].why_not.contains("trying again"))
+        .wait_until("it accepts no blocks for a while", |status, _| {
+            status.tiers[2].reject_reason.contains("trying again")
+        })
         .await;
     assert_eq!(blocks(&bench.status().await), [0, 1, 0]);
     let answer = bench.fetch(3, 0..1).await;
     assert_eq!(answer, (FetchAnswer::Hit { tiers: vec![Tier::Dram] }, 1));
     bench.service.release(LeaseId(3)).await;
-    bench.until("it is tried again", |status, _| status.tiers[2].admitting).await;
+    bench.wait_until("it is retried", |status, _| status.tiers[2].admitting).await;
     used(&bench, 4, 0).await;
     until_in_dram(&bench, &config, 0).await;
     assert_eq!(blocks(&bench.status().await), [1, 0, 0]);
@@ -235,9 +239,9 @@ async fn a_lift_that_comes_back_otherwise_costs_no_block_and_is_said() {
 }
 
 #[tokio::test]
-async fn a_gpu_lost_in_the_middle_of_moves_costs_what_was_only_there_and_comes_back() {
+async fn gpu_lost_during_moves_loses_only_its_blocks_and_recovers() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 3, 4, 8);
+    let config = config_with_gpu(dir.path(), 3, 4, 8);
     let (bench, hand) = open(&config).await;
     for number in 0..4 {
         bench.saved(number, number..number + 1).await;
@@ -245,14 +249,14 @@ async fn a_gpu_lost_in_the_middle_of_moves_costs_what_was_only_there_and_comes_b
     used(&bench, 10, 0).await;
     used(&bench, 11, 1).await;
     until_in_dram(&bench, &config, 2).await;
-    // A reader waits for 0, and 2 is on its way up, when it goes.
-    hand.lock().is_held = true;
+    // A reader waits for block 0, and block 2 is being promoted, when the GPU is lost.
+    hand.lock().is_stalled = true;
     let (tier, told) = read(&bench, 12, 0).await;
     assert_eq!(tier, Tier::Gpu);
     used(&bench, 13, 2).await;
-    *hand.lock() = Faults { lost_at: Some(4), ..Faults::default() };
+    *hand.lock() = InjectedFaults { lost_at: Some(4), ..InjectedFaults::default() };
     assert_eq!(timeout(PATIENCE, told).await.unwrap().unwrap(), Err(MissReason::MediumFailed));
-    bench.until("what is left is where it was", |status, _| blocks(status) == [0, 2, 0]).await;
+    bench.wait_until("other blocks are unchanged", |status, _| blocks(status) == [0, 2, 0]).await;
     hand.lock().lost_at = None;
     let answers = [bench.fetch(20, 0..1).await.0, bench.fetch(21, 1..2).await.0];
     assert!(answers.iter().all(|answer| *answer == FetchAnswer::Miss { reason: MissReason::NotHeld }));
@@ -261,7 +265,7 @@ async fn a_gpu_lost_in_the_middle_of_moves_costs_what_was_only_there_and_comes_b
         assert_eq!(answer, (FetchAnswer::Hit { tiers: vec![Tier::Dram] }, 1));
         bench.service.release(LeaseId(20 + number)).await;
     }
-    bench.until("another one is there", |status, _| status.tiers[2].admitting).await;
+    bench.wait_until("the GPU is open again", |status, _| status.tiers[2].admitting).await;
     for number in [2, 3] {
         used(&bench, 30 + number, number).await;
     }
@@ -272,29 +276,34 @@ async fn a_gpu_lost_in_the_middle_of_moves_costs_what_was_only_there_and_comes_b
 }
 
 #[tokio::test]
-async fn a_node_whose_gpu_is_not_there_serves_without_it_and_finds_it_later() {
+async fn node_serves_without_its_gpu_and_opens_it_later() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 2, 4, 0);
+    let config = config_with_gpu(dir.path(), 2, 4, 0);
     let (bytes, mut tries) = (usize::try_from(config.gpu_bytes).unwrap(), 0);
-    let there = Hand::default();
+    let there = FaultControl::default();
     let of = Arc::clone(&there);
-    there.lock().is_held = true;
+    there.lock().is_stalled = true;
     let bench = open_on(&config, move || {
         tries += 1;
-        let is_there = !of.lock().is_held;
-        // First none at all, then one that has too little memory.
-        Ok((is_there || tries > 2).then(|| FakeDevice::in_hand(if is_there { bytes } else { 100 }, 7, &of)))
+        let is_there = !of.lock().is_stalled;
+        // First no device, then one with too little memory.
+        Ok((is_there || tries > 2)
+            .then(|| FakeDevice::with_faults(if is_there { bytes } else { 100 }, 7, &of)))
     })
     .await;
-    bench.until("it is not there", |status, _| status.tiers[2].why_not.contains("no such GPU")).await;
+    bench
+        .wait_until("the GPU is absent", |status, _| status.tiers[2].reject_reason.contains("no such GPU"))
+        .await;
     bench.saved(1, 0..1).await;
     used(&bench, 2, 0).await;
     assert_eq!(blocks(&bench.status().await), [0, 1, 0]);
     bench
-        .until("it has no memory", |status, _| status.tiers[2].why_not.contains("bytes of device memory"))
+        .wait_until("the GPU has too little memory", |status, _| {
+            status.tiers[2].reject_reason.contains("bytes of device memory")
+        })
         .await;
-    there.lock().is_held = false;
-    bench.until("it is there", |status, _| status.tiers[2].admitting).await;
+    there.lock().is_stalled = false;
+    bench.wait_until("the GPU is open", |status, _| status.tiers[2].admitting).await;
     used(&bench, 3, 0).await;
     until_in_dram(&bench, &config, 0).await;
     assert_eq!(blocks(&bench.status().await), [1, 0, 0]);
@@ -302,13 +311,18 @@ async fn a_node_whose_gpu_is_not_there_serves_without_it_and_finds_it_later() {
 }
 
 #[tokio::test]
-async fn blocks_on_the_gpu_are_told_of_as_such() {
+async fn gpu_blocks_are_announced_with_their_tier() {
     let dir = tempfile::tempdir().unwrap();
-    let config = three(dir.path(), 2, 4, 0);
+    let config = config_with_gpu(dir.path(), 2, 4, 0);
     let (bench, hand) = open(&config).await;
     bench
         .store
-        .ask(|reply| Ask::Joined { epoch: Epoch(1), shards: 1, generation: Generation(0), reply })
+        .request(|reply| StoreRequest::Joined {
+            epoch: Epoch(1),
+            shards: 1,
+            generation: Generation(0),
+            reply,
+        })
         .await
         .unwrap()
         .unwrap();
@@ -318,18 +332,18 @@ async fn blocks_on_the_gpu_are_told_of_as_such() {
     until_in_dram(&bench, &config, 0).await;
     let told = || format!("{:?}", bench.store.shared.outboxes.lock());
     assert!(told().contains("Moved") && told().contains("to: Gpu"), "{}", told());
-    // The next copy is a reader's, and with it the GPU goes.
+    // The next copy is a reader's, and the GPU is lost with it.
     hand.lock().lost_at = Some(2);
     let (tier, miss) = read(&bench, 3, 0).await;
     assert_eq!(tier, Tier::Gpu);
     assert_eq!(timeout(PATIENCE, miss).await.unwrap().unwrap(), Err(MissReason::MediumFailed));
-    bench.until("it is gone", |status, _| blocks(status) == [0, 0, 0]).await;
+    bench.wait_until("the block is gone", |status, _| blocks(status) == [0, 0, 0]).await;
     assert!(told().contains("Dropped") && told().contains("tier: Gpu"), "{}", told());
     bench.close().await;
 }
 
 #[test]
-fn what_is_wrong_with_a_gpu_is_said_with_what_to_do() {
+fn gpu_errors_have_a_remedy() {
     let said = gpu::with_remedy;
     says("a GPU that is not there", &said(&DeviceError::Absent), &[]);
     let cause = "CUDA_ERROR_OUT_OF_MEMORY".to_owned();

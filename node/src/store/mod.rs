@@ -1,14 +1,15 @@
-//! The tier book's owner, and with it that of every slot of DRAM and every record on SSD of this node.
+//! The store: owner of the tier book, of every DRAM slot and of every SSD record of this node.
 //!
-//! Questions are answered by whoever asks or, when somebody works on the state, by the one task, over a bounded channel
-//! (`desk`); ends of SSD and GPU jobs come over others. After each, the task runs what the book says and hands the changes
-//! to the outboxes. Situations are beside: `fetching`, `saving`,
-//! `moving`, `gpu`, `packing`, `status`. Not here: decisions (`kv_core::tier`) and the wire (`serve`).
+//! A request is answered by the caller itself if the state is free, and otherwise queued for the
+//! store task (`cell`). Completions of SSD and GPU jobs arrive on other channels. After each step
+//! the store runs the book's actions and passes its changes to the outboxes. Details are in
+//! `fetching`, `saving`, `moving`, `gpu`, `compaction` and `status`. Not here: decisions
+//! (`kv_core::tier`) and the wire (`block_service`).
 
-mod asks;
 #[cfg(test)]
 mod caller_tests;
-mod desk;
+mod cell;
+mod compaction;
 mod fetching;
 mod gpu;
 #[cfg(test)]
@@ -20,7 +21,7 @@ mod gpu_tests;
 #[cfg(test)]
 mod layer_tests;
 mod moving;
-mod packing;
+mod requests;
 mod saving;
 mod slots;
 mod status;
@@ -30,13 +31,13 @@ mod tests;
 mod weights_tests;
 mod windows;
 
-pub use asks::Ask;
-pub use desk::{Full, StoreHandle};
+pub use cell::{StoreBusy, StoreHandle};
 pub(crate) use fetching::LoadBudget;
-pub use fetching::{FetchPlan, Planned, PlannedBytes};
+pub use fetching::{FetchPlan, PlannedBlock, PlannedBytes};
 pub(crate) use gpu::{GPU_READS_MAX, GPU_RETRY, Gpu};
+pub use requests::StoreRequest;
 pub(crate) use saving::SlotSizes;
-pub use saving::{OfferPlan, Reserved};
+pub use saving::{OfferPlan, OfferReservation};
 pub use windows::WaitingRequest;
 
 use std::collections::HashMap;
@@ -46,76 +47,76 @@ use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use kv_core::evict::BlockKey;
-use kv_core::evict::statistics::Statistics;
+use kv_core::evict::reuse_stats::ReuseStats;
 use kv_core::id::{BlockHash, Epoch, Generation, NodeId, Seq, Timestamp};
 use kv_core::tier::Book;
-use kvfleet_transport::VisibleAt;
+use kvfleet_transport::AnnouncePosition;
 use parking_lot::Mutex;
 use tokio::sync::mpsc::error::TryRecvError;
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::CancellationToken;
 
-use crate::announce::outboxes::{Outboxes, Point};
+use crate::announce::outboxes::{Outboxes, ShardPositions};
 use crate::arena::Arena;
 use crate::metrics::Metrics;
 use crate::tiers::gpu::GpuRecord;
 use crate::tiers::gpu::thread::GpuReport;
 use crate::tiers::ssd::budget::WriteBudget;
-use crate::tiers::ssd::pace::Pace;
-use crate::tiers::ssd::{Depth, Report, Ssd, SsdRecord};
-use desk::{Desk, Queue, WeakQueue};
-use moving::{Load, Move, Trouble};
-use packing::Held;
-use slots::Slots;
+use crate::tiers::ssd::pace::ScrubPace;
+use crate::tiers::ssd::{Depth, Report, SsdRecord, SsdTier};
+use cell::{StoreCell, StoreQueue, WeakStoreQueue};
+use compaction::DramBlock;
+use moving::{PendingLoad, SsdMove, TierOutage};
+use slots::MoveSlots;
 use windows::Windows;
 
-/// Requests waiting for the task. It answers one in microseconds, so a full queue is some
-/// milliseconds of work; beyond it callers are told `Busy`.
+/// Maximum queued requests. The task answers one in microseconds, so a full queue is some
+/// milliseconds of work; above it callers receive `Busy`.
 pub const STORE_QUEUE_MAX: usize = 1024;
 
-/// What a caller is told to wait when the queue is full.
+/// Retry hint sent with `Busy` when the queue is full.
 pub const BUSY_RETRY: Duration = Duration::from_millis(20);
 
 /// Housekeeping interval: leases, retries, gauges.
 const TICK: Duration = Duration::from_millis(20);
 
-/// Time between two words to the routers of what was seen: half an hour is remembered, so seconds are soon.
-const SAY_EVERY: Duration = Duration::from_secs(5);
+/// Interval of reuse statistics sent to the routers, short against the half hour they cover.
+const REUSE_STATS_INTERVAL: Duration = Duration::from_secs(5);
 /// Interval of the policies' background work.
-const REFIT: Duration = Duration::from_secs(1);
+const REFIT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What the task shares with the others.
+/// State that the store shares with other tasks.
 #[derive(Debug)]
-pub struct Shared {
+pub struct SharedState {
     /// This node.
     pub node: NodeId,
-    /// Announcements on their way.
+    /// Announcements to be sent.
     pub outboxes: Mutex<Outboxes>,
-    /// Counts up when something new is in the outboxes.
+    /// Incremented when an outbox has a new change.
     pub filled: watch::Sender<u64>,
     /// Last acknowledged announcement of each shard.
-    pub acked: watch::Sender<Point>,
-    /// What this node saw of categories of blocks, some seconds ago.
-    pub(crate) seen: watch::Sender<Arc<Statistics>>,
+    pub acked: watch::Sender<ShardPositions>,
+    /// Reuse statistics of this node, updated every few seconds.
+    pub(crate) reuse_stats: watch::Sender<Arc<ReuseStats>>,
     windows: Windows,
     generation: AtomicU32,
     epoch: AtomicU64,
-    /// The same, for whoever waits for another.
+    /// The current epoch, for tasks that wait for a change.
     pub(crate) joined: watch::Sender<Epoch>,
     dram_bytes: AtomicU64,
     ssd_bytes: AtomicU64,
 }
 
-impl Shared {
-    /// Nothing announced, no epoch.
+impl SharedState {
+    /// Without announcements or an epoch.
     #[must_use]
-    pub fn new(node: NodeId) -> Shared {
-        Shared {
+    pub fn new(node: NodeId) -> SharedState {
+        SharedState {
             node,
             outboxes: Mutex::new(Outboxes::default()),
             filled: watch::Sender::new(0),
-            acked: watch::Sender::new(Point::default()),
-            seen: watch::Sender::new(Arc::default()),
+            acked: watch::Sender::new(ShardPositions::default()),
+            reuse_stats: watch::Sender::new(Arc::default()),
             windows: Windows::default(),
             generation: AtomicU32::new(0),
             epoch: AtomicU64::new(0),
@@ -125,18 +126,18 @@ impl Shared {
         }
     }
 
-    /// Says that something new is in the outboxes.
-    fn filled(&self) {
+    /// Signals that an outbox has a new change.
+    fn notify_filled(&self) {
         self.filled.send_modify(|count| *count = count.wrapping_add(1));
     }
 
-    /// The present epoch; 0 before the first join.
+    /// The current epoch; 0 before the first join.
     #[must_use]
     pub fn epoch(&self) -> Epoch {
         Epoch(self.epoch.load(Ordering::Acquire))
     }
 
-    /// The weights in force, as far as this node heard: those of what it found at start, before the first join.
+    /// Weights generation in force; before the first join, that of the recovered SSD blocks.
     #[must_use]
     pub fn generation(&self) -> Generation {
         Generation(self.generation.load(Ordering::Acquire))
@@ -149,170 +150,178 @@ impl Shared {
     }
 }
 
-/// Bytes of one block.
+/// Locations of one block's bytes.
 #[derive(Debug, Default)]
-struct Row {
-    dram: Option<Held>,
+struct BlockLocations {
+    dram: Option<DramBlock>,
     ssd: Option<SsdRecord>,
     gpu: Option<GpuRecord>,
 }
 
-/// Memory for a block's row, in bytes, and for what lends its bytes; rows grow by doubling.
-pub(crate) const ROW_BYTES_MAX: u64 = 3 * size_of::<Row>() as u64 + 256;
+/// Maximum memory for a block's locations and its shared bytes; the vector grows by doubling.
+pub(crate) const BLOCK_LOCATIONS_BYTES_MAX: u64 = 3 * size_of::<BlockLocations>() as u64 + 256;
 
-/// What the store is made of.
-pub(crate) struct Parts {
+/// Parts of the store.
+pub(crate) struct StoreParts {
     pub(crate) book: Book,
     pub(crate) policy: String,
     pub(crate) arena: Arena,
-    pub(crate) ssd: Option<Ssd>,
+    pub(crate) ssd: Option<SsdTier>,
     pub(crate) reports: mpsc::UnboundedReceiver<Report>,
     pub(crate) gpu: Option<Gpu>,
     pub(crate) gpu_reports: mpsc::UnboundedReceiver<GpuReport>,
-    pub(crate) rows: Vec<(BlockKey, SsdRecord)>,
+    pub(crate) locations: Vec<(BlockKey, SsdRecord)>,
     pub(crate) frame_bytes_max: usize,
     pub(crate) budget: LoadBudget,
     pub(crate) capacities: Capacities,
     pub(crate) writes: WriteBudget,
-    pub(crate) scrub: Pace,
+    pub(crate) scrub: ScrubPace,
     pub(crate) quarantined: u64,
     pub(crate) memory_bytes_max: u64,
-    pub(crate) shared: Arc<Shared>,
+    pub(crate) shared: Arc<SharedState>,
     pub(crate) metrics: Metrics,
     pub(crate) started: Instant,
 }
 
 pub(crate) use status::Capacities;
 
-/// What the task woke for.
-enum Came {
-    /// Something is in the queue, or there is room.
-    Due,
+/// Why the task woke up.
+enum WakeReason {
+    /// A request is queued, or a slot became free.
+    Queue,
     Report(Report),
     GpuReport(GpuReport),
     Tick,
 }
 
-/// What the task has; dropped in this order.
-struct Work {
-    inbox: mpsc::Receiver<Ask>,
-    desk: AtDesk,
+/// State owned by the store task, in drop order.
+struct TaskState {
+    inbox: mpsc::Receiver<StoreRequest>,
+    cell: CellGuard,
 }
 
-/// Whoever has it ends the state.
-struct AtDesk(Arc<Desk>);
+/// Dropping it drops the store.
+struct CellGuard(Arc<StoreCell>);
 
-impl Drop for AtDesk {
+impl Drop for CellGuard {
     fn drop(&mut self) {
         drop(self.0.take());
     }
 }
 
-/// The task's state.
+/// The store's state.
 pub(crate) struct Store {
-    parts: Parts,
-    /// Its own queue, for answers that nobody heard; weak, so that the task ends with its askers.
-    queue: WeakQueue,
-    rows: Vec<Row>,
-    moves: HashMap<u64, Move>,
-    slots: Slots,
+    parts: StoreParts,
+    /// The store's own queue, used by undelivered answers to abort reservations. Weak, so that the
+    /// task ends when its callers are gone.
+    queue: WeakStoreQueue,
+    locations: Vec<BlockLocations>,
+    moves: HashMap<u64, SsdMove>,
+    slots: MoveSlots,
     next_token: u64,
-    /// By hash and not by key: a key is given out again, and what was read is checked against the hash. And by generation: of
-    /// a hash there may be a block of earlier weights, which somebody reads still, and one of now.
-    loads: HashMap<(BlockHash, Generation), Load>,
-    trouble: Option<Trouble>,
-    /// The SSD failed and has written nothing since: how long it was left alone.
+    /// Keyed by hash, because keys are reused and loaded bytes are verified against the hash. Also
+    /// by generation: one hash may have an earlier block that is still being read, and a current
+    /// one.
+    loads: HashMap<(BlockHash, Generation), PendingLoad>,
+    outage: Option<TierOutage>,
+    /// Last wait after an SSD failure, until a write succeeds; `None` while the SSD works.
     probation: Option<Duration>,
-    /// Blocks that did not go to a slow SSD, as far as the metrics know.
+    /// Blocks not written to a slow SSD, as already counted in the metrics.
     unwritten_blocks: u64,
-    /// Bytes written again that the budget has taken in.
+    /// Rewritten bytes already charged to the write budget.
     rescued_bytes: u64,
-    refitted: Instant,
-    /// When what was seen was said last.
-    said: Instant,
-    /// Categories of which it was told what the fleet saw.
+    refitted_at: Instant,
+    /// When the reuse statistics were last published.
+    stats_sent_at: Instant,
+    /// Number of categories in the fleet's reuse statistics.
     fleet_categories: usize,
 }
 
 impl Store {
-    /// Starts the task here.
+    /// Starts the task on the current runtime.
     #[cfg(test)]
-    pub(crate) fn start(parts: Parts, stop: CancellationToken) -> (StoreHandle, tokio::task::JoinHandle<()>) {
+    pub(crate) fn start(
+        parts: StoreParts,
+        stop: CancellationToken,
+    ) -> (StoreHandle, tokio::task::JoinHandle<()>) {
         Store::start_on(&tokio::runtime::Handle::current(), parts, stop)
     }
 
-    /// Starts the task on a runtime.
+    /// Starts the task on the given runtime.
     pub(crate) fn start_on(
         runtime: &tokio::runtime::Handle,
-        parts: Parts,
+        parts: StoreParts,
         stop: CancellationToken,
     ) -> (StoreHandle, tokio::task::JoinHandle<()>) {
-        let desk = Arc::new(Desk::default());
+        let desk = Arc::new(StoreCell::default());
         let (store, handle, inbox) = Store::at(&Arc::downgrade(&desk), parts);
         desk.put(store);
         (handle, runtime.spawn(Store::run(desk, inbox, stop)))
     }
 
-    /// Without a task: whoever has it answers for it.
+    /// A store without a task, for tests that call it directly.
     #[cfg(test)]
-    fn new(parts: Parts) -> (Store, StoreHandle, mpsc::Receiver<Ask>) {
+    fn new(parts: StoreParts) -> (Store, StoreHandle, mpsc::Receiver<StoreRequest>) {
         Store::at(&Weak::new(), parts)
     }
 
-    fn at(desk: &Weak<Desk>, mut parts: Parts) -> (Store, StoreHandle, mpsc::Receiver<Ask>) {
+    fn at(
+        desk: &Weak<StoreCell>,
+        mut parts: StoreParts,
+    ) -> (Store, StoreHandle, mpsc::Receiver<StoreRequest>) {
         let (asks, inbox) = mpsc::channel(STORE_QUEUE_MAX);
-        let queue = Queue::new(asks, Weak::clone(desk));
+        let queue = StoreQueue::new(asks, Weak::clone(desk));
         let weak = queue.downgrade();
         let handle = StoreHandle { queue, shared: Arc::clone(&parts.shared) };
         parts.shared.generation.store(parts.book.generation().0, Ordering::Release);
-        let found = std::mem::take(&mut parts.rows);
+        let found = std::mem::take(&mut parts.locations);
         let mut store = Store {
-            refitted: parts.started,
-            said: parts.started,
+            refitted_at: parts.started,
+            stats_sent_at: parts.started,
             fleet_categories: 0,
-            slots: Slots::new(Depth::of(parts.frame_bytes_max)),
+            slots: MoveSlots::new(Depth::for_frames(parts.frame_bytes_max)),
             parts,
             queue: weak,
-            rows: Vec::new(),
+            locations: Vec::new(),
             moves: HashMap::new(),
             next_token: 0,
             loads: HashMap::new(),
-            trouble: None,
+            outage: None,
             probation: None,
             unwritten_blocks: 0,
             rescued_bytes: 0,
         };
         for (key, record) in found {
-            store.row(key).ssd = Some(record);
+            store.locations_mut(key).ssd = Some(record);
         }
         (store, handle, inbox)
     }
 
-    /// The task: a step for each thing that comes, and after each what follows from it.
-    async fn run(desk: Arc<Desk>, inbox: mpsc::Receiver<Ask>, stop: CancellationToken) {
-        // However this ends, who waits in the queue hears of it before the state goes, which may wait for a device; and that goes
-        // here, not wherever somebody asks last.
-        let mut work = Work { inbox, desk: AtDesk(desk) };
-        let (desk, inbox) = (Arc::clone(&work.desk.0), &mut work.inbox);
+    /// The task: one step for each event, followed by its consequences.
+    async fn run(desk: Arc<StoreCell>, inbox: mpsc::Receiver<StoreRequest>, stop: CancellationToken) {
+        // On any exit, queued callers learn of it before the state is dropped, which may wait for a
+        // device. The drop happens here, not in the thread of the last caller.
+        let mut work = TaskState { inbox, cell: CellGuard(desk) };
+        let (desk, inbox) = (Arc::clone(&work.cell.0), &mut work.inbox);
         let mut tick = tokio::time::interval(TICK);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let (mut reports, mut gpu_reports, arena) = desk.step(Store::take_reports);
         loop {
             let came = tokio::select! {
                 () = stop.cancelled() => break,
-                () = desk.due.notified() => Came::Due,
-                Some(report) = reports.recv() => Came::Report(report),
-                Some(report) = gpu_reports.recv() => Came::GpuReport(report),
-                () = arena.freed() => Came::Due,
-                _ = tick.tick() => Came::Tick,
+                () = desk.queued.notified() => WakeReason::Queue,
+                Some(report) = reports.recv() => WakeReason::Report(report),
+                Some(report) = gpu_reports.recv() => WakeReason::GpuReport(report),
+                () = arena.freed() => WakeReason::Queue,
+                _ = tick.tick() => WakeReason::Tick,
             };
-            // In one step with what follows: who asks between would find neither what was nor what is.
+            // One step with its consequences: a caller in between would see an inconsistent state.
             let goes_on = desk.step(|store| {
                 match came {
-                    Came::Due => {}
-                    Came::Report(report) => store.on_report(report),
-                    Came::GpuReport(report) => store.on_gpu_report(report),
-                    Came::Tick => store.tick(),
+                    WakeReason::Queue => {}
+                    WakeReason::Report(report) => store.on_report(report),
+                    WakeReason::GpuReport(report) => store.on_gpu_report(report),
+                    WakeReason::Tick => store.tick(),
                 }
                 store.next(inbox)
             });
@@ -320,14 +329,14 @@ impl Store {
                 break;
             }
             if !inbox.is_empty() {
-                desk.due.notify_one();
+                desk.queued.notify_one();
             }
-            // Nothing above gives others of this thread their turn while the queue is never empty.
+            // With a queue that never empties, no await above yields to other tasks of this thread.
             tokio::task::consume_budget().await;
         }
     }
 
-    /// What the task waits for without the state in its hands.
+    /// Takes the receivers that the task awaits without holding the state.
     fn take_reports(
         &mut self,
     ) -> (mpsc::UnboundedReceiver<Report>, mpsc::UnboundedReceiver<GpuReport>, Arena) {
@@ -338,8 +347,8 @@ impl Store {
         (reports, std::mem::replace(&mut self.parts.gpu_reports, none), self.parts.arena.clone())
     }
 
-    /// Answers the next question, if there is one, and does what follows. Ends when nobody can ask any more.
-    fn next(&mut self, inbox: &mut mpsc::Receiver<Ask>) -> ControlFlow<()> {
+    /// Answers the next queued request and runs its consequences. Breaks when no caller is left.
+    fn next(&mut self, inbox: &mut mpsc::Receiver<StoreRequest>) -> ControlFlow<()> {
         match inbox.try_recv() {
             Ok(ask) => self.answer(ask),
             Err(TryRecvError::Empty) => {}
@@ -349,73 +358,89 @@ impl Store {
         ControlFlow::Continue(())
     }
 
-    fn answer(&mut self, ask: Ask) {
-        // A caller that went away drops its end; what it asked for is done anyway.
+    fn answer(&mut self, ask: StoreRequest) {
+        // A caller that went away drops its receiver; its request is executed anyway.
         match ask {
-            Ask::Fetch { asker, generation, hashes, reply } => {
-                // Looked at before and again here, in one step with what is found: other weights may have come between.
+            StoreRequest::Fetch { asker, generation, hashes, reply } => {
+                // Checked earlier and again here, in one step with the lookup: the weights may have
+                // changed in between.
                 let is_now = generation == self.parts.book.generation();
-                drop(reply.send(if is_now { self.fetch(asker, &hashes) } else { FetchPlan::OtherWeights }));
+                drop(reply.send(if is_now {
+                    self.fetch(asker, &hashes)
+                } else {
+                    FetchPlan::GenerationMismatch
+                }));
             }
-            Ask::Offer { asker, generation, parent, first_offset_blocks, hashes, frame_bytes, reply } => {
+            StoreRequest::Offer {
+                asker,
+                generation,
+                parent,
+                first_offset_blocks,
+                hashes,
+                frame_bytes,
+                reply,
+            } => {
                 let is_now = generation == self.parts.book.generation();
                 let mut offer = || self.offer(asker, parent, first_offset_blocks, &hashes, frame_bytes);
-                drop(reply.send(if is_now { offer() } else { OfferPlan::OtherWeights }));
+                drop(reply.send(if is_now { offer() } else { OfferPlan::GenerationMismatch }));
             }
-            Ask::Put { lease, key, bytes } => self.put(lease, key, bytes),
-            Ask::Abort { keys } => keys.into_iter().for_each(|key| self.parts.book.abort(key)),
-            Ask::Position { block, reply } => drop(reply.send(self.position(block))),
-            Ask::Positions { reply } => {
-                self.tell_changes();
+            StoreRequest::Put { lease, key, bytes } => self.put(lease, key, bytes),
+            StoreRequest::Abort { keys } => keys.into_iter().for_each(|key| self.parts.book.abort(key)),
+            StoreRequest::Position { block, reply } => drop(reply.send(self.position(block))),
+            StoreRequest::Positions { reply } => {
+                self.publish_changes();
                 drop(reply.send(self.parts.shared.outboxes.lock().positions()));
             }
-            Ask::Release { lease, reply } => {
+            StoreRequest::Release { lease, reply } => {
                 self.parts.book.release(lease, self.now());
                 let _ = reply.send(());
             }
-            Ask::Renew { lease } => self.parts.book.renew(lease, self.now()),
-            Ask::Joined { epoch, shards, generation, reply } => {
+            StoreRequest::Renew { lease } => self.parts.book.renew(lease, self.now()),
+            StoreRequest::Joined { epoch, shards, generation, reply } => {
                 let joined = self.joined(epoch, shards, generation);
                 let _ = reply.send(joined);
             }
-            Ask::Directives { pins, quotas, ttls } => {
+            StoreRequest::Directives { pins, quotas, ttls } => {
                 self.parts.book.set_pins(pins, self.now());
                 self.parts.book.set_quotas(quotas);
                 self.parts.book.set_ttls(ttls);
             }
-            Ask::Inform { fleet } => {
+            StoreRequest::SetFleetReuseStats { fleet } => {
                 self.fleet_categories = fleet.categories().count();
-                self.parts.book.inform(&fleet, self.now());
+                self.parts.book.set_fleet_reuse_stats(&fleet, self.now());
             }
-            Ask::SetWindow => self.apply_windows(),
-            Ask::Reannounce { shard, expected, reply } => {
+            StoreRequest::SetWindow => self.apply_windows(),
+            StoreRequest::Reannounce { shard, expected, reply } => {
                 self.reannounce(shard, expected);
                 let _ = reply.send(());
             }
-            Ask::Audit { shard, blocks, sample, seed, reply } => {
+            StoreRequest::Audit { shard, blocks, sample, seed, reply } => {
                 drop(reply.send(self.audit(shard, &blocks, sample, seed)));
             }
-            Ask::Holdings { from, reply } => drop(reply.send(self.parts.book.holdings(from, self.now()))),
-            Ask::Status { reply } => drop(reply.send(self.status())),
+            StoreRequest::Holdings { from, reply } => {
+                drop(reply.send(self.parts.book.holdings(from, self.now())));
+            }
+            StoreRequest::Status { reply } => drop(reply.send(self.status())),
         }
     }
 
-    /// Others weights take force here before anything is announced under them, and are noted on SSD before that: a small file on each device, for which
-    /// everybody waits, once for each change.
+    /// Applies a new epoch. A new weights generation takes effect before any announcement under it,
+    /// and is recorded on SSD before that. The record is a small file on each device, written once
+    /// per change while all callers wait.
     fn joined(&mut self, epoch: Epoch, shards: u16, generation: Generation) -> Result<(), String> {
         let before = self.parts.book.generation();
         if let Some(ssd) = self.parts.ssd.as_ref().filter(|_| generation != before) {
-            ssd.note_weights(generation).map_err(|cause| {
+            ssd.record_weights(generation).map_err(|cause| {
                 format!(
-                    "generation {generation} of the weights cannot be noted on SSD ({cause}): mend or empty its directory, or start the node without SSD"
+                    "cannot record weights generation {generation} on SSD ({cause}): repair or empty its directory, or start the node without SSD"
                 )
             })?;
         }
         if self.parts.book.set_generation(generation, self.now()) {
             if generation < before {
-                tracing::warn!(%before, now = %generation, "the routers count generations of weights anew, having lost their state: what this node has is void; tell instances the number that `kvfleet weights` shows");
+                tracing::warn!(%before, now = %generation, "the routers restarted their count of weights generations after losing state; all blocks of this node are invalidated; give instances the generation that `kvfleet weights` shows");
             } else {
-                tracing::info!(%before, now = %generation, "other weights are in force: what was computed with earlier ones is void");
+                tracing::info!(%before, now = %generation, "other weights are in force; blocks of earlier weights are invalidated");
             }
             self.parts.shared.generation.store(generation.0, Ordering::Release);
         }
@@ -423,13 +448,13 @@ impl Store {
         self.parts.shared.outboxes.lock().joined(epoch, shards, everything);
         self.parts.shared.epoch.store(epoch.0, Ordering::Release);
         self.parts.shared.joined.send_replace(epoch);
-        self.parts.shared.filled();
+        self.parts.shared.notify_filled();
         Ok(())
     }
 
     fn reannounce(&mut self, shard: u16, expected: Option<Seq>) {
-        // The book forgets them with the next line, and other shards may be waiting for them.
-        self.tell_changes();
+        // The next line discards pending changes, and other shards may need them.
+        self.publish_changes();
         let everything = self.parts.book.announce_all();
         let mut outboxes = self.parts.shared.outboxes.lock();
         let part = outboxes.part(shard, everything);
@@ -439,36 +464,36 @@ impl Store {
             None => outbox.refill(part),
         }
         drop(outboxes);
-        self.parts.shared.filled();
+        self.parts.shared.notify_filled();
     }
 
-    fn position(&mut self, block: BlockHash) -> Option<VisibleAt> {
-        self.tell_changes();
+    fn position(&mut self, block: BlockHash) -> Option<AnnouncePosition> {
+        self.publish_changes();
         let (shard, epoch, seq) = self.parts.shared.outboxes.lock().position(block)?;
-        Some(VisibleAt { node: self.parts.shared.node, epoch, shard, seq })
+        Some(AnnouncePosition { node: self.parts.shared.node, epoch, shard, seq })
     }
 
-    /// Hands the book's changes to the outboxes.
-    fn tell_changes(&mut self) {
+    /// Passes the book's changes to the outboxes.
+    fn publish_changes(&mut self) {
         let changes = self.parts.book.take_changes();
         if !changes.is_empty() {
             self.parts.shared.outboxes.lock().push(changes);
-            self.parts.shared.filled();
+            self.parts.shared.notify_filled();
         }
     }
 
-    /// Applies what all routers say together.
+    /// Applies the merged windows of all routers.
     fn apply_windows(&mut self) {
         let waiting = self.parts.shared.windows.take(Instant::now());
         let now = self.now();
-        let taken = self.parts.book.set_window(waiting.newest.iter().map(Vec::as_slice), now);
+        let taken = self.parts.book.set_window(waiting.requests.iter().map(Vec::as_slice), now);
         for caller in waiting.callers {
             let _ = caller.send(taken);
         }
     }
 
     fn tick(&mut self) {
-        if self.parts.shared.windows.have_ended(Instant::now()) {
+        if self.parts.shared.windows.any_expired(Instant::now()) {
             self.apply_windows();
         }
         let now = self.now();
@@ -477,33 +502,33 @@ impl Store {
         self.parts.book.expire_pins(now);
         self.parts.book.expire_blocks(now);
         self.parts.book.list_more();
-        self.parts.book.drop_void_blocks();
+        self.parts.book.drop_invalidated_blocks();
         self.parts.book.enforce_quotas();
-        if self.refitted.elapsed() >= REFIT {
-            self.refitted = Instant::now();
+        if self.refitted_at.elapsed() >= REFIT_INTERVAL {
+            self.refitted_at = Instant::now();
             self.parts.book.refit(now);
         }
-        if self.said.elapsed() >= SAY_EVERY {
-            self.said = Instant::now();
-            self.parts.shared.seen.send_replace(Arc::new(self.parts.book.statistics(now)));
+        if self.stats_sent_at.elapsed() >= REUSE_STATS_INTERVAL {
+            self.stats_sent_at = Instant::now();
+            self.parts.shared.reuse_stats.send_replace(Arc::new(self.parts.book.reuse_stats(now)));
         }
         self.retry_ssd();
-        self.look_at_ssds();
+        self.update_slow_ssds();
         self.retry_gpu();
         self.scrub(now);
         self.count_wear(now);
-        self.show();
+        self.update_metrics();
     }
 
     fn now(&self) -> Timestamp {
         Timestamp(u64::try_from(self.parts.started.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
 
-    fn row(&mut self, key: BlockKey) -> &mut Row {
+    fn locations_mut(&mut self, key: BlockKey) -> &mut BlockLocations {
         let position = key.0 as usize;
-        if self.rows.len() <= position {
-            self.rows.resize_with(position + 1, Row::default);
+        if self.locations.len() <= position {
+            self.locations.resize_with(position + 1, BlockLocations::default);
         }
-        &mut self.rows[position]
+        &mut self.locations[position]
     }
 }

@@ -1,4 +1,5 @@
-//! Runs what the book says, and takes in how it went; an SSD that fails stops admitting for a while.
+//! Executes the book's actions and reports their results. A failing SSD stops admitting blocks for
+//! a while.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -6,120 +7,131 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, Generation, TenantId, Tier, Timestamp};
-use kv_core::tier::{Action, Room};
+use kv_core::tier::{Action, MovePermits};
 use kvfleet_transport::MissReason;
 use tokio::sync::oneshot;
 
 use super::Store;
-use super::packing::Held;
+use super::compaction::DramBlock;
 use crate::arena::Purpose;
-use crate::tiers::ssd::pace::Pace;
-use crate::tiers::ssd::{Done, ReadFault, RecordHeader, Report, Ssd, SsdRecord};
+use crate::tiers::ssd::pace::ScrubPace;
+use crate::tiers::ssd::{ReadFault, RecordHeader, Report, SsdCompletion, SsdRecord, SsdTier};
 
-/// After a write error the SSD tier takes no new blocks for this long, then tries again.
+/// After a write error the SSD tier accepts no new blocks for this long, then tries again.
 pub(crate) const SSD_RETRY: Duration = Duration::from_secs(5);
 
-/// Each try that fails doubles the time to the next, up to this: a dead device costs next to nothing, and
-/// one that comes back is noticed in minutes.
+/// Each failed retry doubles the wait up to this: a dead device costs little, and a repaired one is
+/// noticed within minutes.
 pub(crate) const SSD_RETRY_MAX: Duration = Duration::from_secs(300);
 
 /// A move on the SSD thread.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Move {
+pub(super) struct SsdMove {
     key: BlockKey,
     hash: BlockHash,
     record: SsdRecord,
     is_load: bool,
 }
 
-/// Readers who wait for a block, and of which tenant.
+/// Readers that wait for a block, with their tenants.
 #[derive(Debug, Default)]
-pub(super) struct Load {
+pub(super) struct PendingLoad {
     pub(super) waiting: Vec<(TenantId, oneshot::Sender<Result<Bytes, MissReason>>)>,
 }
 
-/// Why a tier takes nothing, and until when.
+/// Outage of a tier: the reason, its end and the wait.
 #[derive(Clone, Debug)]
-pub(super) struct Trouble {
+pub(super) struct TierOutage {
     pub(super) reason: String,
     pub(super) until: Instant,
     pub(super) wait: Duration,
 }
 
 impl Store {
-    /// Runs everything that can run now, then hands out the changes.
+    /// Runs all actions that can run now, then publishes the changes.
     pub(super) fn pump(&mut self) {
         let now = self.now();
-        let demotions = self.parts.writes.left(now) / self.parts.frame_bytes_max.max(1) as u64;
-        self.parts.book.set_demotions(usize::try_from(demotions).unwrap_or(usize::MAX));
-        self.parts.book.set_ssd_room(self.parts.ssd.as_ref().map_or(usize::MAX, Ssd::writes_left));
-        self.settle_gpu();
+        let demotions = self.parts.writes.remaining(now) / self.parts.frame_bytes_max.max(1) as u64;
+        self.parts.book.set_demotions_max(usize::try_from(demotions).unwrap_or(usize::MAX));
+        self.parts
+            .book
+            .set_ssd_queue_max(self.parts.ssd.as_ref().map_or(usize::MAX, SsdTier::write_capacity));
+        self.continue_gpu_loss();
         self.parts.book.prefetch(now);
-        self.weed(now);
-        self.act();
+        self.filter_rewrites(now);
+        self.run_actions();
         if let Some(ssd) = self.parts.ssd.as_mut() {
-            ssd.go_on();
+            ssd.relocate_offered();
         }
-        // What goes need not be moved first, and what was moved may let a load begin.
-        self.pack();
-        self.act();
-        // What is asked next finds how it is now.
-        self.parts.book.set_ssd_room(self.parts.ssd.as_ref().map_or(usize::MAX, Ssd::writes_left));
-        self.tell_changes();
+        // Dropped blocks need no compaction, and compaction may free a slot for a load.
+        self.compact();
+        self.run_actions();
+        // The next request must see the current queue length.
+        self.parts
+            .book
+            .set_ssd_queue_max(self.parts.ssd.as_ref().map_or(usize::MAX, SsdTier::write_capacity));
+        self.publish_changes();
     }
 
-    /// Lets go of what is not worth being written to the SSD again, where room is made there.
-    fn weed(&mut self, now: Timestamp) {
+    /// Drops blocks that are not worth a rewrite when the SSD frees segments.
+    fn filter_rewrites(&mut self, now: Timestamp) {
         let Some(ssd) = self.parts.ssd.as_mut() else { return };
-        for owner in ssd.next_to_move() {
+        for owner in ssd.next_to_relocate() {
             self.parts.book.on_rewrite(BlockKey(owner), now);
         }
     }
 
-    fn act(&mut self) {
+    fn run_actions(&mut self) {
         while let Some(action) = self.next_action() {
             match action {
                 Action::Demote { key, hash } => self.demote(key, hash),
                 Action::Promote { key, hash } => self.promote(key, hash),
-                Action::DropDram { key } => self.row(key).dram = None,
+                Action::DropDram { key } => self.locations_mut(key).dram = None,
                 Action::DropSsd { key, hash, generation } => self.drop_ssd(key, (hash, generation)),
-                Action::Lift { key, hash } => self.lift(key, hash),
-                Action::Lower { key, hash } => self.lower(key, hash),
+                Action::PromoteToGpu { key, hash } => self.promote_to_gpu(key, hash),
+                Action::ReadBackFromGpu { key, hash } => self.read_back_from_gpu(key, hash),
                 Action::DropGpu { key, hash, generation } => self.drop_gpu(key, (hash, generation)),
             }
         }
     }
 
     fn next_action(&mut self) -> Option<Action> {
-        let slow = self.parts.ssd.as_ref().map_or((0, 0), Ssd::slow_moves);
-        let slots = self.slots.without(slow);
-        let free = slots.load();
+        let slow = self.parts.ssd.as_ref().map_or((0, 0), SsdTier::slow_device_jobs);
+        let slots = self.slots.excluding(slow);
+        let free = slots.may_load();
         let room = self.parts.arena.has_room(Purpose::Load);
         let dram = free && room;
-        // While the arena has no room, demotions are what the reader waits for.
+        // While the arena has no free slot, the reader waits for demotions.
         let reader_waits = room && self.loads.len() > slow.1;
-        // While the SSD is in trouble demotions may "start": they fail at once and the blocks go.
-        let space = self.parts.ssd.as_ref().is_none_or(Ssd::has_room);
-        let ssd = self.trouble.is_some() || (space && slots.demotion(reader_waits));
+        // During an SSD outage demotions may "start": they fail at once and the blocks are dropped.
+        let space = self.parts.ssd.as_ref().is_none_or(SsdTier::has_room);
+        let ssd = self.outage.is_some() || (space && slots.may_demote(reader_waits));
         let prefetch = free && self.parts.arena.has_room(Purpose::Prefetch);
-        let gpu = self.gpu_room();
-        let (gpu_read, lower, lift) = (gpu.read, gpu.lower, gpu.lift);
-        self.parts.book.next_action(Room { dram, ssd, prefetch, gpu_read, lower, lift })
+        let gpu = self.gpu_permits();
+        let (gpu_read, lower, lift) = (gpu.read, gpu.read_back, gpu.promote);
+        self.parts.book.next_action(MovePermits {
+            dram,
+            ssd,
+            prefetch,
+            gpu_read,
+            gpu_read_back: lower,
+            gpu_promote: lift,
+        })
     }
 
     fn demote(&mut self, key: BlockKey, hash: BlockHash) {
-        if self.trouble.is_none() && self.parts.ssd.as_ref().is_some_and(Ssd::is_behind) {
+        if self.outage.is_none() && self.parts.ssd.as_ref().is_some_and(SsdTier::is_overloaded) {
             return self.parts.book.on_write_refused(key, self.now());
         }
-        if self.trouble.is_none() && !self.may_write(key) {
-            self.parts.metrics.ssd_spared();
+        if self.outage.is_none() && !self.may_write(key) {
+            self.parts.metrics.ssd_over_budget();
             return self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
         }
         match self.try_demote(key, hash) {
             Ok(true) => {}
             Ok(false) => self.parts.book.on_move_delayed(key, Tier::Ssd),
             Err(cause) => {
-                if self.trouble.is_none() {
+                if self.outage.is_none() {
                     self.stop_admitting(&cause);
                 }
                 self.parts.book.on_move_failed(key, Tier::Ssd, self.now());
@@ -127,28 +139,29 @@ impl Store {
         }
     }
 
-    /// Whether the day's budget has room for the block. A demotion that is put off asks again, and pays again;
-    /// that is rare, since it begins only when there is room.
+    /// Whether the daily write budget covers the block. A delayed demotion pays again; this is
+    /// rare, since it only begins if there is space.
     fn may_write(&mut self, key: BlockKey) -> bool {
-        let bytes = self.row(key).dram.as_ref().map_or(0, |frame| frame.len() as u64);
+        let bytes = self.locations_mut(key).dram.as_ref().map_or(0, |frame| frame.len() as u64);
         let now = self.now();
-        self.parts.writes.take(bytes, now)
+        self.parts.writes.try_take(bytes, now)
     }
 
-    /// What was written again for the sake of space counts against the budget, and is shown.
+    /// Charges rewritten bytes to the write budget and updates the metric.
     pub(super) fn count_wear(&mut self, now: Timestamp) {
-        let Some(wear) = self.parts.ssd.as_ref().map(Ssd::wear) else { return };
-        self.parts.writes.spend(wear.rescued_bytes - self.rescued_bytes, now);
-        self.rescued_bytes = wear.rescued_bytes;
+        let Some(wear) = self.parts.ssd.as_ref().map(SsdTier::wear) else { return };
+        self.parts.writes.charge(wear.rewritten_bytes - self.rescued_bytes, now);
+        self.rescued_bytes = wear.rewritten_bytes;
         self.parts.metrics.ssd_wear(wear);
     }
 
-    /// `Ok(false)` when there is no slot now, which is no failure.
+    /// `Ok(false)` if there is no slot now, which is no failure.
     fn try_demote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
-        if self.trouble.is_some() {
+        if self.outage.is_some() {
             return Err(io::ErrorKind::Other.into());
         }
-        let frame = self.row(key).dram.as_ref().map(Held::lend).ok_or(io::ErrorKind::NotFound)?;
+        let frame =
+            self.locations_mut(key).dram.as_ref().map(DramBlock::share).ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
         let generation = self.generation_of(key);
         let mut traits = meta.traits;
@@ -158,17 +171,17 @@ impl Store {
             RecordHeader { hash, parent: meta.parent, tenant: meta.tenant, traits, generation, sequence: 0 };
         self.next_token += 1;
         let Some(record) = ssd.write(self.next_token, key.0, header, &frame)? else { return Ok(false) };
-        self.begin(Move { key, hash, record, is_load: false });
+        self.begin_move(SsdMove { key, hash, record, is_load: false });
         Ok(true)
     }
 
-    /// A job with the newest token is on its way.
-    fn begin(&mut self, move_: Move) {
+    /// Records a job sent with the newest token.
+    fn begin_move(&mut self, move_: SsdMove) {
         self.slots.begin(move_.is_load);
         self.moves.insert(self.next_token, move_);
     }
 
-    fn end(&mut self, token: u64) -> Option<Move> {
+    fn end_move(&mut self, token: u64) -> Option<SsdMove> {
         let ended = self.moves.remove(&token)?;
         self.slots.end(ended.is_load);
         Some(ended)
@@ -176,8 +189,8 @@ impl Store {
 
     fn promote(&mut self, key: BlockKey, hash: BlockHash) {
         if !self.may_promote(key, hash) {
-            self.parts.metrics.ssd_behind(1);
-            self.tell_waiting((hash, self.generation_of(key)), &Err(MissReason::Busy));
+            self.parts.metrics.ssd_overloaded(1);
+            self.notify_waiting((hash, self.generation_of(key)), &Err(MissReason::Busy));
             return self.parts.book.on_load_refused(key, self.now());
         }
         match self.try_promote(key, hash) {
@@ -190,17 +203,18 @@ impl Store {
         }
     }
 
-    /// Whether the block would not stand behind others on a slow device, where whoever waits rather computes it.
+    /// Whether the load would start without queueing on a slow device; otherwise the reader
+    /// recomputes the block.
     fn may_promote(&mut self, key: BlockKey, hash: BlockHash) -> bool {
         let is_awaited = self.loads.contains_key(&(hash, self.generation_of(key)));
-        let record = self.row(key).ssd;
+        let record = self.locations_mut(key).ssd;
         let ssd = self.parts.ssd.as_ref();
         record.zip(ssd).is_none_or(|(record, ssd)| ssd.may_read(record, is_awaited))
     }
 
-    /// `Ok(false)` when there is no slot now, which is no failure.
+    /// `Ok(false)` if there is no slot now, which is no failure.
     fn try_promote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
-        let record = self.row(key).ssd.ok_or(io::ErrorKind::NotFound)?;
+        let record = self.locations_mut(key).ssd.ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
         let generation = self.generation_of(key);
         let len = meta.traits.bytes as usize;
@@ -211,50 +225,53 @@ impl Store {
         let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
         self.next_token += 1;
         ssd.read(self.next_token, record, (hash, generation), into)?;
-        self.begin(Move { key, hash, record, is_load: true });
+        self.begin_move(SsdMove { key, hash, record, is_load: true });
         Ok(true)
     }
 
     fn drop_ssd(&mut self, key: BlockKey, block: (BlockHash, Generation)) {
-        if let Some(record) = self.row(key).ssd.take()
+        if let Some(record) = self.locations_mut(key).ssd.take()
             && let Some(ssd) = self.parts.ssd.as_mut()
         {
             ssd.free(record);
         }
-        // A block may go before its load began; whoever waits for it must hear that it will not come.
-        self.tell_waiting(block, &Err(MissReason::NotHeld));
+        // A block may be dropped before its load began; its readers must learn that it will not
+        // arrive.
+        self.notify_waiting(block, &Err(MissReason::NotHeld));
     }
 
     pub(super) fn on_report(&mut self, report: Report) {
-        match self.parts.ssd.as_mut().and_then(|ssd| ssd.take_in(report)) {
-            Some(Done::Written { token, result }) => self.on_written(token, result),
-            Some(Done::Read { token, result }) => self.on_read(token, result),
-            Some(Done::Lost { record, owner, fault }) => self.on_lost(record, BlockKey(owner), &fault),
-            Some(Done::Checked { result }) => self.on_checked(result),
-            Some(Done::Failed { cause }) => self.stop_admitting(&cause),
+        match self.parts.ssd.as_mut().and_then(|ssd| ssd.complete(report)) {
+            Some(SsdCompletion::Written { token, result }) => self.on_written(token, result),
+            Some(SsdCompletion::Read { token, result }) => self.on_read(token, result),
+            Some(SsdCompletion::Lost { record, owner, fault }) => {
+                self.on_record_lost(record, BlockKey(owner), &fault);
+            }
+            Some(SsdCompletion::Checked { result }) => self.on_checked(result),
+            Some(SsdCompletion::Failed { cause }) => self.stop_admitting(&cause),
             None => {}
         }
     }
 
-    /// Sees which SSDs are slow, and takes the tier for as large as it is without them.
-    pub(super) fn look_at_ssds(&mut self) {
+    /// Detects slow SSDs, and reduces the tier's capacity to the other ones.
+    pub(super) fn update_slow_ssds(&mut self) {
         let Some(ssd) = self.parts.ssd.as_mut() else { return };
-        ssd.look();
+        ssd.update_health();
         let sizes = &self.parts.capacities;
-        self.parts.book.set_capacity(Tier::Ssd, ssd.usable(sizes.ssd, sizes.slots.largest().ssd));
+        self.parts.book.set_capacity(Tier::Ssd, ssd.usable_capacity(sizes.ssd, sizes.slots.largest().ssd));
         self.parts.metrics.slow_ssds(ssd.slow_devices());
         let unwritten = self.parts.book.stats(Tier::Dram).unwritten_blocks;
-        self.parts.metrics.ssd_behind(unwritten - self.unwritten_blocks);
+        self.parts.metrics.ssd_overloaded(unwritten - self.unwritten_blocks);
         self.unwritten_blocks = unwritten;
     }
 
-    /// Has records checked that nobody asked for, at their pace.
+    /// Runs the scrubber at its configured rate.
     pub(super) fn scrub(&mut self, now: Timestamp) {
         let Some(ssd) = self.parts.ssd.as_mut() else { return };
         while self.parts.scrub.is_due(now)
-            && let Some(bytes) = ssd.check_next(Pace::pass(now))
+            && let Some(bytes) = ssd.check_next(ScrubPace::pass(now))
         {
-            self.parts.scrub.spend(bytes, now);
+            self.parts.scrub.charge(bytes, now);
         }
     }
 
@@ -262,22 +279,22 @@ impl Store {
         match result {
             Ok(bytes) => self.parts.metrics.scrubbed(bytes),
             Err(cause) => {
-                tracing::warn!(%cause, "a block on SSD could not be read while it was checked; it stays until somebody asks for it; check the medium when this repeats");
+                tracing::warn!(%cause, "the scrubber could not read a block on SSD; the block stays until it is read; check the medium if this repeats");
                 self.parts.metrics.ssd_error();
                 self.parts.scrub.pause(self.now());
             }
         }
     }
 
-    /// A block that was found to be unreadable before anybody asked: it is gone.
-    fn on_lost(&mut self, record: SsdRecord, key: BlockKey, fault: &ReadFault) {
-        let Some(row) = self.rows.get_mut(key.0 as usize).filter(|row| row.ssd == Some(record)) else {
+    /// Handles a record that was found unreadable before a reader asked for it.
+    fn on_record_lost(&mut self, record: SsdRecord, key: BlockKey, fault: &ReadFault) {
+        let Some(row) = self.locations.get_mut(key.0 as usize).filter(|row| row.ssd == Some(record)) else {
             return;
         };
         row.ssd = None;
         let Some(hash) = self.parts.book.meta(key).map(|meta| meta.hash) else { return };
         self.log_unusable(fault, hash);
-        self.parts.book.on_lost(key);
+        self.parts.book.on_ssd_copy_lost(key);
     }
 
     fn log_unusable(&self, fault: &ReadFault, hash: BlockHash) {
@@ -286,12 +303,12 @@ impl Store {
     }
 
     fn on_written(&mut self, token: u64, result: io::Result<()>) {
-        let Some(Move { key, record, .. }) = self.end(token) else { return };
+        let Some(SsdMove { key, record, .. }) = self.end_move(token) else { return };
         match result {
             Ok(()) => {
-                self.row(key).ssd = Some(record);
+                self.locations_mut(key).ssd = Some(record);
                 self.parts.book.on_moved(key, Tier::Ssd);
-                if self.trouble.is_none() && self.probation.take().is_some() {
+                if self.outage.is_none() && self.probation.take().is_some() {
                     tracing::info!("the SSD tier writes again");
                 }
             }
@@ -303,7 +320,7 @@ impl Store {
     }
 
     fn on_read(&mut self, token: u64, result: Result<Bytes, ReadFault>) {
-        let Some(Move { key, hash, .. }) = self.end(token) else { return };
+        let Some(SsdMove { key, hash, .. }) = self.end_move(token) else { return };
         match result {
             Ok(bytes) => self.loaded(key, hash, bytes),
             Err(fault) => {
@@ -317,28 +334,28 @@ impl Store {
         }
     }
 
-    /// A block's bytes came to DRAM, from SSD or a GPU, and are right.
+    /// Handles bytes that arrived in DRAM, from SSD or a GPU, and are verified.
     pub(super) fn loaded(&mut self, key: BlockKey, hash: BlockHash, bytes: Bytes) {
-        self.keep(key, bytes);
-        let readable = self.row(key).dram.as_ref().map(Held::lend);
+        self.store_dram(key, bytes);
+        let readable = self.locations_mut(key).dram.as_ref().map(DramBlock::share);
         let owner = self.parts.book.meta(key).map(|meta| meta.tenant);
         let block = (hash, self.generation_of(key));
-        self.tell_waiting(block, &readable.zip(owner).ok_or(MissReason::NotHeld));
+        self.notify_waiting(block, &readable.zip(owner).ok_or(MissReason::NotHeld));
         self.parts.book.on_moved(key, Tier::Dram);
     }
 
     pub(super) fn load_failed(&mut self, key: BlockKey, hash: BlockHash, reason: MissReason) {
-        self.tell_waiting((hash, self.generation_of(key)), &Err(reason));
+        self.notify_waiting((hash, self.generation_of(key)), &Err(reason));
         self.parts.book.on_move_failed(key, Tier::Dram, self.now());
     }
 
-    /// The weights of a block that moves: the book knows its key until the move ends.
+    /// Weights generation of a moving block: the book knows its key until the move ends.
     pub(super) fn generation_of(&self, key: BlockKey) -> Generation {
         self.parts.book.generation_of(key).unwrap_or_default()
     }
 
-    /// What became of a load: the bytes and whose they are.
-    pub(super) fn tell_waiting(
+    /// Sends the result of a load to its readers: the bytes and their owner.
+    pub(super) fn notify_waiting(
         &mut self,
         block: (BlockHash, Generation),
         result: &Result<(Bytes, TenantId), MissReason>,
@@ -346,7 +363,8 @@ impl Store {
         for (tenant, waiting) in self.loads.remove(&block).unwrap_or_default().waiting {
             let told = match result {
                 Ok((bytes, owner)) if *owner == tenant => Ok(bytes.clone()),
-                // A block that was over before its load ended, whose hash another tenant took meanwhile.
+                // The loaded block ended meanwhile, and another tenant saved a block with the same
+                // hash.
                 Ok(_) => Err(MissReason::NotHeld),
                 Err(reason) => Err(*reason),
             };
@@ -361,20 +379,20 @@ impl Store {
             io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => "make room there or lower ssd_bytes",
             _ => "check the medium",
         };
-        // Blocks that were on their way when it failed say the same once more.
-        let wait = self.trouble.as_ref().map_or_else(|| next_wait(self.probation), |trouble| trouble.wait);
+        // Moves in flight at the time of the failure report it again.
+        let wait = self.outage.as_ref().map_or_else(|| next_wait(self.probation), |trouble| trouble.wait);
         let reason = format!("writing failed: {cause}; {remedy}; trying again after {} s", wait.as_secs());
-        if self.trouble.is_none() && self.probation.is_none() {
+        if self.outage.is_none() && self.probation.is_none() {
             tracing::error!(reason, "the SSD tier stops admitting blocks");
         }
-        self.trouble = Some(Trouble { reason, until: Instant::now() + wait, wait });
+        self.outage = Some(TierOutage { reason, until: Instant::now() + wait, wait });
         self.probation = Some(wait);
         self.parts.book.set_admitting(Tier::Ssd, false);
     }
 
     pub(super) fn retry_ssd(&mut self) {
-        if self.trouble.as_ref().is_some_and(|trouble| Instant::now() >= trouble.until) {
-            self.trouble = None;
+        if self.outage.as_ref().is_some_and(|trouble| Instant::now() >= trouble.until) {
+            self.outage = None;
             if let Some(ssd) = self.parts.ssd.as_mut() {
                 ssd.resume();
             }
@@ -383,7 +401,7 @@ impl Store {
     }
 }
 
-/// How long a device is left alone that fails, after the wait before.
+/// Wait before the next retry, from the previous wait.
 pub(super) fn next_wait(before: Option<Duration>) -> Duration {
     before.map_or(SSD_RETRY, |before| (before * 2).min(SSD_RETRY_MAX))
 }
@@ -393,7 +411,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_try_that_fails_doubles_the_wait_up_to_its_limit() {
+    fn failed_retries_double_the_wait_up_to_the_limit() {
         let mut waits = vec![next_wait(None)];
         for _ in 0..10 {
             waits.push(next_wait(waits.last().copied()));

@@ -1,30 +1,30 @@
-//! What the node says about itself: status replies, audits and gauges.
+//! Status replies, audits and gauges.
 
 use std::sync::atomic::Ordering;
 
 use kv_core::id::{BlockHash, Tier};
-use kv_core::tier::{Capacity, Left, Spans};
+use kv_core::tier::{Capacity, DurationHistogram, RemovalReason};
 use kvfleet_proto::{convert, pb};
 
 use super::Store;
 use super::saving::SlotSizes;
-use crate::arena::ArenaNumbers;
+use crate::arena::ArenaStats;
 
-/// Sizes as configured, for status.
+/// Configured sizes, for status.
 #[derive(Clone, Debug)]
 pub(crate) struct Capacities {
     pub(crate) dram: Capacity,
     pub(crate) ssd: Capacity,
-    /// What blocks may take of a GPU's memory; nothing without one.
+    /// GPU memory for blocks; 0 without a GPU.
     pub(crate) gpu: Capacity,
-    /// What a block costs in each tier.
+    /// Cost of a block in each tier.
     pub(crate) slots: SlotSizes,
 }
 
-/// Sizes at which the curve of misses is told, in sixteenths of the present one.
+/// Sizes of the reported miss-ratio curve, in sixteenths of the current size.
 const CURVE_SIXTEENTHS: [u64; 9] = [1, 2, 4, 8, 16, 32, 64, 128, 256];
 
-fn spans(spans: &Spans) -> Option<pb::Spans> {
+fn histogram(spans: &DurationHistogram) -> Option<pb::Spans> {
     Some(pb::Spans {
         count: spans.count(),
         mean_us: spans.mean_us()?,
@@ -41,7 +41,7 @@ fn bytes(capacity: Capacity, slot: u32) -> u64 {
     }
 }
 
-fn arena(numbers: &ArenaNumbers) -> pb::ArenaStatus {
+fn arena(numbers: &ArenaStats) -> pb::ArenaStatus {
     let classes = numbers.classes.iter().map(|(class, uses)| pb::SizeClassStatus {
         slot_bytes: class.slot_bytes as u64,
         slots_per_slab: class.slots_per_slab as u64,
@@ -80,50 +80,50 @@ impl Store {
             policy: self.parts.policy.clone(),
             classes: self.tiers().flat_map(|tier| self.classes(tier)).collect(),
             curve: self.curve(),
-            arena: Some(arena(&self.parts.arena.numbers())),
+            arena: Some(arena(&self.parts.arena.stats())),
             window_blocks: self.parts.book.window_blocks() as u64,
             prefetched_blocks: self.parts.book.prefetched_blocks(),
             ttl_groups: self.parts.book.ttl_groups() as u64,
             memory_bytes_max: self.parts.memory_bytes_max,
-            seen_categories: self.parts.shared.seen.borrow().categories().count() as u64,
+            seen_categories: self.parts.shared.reuse_stats.borrow().categories().count() as u64,
             fleet_categories: self.fleet_categories as u64,
             memory_peak_bytes: crate::memory::peak_bytes("self").unwrap_or(0),
-            // The store knows nothing of it: whoever answers adds it.
+            // Unknown to the store; the caller adds it.
             manifest: None,
         }
     }
 
-    /// The tiers that this node may have: those of a GPU where it was told to have one.
+    /// The configured tiers; the GPU only if configured.
     fn tiers(&self) -> impl Iterator<Item = Tier> + use<> {
         let gpu = (self.parts.capacities.gpu.amount() > 0).then_some(Tier::Gpu);
         [Tier::Dram, Tier::Ssd].into_iter().chain(gpu)
     }
 
     fn classes(&self, tier: Tier) -> impl Iterator<Item = pb::ClassStatus> + '_ {
-        let classes = self.parts.book.numbers(tier).classes();
+        let classes = self.parts.book.counters(tier).categories();
         classes.map(move |(category, class)| pb::ClassStatus {
             tier: tier as u32,
             kind: category.kind as u32,
-            turn: u32::from(category.turn),
+            turn: u32::from(category.conversation_turn),
             hits: class.hits,
-            reuse_gap: spans(&class.reuse_gap),
-            demoted: class.left[Left::Demoted as usize],
-            dropped: class.left[Left::Dropped as usize],
-            quota: class.left[Left::Quota as usize],
-            failed: class.left[Left::Failed as usize],
-            ttl: class.left[Left::Ttl as usize],
-            age_at_eviction: spans(&class.age_at_eviction),
+            reuse_gap: histogram(&class.reuse_gap),
+            demoted: class.removals[RemovalReason::Demoted as usize],
+            dropped: class.removals[RemovalReason::Dropped as usize],
+            quota: class.removals[RemovalReason::Quota as usize],
+            failed: class.removals[RemovalReason::Failed as usize],
+            ttl: class.removals[RemovalReason::Ttl as usize],
+            age_at_eviction: histogram(&class.age_at_eviction),
         })
     }
 
-    /// The curve at the present size and at its halves and doubles.
+    /// The miss-ratio curve at the current size and at its halves and doubles.
     fn curve(&self) -> Vec<pb::CurvePoint> {
         let sizes = &self.parts.capacities;
         let largest = sizes.slots.largest();
         let slot = u64::from(largest.dram.max(1));
         let both = bytes(sizes.dram, largest.dram).saturating_add(bytes(sizes.ssd, largest.ssd));
         let now = both.saturating_add(bytes(sizes.gpu, largest.dram)) / slot;
-        let curve = self.parts.book.curve();
+        let curve = self.parts.book.miss_curve();
         if curve.uses() <= 0.0 {
             return Vec::new();
         }
@@ -136,7 +136,7 @@ impl Store {
         capacities.into_iter().map(point).collect()
     }
 
-    /// What is readable now, and the batch with which all of that is announced.
+    /// The readable blocks now, with the batch that announces all of them.
     pub(super) fn audit(
         &mut self,
         shard: u16,
@@ -144,7 +144,7 @@ impl Store {
         sample: usize,
         seed: u64,
     ) -> Option<pb::AuditReply> {
-        self.tell_changes();
+        self.publish_changes();
         let (shards, (epoch, seq)) = {
             let mut outboxes = self.parts.shared.outboxes.lock();
             (outboxes.count(), outboxes.shard(shard)?.position()?)
@@ -173,23 +173,23 @@ impl Store {
             used_bytes: stats.used_bytes,
             blocks: stats.blocks,
             admitting: stats.admitting && capacity_bytes > 0,
-            why_not: self.why_not(tier, capacity_bytes),
+            reject_reason: self.unavailable_reason(tier, capacity_bytes),
         }
     }
 
-    fn why_not(&self, tier: Tier, capacity_bytes: u64) -> String {
-        match &self.trouble {
+    fn unavailable_reason(&self, tier: Tier, capacity_bytes: u64) -> String {
+        match &self.outage {
             Some(trouble) if tier == Tier::Ssd => trouble.reason.clone(),
             _ if capacity_bytes == 0 => "switched off".to_owned(),
             _ if tier == Tier::Ssd => self.slow_ssds(),
             _ if tier == Tier::Gpu => {
-                self.parts.gpu.as_ref().and_then(super::Gpu::why_not).unwrap_or_default().to_owned()
+                self.parts.gpu.as_ref().and_then(super::Gpu::outage_reason).unwrap_or_default().to_owned()
             }
             _ => String::new(),
         }
     }
 
-    /// What is said of slow devices; nothing while there are none.
+    /// Description of slow devices; empty if there are none.
     fn slow_ssds(&self) -> String {
         let Some(ssd) = &self.parts.ssd else { return String::new() };
         match (ssd.slow_devices(), ssd.devices()) {
@@ -209,8 +209,8 @@ impl Store {
         self.parts.book.tenants().map(row).collect()
     }
 
-    /// Brings gauges and heartbeat figures up to date.
-    pub(super) fn show(&self) {
+    /// Updates gauges and heartbeat figures.
+    pub(super) fn update_metrics(&self) {
         let (dram, ssd) = (self.parts.book.stats(Tier::Dram), self.parts.book.stats(Tier::Ssd));
         self.parts.shared.dram_bytes.store(dram.used_bytes, Ordering::Relaxed);
         self.parts.shared.ssd_bytes.store(ssd.used_bytes, Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! The store with its disk and its service, without the wire: readers that wait, limits, restarts.
+//! The store with its disk and block service, without the wire: waiting readers, limits, restarts.
 #![allow(clippy::unwrap_used)]
 
 use std::time::Duration;
@@ -14,16 +14,16 @@ use tokio::time::timeout;
 use super::*;
 use crate::NodeConfig;
 use crate::arena::{Purpose, SlotMut};
-use crate::serve::Service;
+use crate::block_service::Service;
 use crate::start;
 use crate::tiers::ssd::SsdFaults;
 
-/// Longest wait for something that must happen.
+/// Longest wait for a required event.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 pub(super) const BLOCK_BYTES: usize = 6000;
 
-pub(super) struct Bench {
+pub(super) struct StoreFixture {
     pub(super) store: StoreHandle,
     pub(super) service: Service,
     pub(super) arena: Arena,
@@ -45,34 +45,38 @@ pub(super) fn config(dir: &std::path::Path, dram_blocks: u64, ssd_blocks: u64) -
     }
 }
 
-pub(super) async fn open(config: &NodeConfig) -> Bench {
+pub(super) async fn open(config: &NodeConfig) -> StoreFixture {
     open_with(config, |_| {}).await
 }
 
-pub(super) async fn parts(config: &NodeConfig) -> Parts {
+pub(super) async fn parts(config: &NodeConfig) -> StoreParts {
     parts_on(config, Arc::default()).await
 }
 
-/// The same on SSDs with these faults.
-pub(super) async fn parts_on(config: &NodeConfig, faults: Arc<SsdFaults>) -> Parts {
+/// Store parts on SSDs with these faults.
+pub(super) async fn parts_on(config: &NodeConfig, faults: Arc<SsdFaults>) -> StoreParts {
     let arena = start::open_arena(config).unwrap();
-    let shared = Arc::new(Shared::new(NodeId(1)));
+    let shared = Arc::new(SharedState::new(NodeId(1)));
     let metrics = Metrics::new(&prometheus::Registry::new()).unwrap();
     start::open_parts(config, arena, shared, metrics, faults).await.unwrap()
 }
 
-/// A node of which `change` replaces parts.
-pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut Parts)) -> Bench {
+/// A store with parts replaced by `change`.
+pub(super) async fn open_with(config: &NodeConfig, change: impl FnOnce(&mut StoreParts)) -> StoreFixture {
     open_of(config, parts(config).await, change)
 }
 
-pub(super) fn open_of(config: &NodeConfig, mut parts: Parts, change: impl FnOnce(&mut Parts)) -> Bench {
+pub(super) fn open_of(
+    config: &NodeConfig,
+    mut parts: StoreParts,
+    change: impl FnOnce(&mut StoreParts),
+) -> StoreFixture {
     change(&mut parts);
     let (arena, metrics) = (parts.arena.clone(), parts.metrics.clone());
     let stop = CancellationToken::new();
     let (store, task) = Store::start(parts, stop.clone());
     let service = start::service(config, store.clone(), arena.clone(), metrics.clone());
-    Bench { store, service, arena, metrics, stop, task }
+    StoreFixture { store, service, arena, metrics, stop, task }
 }
 
 pub(super) fn identity() -> IdentityDigest {
@@ -90,8 +94,8 @@ pub(super) fn frame(number: u64, payload: usize) -> Frame {
     seal(identity(), hash(number), KeyForm::Rotated, &[u32::try_from(payload).unwrap()], &fill).unwrap()
 }
 
-pub(super) fn asker(lease: u64) -> kvfleet_transport::Asker {
-    kvfleet_transport::Asker {
+pub(super) fn asker(lease: u64) -> kvfleet_transport::RequestContext {
+    kvfleet_transport::RequestContext {
         lease: LeaseId(lease),
         request: RequestId(lease),
         tenant: TenantId(0),
@@ -104,7 +108,7 @@ pub(super) fn asker(lease: u64) -> kvfleet_transport::Asker {
 
 pub(super) fn save_request(lease: u64, numbers: std::ops::Range<u64>) -> SaveRequest {
     SaveRequest {
-        asker: asker(lease),
+        context: asker(lease),
         parent: None,
         first_offset_blocks: u32::try_from(numbers.start).unwrap(),
         hashes: numbers.map(hash).collect(),
@@ -114,7 +118,7 @@ pub(super) fn save_request(lease: u64, numbers: std::ops::Range<u64>) -> SaveReq
 
 pub(super) fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchRequest {
     FetchRequest {
-        asker: asker(lease),
+        context: asker(lease),
         epoch: Epoch(0),
         first_offset_blocks: 0,
         hashes: numbers.map(hash).collect(),
@@ -123,8 +127,8 @@ pub(super) fn fetch_request(lease: u64, numbers: std::ops::Range<u64>) -> FetchR
     }
 }
 
-impl Bench {
-    /// Saves blocks with payloads of `bytes(number)`; the lease stays. Returns how many were stored.
+impl StoreFixture {
+    /// Saves blocks with payloads of `bytes(number)`; the lease stays. Returns the number stored.
     pub(super) async fn save(
         &self,
         lease: u64,
@@ -145,7 +149,7 @@ impl Bench {
         self.service.release(LeaseId(lease)).await;
     }
 
-    /// Fetches; the frames that came are right.
+    /// Fetches and verifies the frames.
     pub(super) async fn fetch(&self, lease: u64, numbers: std::ops::Range<u64>) -> (FetchAnswer, usize) {
         let mut reply = self.service.fetch(fetch_request(lease, numbers.clone())).await;
         let mut got = 0;
@@ -157,10 +161,10 @@ impl Bench {
     }
 
     pub(super) async fn status(&self) -> pb::NodeStatusReply {
-        self.store.ask(|reply| Ask::Status { reply }).await.unwrap()
+        self.store.request(|reply| StoreRequest::Status { reply }).await.unwrap()
     }
 
-    pub(super) async fn until(&self, what: &str, test: impl Fn(&pb::NodeStatusReply, usize) -> bool) {
+    pub(super) async fn wait_until(&self, what: &str, test: impl Fn(&pb::NodeStatusReply, usize) -> bool) {
         let tries = async {
             while !test(&self.status().await, self.arena.used_bytes()) {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -169,14 +173,17 @@ impl Bench {
         timeout(PATIENCE, tries).await.unwrap_or_else(|_| panic!("never: {what}"));
     }
 
-    /// Takes every DRAM slot that is left, so that nothing can be loaded.
-    pub(super) fn no_room(&self) -> Vec<SlotMut> {
+    /// Takes every free DRAM slot, so that no block can be loaded.
+    pub(super) fn take_all_slots(&self) -> Vec<SlotMut> {
         std::iter::from_fn(|| self.arena.take(1, Purpose::Load)).collect()
     }
 
     pub(super) async fn quota(&self, bytes: u64) {
         let quotas = vec![(TenantId(0), bytes)];
-        self.store.tell(Ask::Directives { pins: Vec::new(), quotas, ttls: Vec::new() }).await.unwrap();
+        self.store
+            .send(StoreRequest::Directives { pins: Vec::new(), quotas, ttls: Vec::new() })
+            .await
+            .unwrap();
     }
 
     pub(super) async fn close(self) {
@@ -185,30 +192,32 @@ impl Bench {
     }
 }
 
-/// A node whose block 0 is on SSD only, and whose one DRAM block is held under lease 3.
-pub(super) async fn block_on_ssd(config: &NodeConfig) -> Bench {
+/// A store with block 0 on SSD only, and its one DRAM block held under lease 3.
+pub(super) async fn fixture_with_block_on_ssd(config: &NodeConfig) -> StoreFixture {
     let bench = open(config).await;
     bench.saved(1, 0..1).await;
     bench.saved(2, 1..2).await;
     let slot = crate::arena::slot_bytes(config.frame_bytes_max());
-    bench.until("block 0 is on SSD only", |status, used| status.tiers[1].blocks == 1 && used == slot).await;
+    bench
+        .wait_until("block 0 is on SSD only", |status, used| status.tiers[1].blocks == 1 && used == slot)
+        .await;
     assert_eq!(bench.fetch(3, 1..2).await.1, 1);
     bench
 }
 
 #[tokio::test]
-async fn readers_of_a_block_that_goes_before_its_load_hear_it_and_get_no_other_bytes() {
+async fn readers_of_a_block_dropped_before_its_load_get_a_miss() {
     let dir = tempfile::tempdir().unwrap();
-    let bench = block_on_ssd(&config(dir.path(), 1, 8)).await;
-    let room = bench.no_room();
+    let bench = fixture_with_block_on_ssd(&config(dir.path(), 1, 8)).await;
+    let room = bench.take_all_slots();
     let mut reply = bench.service.fetch(fetch_request(4, 0..1)).await;
     assert_eq!(reply.answer, FetchAnswer::Hit { tiers: vec![Tier::Ssd] });
     bench.service.release(LeaseId(4)).await;
-    // The load cannot begin, and the block is nobody's: its tenant's quota makes it go.
+    // The load cannot begin, and the block is unheld: its tenant's quota drops it.
     bench.quota(frame(0, BLOCK_BYTES).bytes.len() as u64).await;
-    let end = timeout(PATIENCE, reply.frames.next()).await.expect("the reader is told");
+    let end = timeout(PATIENCE, reply.frames.next()).await.expect("the reader gets an end");
     assert!(end.is_none());
-    // Another block takes over the key, and nobody is left who could take it for the first.
+    // Another block reuses the key; no reader may mistake it for the first one.
     bench.quota(u64::MAX).await;
     drop(room);
     bench.saved(5, 7..8).await;
@@ -217,30 +226,30 @@ async fn readers_of_a_block_that_goes_before_its_load_hear_it_and_get_no_other_b
 }
 
 #[tokio::test]
-async fn a_fetch_told_to_come_again_leaves_no_lease_and_a_reader_that_left_no_load() {
+async fn busy_fetch_leaves_no_lease_and_gone_reader_frees_its_load() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = config(dir.path(), 1, 8);
     config.fetch_inflight_bytes = config.frame_bytes_max() as u64;
-    let bench = block_on_ssd(&config).await;
-    let room = bench.no_room();
+    let bench = fixture_with_block_on_ssd(&config).await;
+    let room = bench.take_all_slots();
     let waiting = bench.service.fetch(fetch_request(4, 0..1)).await;
     assert_eq!(waiting.answer, FetchAnswer::Hit { tiers: vec![Tier::Ssd] });
     let leases = bench.status().await.leases;
     let busy = bench.service.fetch(fetch_request(5, 0..1)).await.answer;
     assert!(matches!(busy, FetchAnswer::Busy { .. }), "{busy:?}");
-    assert_eq!(bench.status().await.leases, leases, "nothing is held for a request that was sent away");
-    // What is in DRAM costs nothing of the budget.
+    assert_eq!(bench.status().await.leases, leases, "a refused request holds no lease");
+    // Blocks in DRAM need no load budget.
     assert_eq!(bench.fetch(6, 1..2).await.1, 1);
-    // The first reader goes; its load never began, its deadline is in no near future.
+    // The first reader leaves; its load never began, and its deadline is far away.
     drop(waiting);
     let tries = async {
         while matches!(bench.service.fetch(fetch_request(7, 0..1)).await.answer, FetchAnswer::Busy { .. }) {
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    timeout(PATIENCE, tries).await.expect("the budget is free again");
+    timeout(PATIENCE, tries).await.expect("the load budget is free again");
     drop(room);
-    // The last of those left too, and its task has to see that.
+    // The last of those readers left too; its task must notice that.
     let answered = async {
         loop {
             match bench.fetch(8, 0..1).await {
@@ -269,11 +278,11 @@ async fn frames_shorter_than_offered_come_back_from_ssd() {
     assert_eq!((status.tiers[0].blocks, status.tiers[1].blocks), (2, 18));
     assert!(status.tiers[1].admitting);
     let bytes: usize = (0..20).map(|number| frame(number, length(number)).bytes.len()).sum();
-    assert_eq!(status.tenants[0].bytes, bytes as u64, "a tenant pays for what it saved");
+    assert_eq!(status.tenants[0].bytes, bytes as u64, "a tenant is charged for its actual bytes");
 }
 
 #[tokio::test]
-async fn lengths_that_came_before_leave_the_largest_frame_its_place() {
+async fn earlier_frame_lengths_do_not_block_the_largest_frame() {
     let dir = tempfile::tempdir().unwrap();
     for bytes in [false, true] {
         let mut config = config(&dir.path().join(bytes.to_string()), 4, 12);
@@ -290,7 +299,7 @@ async fn lengths_that_came_before_leave_the_largest_frame_its_place() {
             bench.service.release(LeaseId(number)).await;
         }
         let full = |status: &pb::NodeStatusReply| status.tiers[0].blocks + status.tiers[1].blocks == 16;
-        bench.until("both tiers are full", |status, _| full(status)).await;
+        bench.wait_until("both tiers are full", |status, _| full(status)).await;
         for number in 214..230 {
             assert_eq!(bench.fetch(1000 + number, number..number + 1).await.1, 1, "block {number}");
             bench.service.release(LeaseId(1000 + number)).await;
@@ -301,10 +310,10 @@ async fn lengths_that_came_before_leave_the_largest_frame_its_place() {
     }
 }
 
-/// A layout with two sizes: fifteen of the small ones take as much as a large one.
+/// A layout with two sizes: fifteen small slots take as much as a large one.
 const GROUP_BYTES: [usize; 2] = [2000, 60_000];
 
-/// A node for [`GROUP_BYTES`] with DRAM for so many large blocks.
+/// A node for [`GROUP_BYTES`] with DRAM for this many large blocks.
 fn hybrid(dir: &std::path::Path, large_blocks: u64, ssd_blocks: u64) -> NodeConfig {
     let mut config = config(dir, 0, ssd_blocks);
     let [small, large] = GROUP_BYTES.map(|bytes| bytes as u64);
@@ -316,8 +325,8 @@ fn hybrid(dir: &std::path::Path, large_blocks: u64, ssd_blocks: u64) -> NodeConf
     config
 }
 
-/// A request of its own for one block with a payload of so many bytes.
-async fn save_one(bench: &Bench, number: u64, payload: usize) -> bool {
+/// Saves one block with this payload in its own request.
+async fn save_one(bench: &StoreFixture, number: u64, payload: usize) -> bool {
     let frame = frame(number, payload);
     let frame_bytes = frame.bytes.len() as u64;
     let request = SaveRequest { frame_bytes, ..save_request(number, number..number + 1) };
@@ -329,21 +338,21 @@ async fn save_one(bench: &Bench, number: u64, payload: usize) -> bool {
     done.stored_blocks == 1
 }
 
-async fn fetch_one(bench: &Bench, number: u64) -> bool {
+async fn fetch_one(bench: &StoreFixture, number: u64) -> bool {
     let (_, frames) = bench.fetch(number, number..number + 1).await;
     bench.service.release(LeaseId(number)).await;
     frames == 1
 }
 
 #[tokio::test]
-async fn small_blocks_left_all_over_dram_leave_the_largest_their_place() {
+async fn scattered_small_blocks_do_not_block_large_ones() {
     let dir = tempfile::tempdir().unwrap();
     let [small, large] = GROUP_BYTES;
     let bench = open(&hybrid(dir.path(), 40, 0)).await;
     for number in 0..600 {
         assert!(save_one(&bench, number, small).await, "block {number}");
     }
-    // One of each fifteen is used again; the others go for the large ones.
+    // One block of fifteen is used again; the others are evicted for large ones.
     for number in (0..600).step_by(15) {
         assert!(fetch_one(&bench, number).await, "block {number}");
     }
@@ -351,7 +360,7 @@ async fn small_blocks_left_all_over_dram_leave_the_largest_their_place() {
         assert!(save_one(&bench, number, large).await, "block {number}");
     }
     for number in (0..600).step_by(15).chain(1000..1037) {
-        assert!(fetch_one(&bench, number).await, "block {number} is there and right");
+        assert!(fetch_one(&bench, number).await, "block {number} is present and right");
     }
     let arena = bench.status().await.arena.unwrap();
     assert!(arena.moved_frames > 0, "{arena:?}");
@@ -360,17 +369,17 @@ async fn small_blocks_left_all_over_dram_leave_the_largest_their_place() {
 }
 
 #[tokio::test]
-async fn slow_readers_all_over_dram_leave_small_blocks_their_place() {
+async fn slow_readers_do_not_block_small_saves() {
     let dir = tempfile::tempdir().unwrap();
     let [small, large] = GROUP_BYTES;
     let bench = open(&hybrid(dir.path(), 40, 0)).await;
     for number in 0..600 {
         assert!(save_one(&bench, number, small).await, "block {number}");
     }
-    // Readers have one of each fifteen, and take their time.
+    // Readers hold one block of fifteen for long.
     let mut readers = Vec::new();
     for number in (0..600).step_by(15) {
-        let asker = kv_core::tier::Asker {
+        let asker = kv_core::tier::Requester {
             lease: LeaseId(10_000 + number),
             caller: CallerId(1),
             tenant: TenantId(0),
@@ -380,7 +389,7 @@ async fn slow_readers_all_over_dram_leave_small_blocks_their_place() {
         readers.push(
             bench
                 .store
-                .ask(|reply| Ask::Fetch { asker, generation: Generation(0), hashes, reply })
+                .request(|reply| StoreRequest::Fetch { asker, generation: Generation(0), hashes, reply })
                 .await
                 .unwrap(),
         );
@@ -392,9 +401,9 @@ async fn slow_readers_all_over_dram_leave_small_blocks_their_place() {
         }
         stored.push(number);
     }
-    assert!(stored.len() < 37, "each slab has something that is read");
+    assert!(stored.len() < 37, "each slab has a frame with a reader");
     let arena = bench.status().await.arena.unwrap();
-    assert!(arena.moved_frames <= 15, "what is read does not move: {arena:?}");
+    assert!(arena.moved_frames <= 15, "frames with readers do not move: {arena:?}");
     for number in 2000..2200 {
         assert!(save_one(&bench, number, small).await, "block {number}");
     }
@@ -405,7 +414,7 @@ async fn slow_readers_all_over_dram_leave_small_blocks_their_place() {
 }
 
 #[tokio::test]
-async fn frames_move_after_those_that_go_have_gone() {
+async fn compaction_runs_after_dropped_frames_are_freed() {
     let dir = tempfile::tempdir().unwrap();
     let [small, large] = GROUP_BYTES;
     let bench = open(&hybrid(dir.path(), 40, 0)).await;
@@ -415,22 +424,22 @@ async fn frames_move_after_those_that_go_have_gone() {
     for number in (0..600).step_by(2) {
         assert!(fetch_one(&bench, number).await, "block {number}");
     }
-    // No slab is left for saves, and no small slot is free: nothing can move.
+    // No slab is left for saves, and no small slot is free: no frame can move.
     let len = frame(0, large).bytes.len();
     let taken: Vec<SlotMut> = std::iter::from_fn(|| bench.arena.take(len, Purpose::Save)).collect();
     let arena = bench.status().await.arena.unwrap();
     assert_eq!((arena.empty_slabs, arena.moved_frames), (arena.reserve_slabs, 0));
-    // Every second frame goes, and what is left moves together at once.
+    // Every second frame is dropped, and the others are compacted at once.
     bench.quota(300 * frame(0, small).bytes.len() as u64).await;
     let status = bench.status().await;
     let arena = status.arena.unwrap();
     assert_eq!((status.tiers[0].blocks, taken.len()), (300, 17));
     assert!(arena.empty_slabs > arena.reserve_slabs && arena.moved_frames > 0, "{arena:?}");
-    assert!(arena.moved_frames < 15, "no more than one slab's: {arena:?}");
+    assert!(arena.moved_frames < 15, "at most one slab is compacted: {arena:?}");
 }
 
 #[tokio::test]
-async fn blocks_of_two_sizes_trade_places_between_dram_and_ssd() {
+async fn blocks_of_two_sizes_swap_between_dram_and_ssd() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&hybrid(dir.path(), 3, 400)).await;
     let payload = |number: u64| GROUP_BYTES[usize::from(number.is_multiple_of(7))];
@@ -439,7 +448,7 @@ async fn blocks_of_two_sizes_trade_places_between_dram_and_ssd() {
     }
     for step in 0..600u64 {
         let number = step * 97 % 300;
-        assert!(fetch_one(&bench, number).await, "step {step}: block {number} is there and right");
+        assert!(fetch_one(&bench, number).await, "step {step}: block {number} is present and right");
     }
     let status = bench.status().await;
     assert_eq!(status.tiers[0].blocks + status.tiers[1].blocks, 300);
@@ -448,13 +457,15 @@ async fn blocks_of_two_sizes_trade_places_between_dram_and_ssd() {
 }
 
 #[tokio::test]
-async fn after_a_restart_the_oldest_block_leaves_first() {
+async fn oldest_block_is_evicted_first_after_a_restart() {
     let dir = tempfile::tempdir().unwrap();
     let config = NodeConfig { policy: "workload".to_owned(), ..config(dir.path(), 0, 6) };
     let bench = open(&config).await;
     for number in 0..6 {
         bench.saved(number, number..number + 1).await;
-        bench.until("it is on SSD", |status, used| status.tiers[1].blocks == number + 1 && used == 0).await;
+        bench
+            .wait_until("it is on SSD", |status, used| status.tiers[1].blocks == number + 1 && used == 0)
+            .await;
     }
     bench.close().await;
     let bench = open(&config).await;
@@ -465,18 +476,18 @@ async fn after_a_restart_the_oldest_block_leaves_first() {
             there.push(number);
         }
     }
-    assert_eq!(there, [1, 2, 3, 4, 5], "not the one furthest down its prefix");
+    assert_eq!(there, [1, 2, 3, 4, 5], "not the block with the largest offset");
 }
 
 #[tokio::test]
-async fn what_was_put_stays_when_a_save_ends_early() {
+async fn put_blocks_stay_when_a_save_ends_early() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&config(dir.path(), 8, 0)).await;
     let (_, session) = bench.service.save(save_request(1, 0..3)).await;
     let mut session = session.unwrap();
     session.put(frame(0, BLOCK_BYTES)).await;
     drop(session);
-    bench.until("the rest is given back", |status, _| status.tiers[0].blocks == 1).await;
+    bench.wait_until("the other blocks are aborted", |status, _| status.tiers[0].blocks == 1).await;
     let (answer, frames) = bench.fetch(2, 0..3).await;
     let head = FetchAnswer::Partial { tiers: vec![Tier::Dram], reason: MissReason::NotHeld };
     assert_eq!((answer, frames), (head, 1));
@@ -484,7 +495,7 @@ async fn what_was_put_stays_when_a_save_ends_early() {
 }
 
 #[tokio::test]
-async fn blocks_that_a_request_asks_for_again_count_once() {
+async fn repeated_fetches_of_a_request_count_once() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&config(dir.path(), 8, 8)).await;
     bench.saved(1, 0..3).await;
@@ -499,7 +510,7 @@ async fn blocks_that_a_request_asks_for_again_count_once() {
 }
 
 #[tokio::test]
-async fn a_fetch_of_nothing_is_a_hit_of_nothing() {
+async fn empty_fetch_is_an_empty_hit() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&config(dir.path(), 2, 0)).await;
     assert_eq!(bench.fetch(1, 0..0).await, (FetchAnswer::Hit { tiers: Vec::new() }, 0));
@@ -517,16 +528,16 @@ async fn offsets_past_the_last_number_are_refused() {
 }
 
 #[tokio::test]
-async fn above_the_budget_of_a_day_blocks_are_dropped_and_not_written() {
+async fn blocks_above_the_daily_write_budget_are_dropped() {
     let dir = tempfile::tempdir().unwrap();
     let record = config(dir.path(), 1, 30).frame_bytes_max() as u64;
-    // An hour's worth is five blocks.
+    // The hourly budget covers five blocks.
     let config = NodeConfig { ssd_write_bytes_per_day: record * 5 * 24 + 24, ..config(dir.path(), 1, 30) };
     let bench = open(&config).await;
     for number in 0..20 {
         bench.saved(number, number * 10..number * 10 + 1).await;
         bench
-            .until("its move ended", |status, used| {
+            .wait_until("its move ended", |status, used| {
                 let slot = crate::arena::slot_bytes(config.frame_bytes_max());
                 used == slot || status.tiers[1].blocks > 5
             })
@@ -534,17 +545,17 @@ async fn above_the_budget_of_a_day_blocks_are_dropped_and_not_written() {
     }
     let status = bench.status().await;
     assert_eq!((status.tiers[0].blocks, status.tiers[1].blocks), (1, 5));
-    assert!(status.tiers[1].admitting, "nothing is wrong with the device");
+    assert!(status.tiers[1].admitting, "the device works");
     let mut hits = Vec::new();
     for number in 0..20 {
         hits.extend((bench.fetch(100 + number, number * 10..number * 10 + 1).await.1 == 1).then_some(number));
         bench.service.release(LeaseId(100 + number)).await;
     }
-    assert_eq!(hits.first(), Some(&0), "what was written stays: {hits:?}");
+    assert_eq!(hits.first(), Some(&0), "written blocks stay: {hits:?}");
 }
 
 #[tokio::test]
-async fn a_window_has_no_block_dropped_when_no_more_may_be_written() {
+async fn window_drops_no_block_when_the_write_budget_is_used_up() {
     let dir = tempfile::tempdir().unwrap();
     let record = config(dir.path(), 10, 30).frame_bytes_max() as u64;
     let config = NodeConfig { ssd_write_bytes_per_day: record * 5 * 24 + 24, ..config(dir.path(), 10, 30) };
@@ -553,29 +564,29 @@ async fn a_window_has_no_block_dropped_when_no_more_may_be_written() {
         bench.saved(number, number..number + 1).await;
         let here = usize::try_from(number + 1).unwrap().min(10);
         let slot = crate::arena::slot_bytes(config.frame_bytes_max());
-        bench.until("its move ended", |_, used| used == here * slot).await;
+        bench.wait_until("its move ended", |_, used| used == here * slot).await;
     }
     let blocks = |status: &pb::NodeStatusReply| (status.tiers[0].blocks, status.tiers[1].blocks);
     assert_eq!(blocks(&bench.status().await), (10, 5));
-    // The first five were written; each of them would have another block leave, and that one may not be written.
+    // The first five were written. Promoting one needs a demotion, which the budget does not cover.
     let waiting: Vec<BlockHash> = (0..5).map(hash).collect();
-    assert_eq!(bench.store.set_window(1, vec![soon(waiting)]).await.unwrap().ssd_blocks, 5);
+    assert_eq!(bench.store.set_window(1, vec![starting_now(waiting)]).await.unwrap().ssd_blocks, 5);
     let status = bench.status().await;
     assert_eq!((blocks(&status), status.window_blocks, status.prefetched_blocks), ((10, 5), 5, 0));
     bench.close().await;
 }
 
-/// A request that starts at once.
-fn soon(blocks: Vec<BlockHash>) -> WaitingRequest {
+/// A request that starts now.
+fn starting_now(blocks: Vec<BlockHash>) -> WaitingRequest {
     WaitingRequest { starts_after: Duration::ZERO, blocks }
 }
 
 #[tokio::test]
-async fn of_windows_that_wait_only_the_newest_is_applied() {
+async fn only_the_newest_pending_window_is_applied() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&config(dir.path(), 4, 0)).await;
-    let window = |blocks: u64| vec![soon((0..blocks).map(hash).collect())];
-    // All three are there before the task is on again, on this one thread.
+    let window = |blocks: u64| vec![starting_now((0..blocks).map(hash).collect())];
+    // All three are queued before the task runs on this single thread.
     let (first, second, third) = tokio::join!(
         bench.store.set_window(1, window(1)),
         bench.store.set_window(1, window(2)),
@@ -586,35 +597,41 @@ async fn of_windows_that_wait_only_the_newest_is_applied() {
     bench.close().await;
 }
 
-/// Eight blocks on SSD and eight in DRAM, which is full; then the SSD is slow.
-async fn on_slow_ssd(dir: &std::path::Path, faults: &Arc<SsdFaults>) -> Bench {
+/// Eight blocks on SSD and eight in DRAM, which is full; then the SSD becomes slow.
+async fn on_slow_ssd(dir: &std::path::Path, faults: &Arc<SsdFaults>) -> StoreFixture {
     let config = config(dir, 8, 64);
     let bench = open_of(&config, parts_on(&config, Arc::clone(faults)).await, |_| {});
     bench.saved(1, 0..8).await;
     bench.saved(2, 8..16).await;
     let dram = 8 * crate::arena::slot_bytes(config.frame_bytes_max());
-    bench.until("the first are on SSD", |status, used| status.tiers[1].blocks == 8 && used == dram).await;
+    bench
+        .wait_until("the first are on SSD", |status, used| status.tiers[1].blocks == 8 && used == dram)
+        .await;
     faults.slow.store(true, Ordering::Relaxed);
-    bench.until("it is said", |status, _| status.tiers[1].why_not.starts_with("slow: ")).await;
-    assert!(bench.status().await.tiers[1].admitting, "it takes what it can write");
+    bench
+        .wait_until("the SSD is reported as slow", |status, _| {
+            status.tiers[1].reject_reason.starts_with("slow: ")
+        })
+        .await;
+    assert!(bench.status().await.tiers[1].admitting, "it accepts the blocks it can write");
     bench
 }
 
 #[tokio::test]
-async fn readers_beyond_what_a_slow_ssd_can_do_hear_that_it_is_busy_and_nothing_is_lost() {
+async fn reads_beyond_a_slow_ssds_capacity_are_busy_and_lose_no_block() {
     let dir = tempfile::tempdir().unwrap();
     let faults: Arc<SsdFaults> = Arc::default();
     let bench = on_slow_ssd(dir.path(), &faults).await;
-    // Eight wait for four that it is given.
+    // Eight loads are requested and the slow device accepts four.
     let mut reply = bench.service.fetch(fetch_request(3, 0..8)).await;
     assert_eq!(reply.answer, FetchAnswer::Hit { tiers: vec![Tier::Ssd; 8] });
     let mut got = 0;
     while timeout(PATIENCE, reply.frames.next()).await.unwrap().is_some() {
         got += 1;
     }
-    assert_eq!((got, reply.frames.ended()), (4, Some(MissReason::Busy)));
+    assert_eq!((got, reply.frames.end_reason()), (4, Some(MissReason::Busy)));
     bench.service.release(LeaseId(3)).await;
-    assert_eq!(bench.fetch(4, 4..8).await.1, 4, "they are there for whoever comes later");
+    assert_eq!(bench.fetch(4, 4..8).await.1, 4, "the others are still readable later");
     bench.service.release(LeaseId(4)).await;
     assert_eq!(bench.status().await.tiers.iter().map(|tier| tier.blocks).sum::<u64>(), 16);
 }
@@ -632,16 +649,18 @@ async fn saves_do_not_wait_for_a_slow_ssd() {
     assert_eq!(
         (status.tiers[0].blocks, status.tiers[1].blocks),
         (8, 12),
-        "it has the four that it was given"
+        "it has the four blocks it accepted"
     );
-    // What leaves is the longest unused, not the newest.
+    // The longest unused blocks are dropped, not the newest.
     assert_eq!(bench.fetch(20, 96..104).await.1, 8);
     bench.service.release(LeaseId(20)).await;
     faults.hangs.store(false, Ordering::Relaxed);
     faults.slow.store(false, Ordering::Relaxed);
-    bench.until("it is as it was", |status, _| status.tiers[1].why_not.is_empty()).await;
+    bench.wait_until("the SSD is no longer slow", |status, _| status.tiers[1].reject_reason.is_empty()).await;
     for lease in 21..24 {
         bench.saved(lease, lease * 8..lease * 8 + 8).await;
     }
-    bench.until("all is written again", |status, _| status.tiers[1].blocks == 12 + 24).await;
+    bench
+        .wait_until("all evicted blocks are written again", |status, _| status.tiers[1].blocks == 12 + 24)
+        .await;
 }

@@ -1,4 +1,4 @@
-//! Media of this node beside DRAM, which is `arena`. One folder per medium.
+//! Storage media of this node besides DRAM, which is `arena`. One folder per medium.
 
 pub mod gpu;
 pub mod ssd;

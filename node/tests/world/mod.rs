@@ -1,6 +1,4 @@
-//! What the node's tests stand in: a certificate authority, a router that records, and a client.
-
-mod log;
+//! Fixture of the node's tests: a certificate authority, a recording router, and a client.
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -9,18 +7,21 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::content;
 use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
 use kv_core::index::command::Change;
+use kvfleet_net::tls::listen::incoming;
+use kvfleet_net::tls::{Identity, ROUTER_NAME, SERVER_NAME, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
+use kvfleet_proto::convert;
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::pb::router_server::{Router, RouterServer};
 use kvfleet_proto::pb::{self, announce_reply, announce_request};
-use kvfleet_proto::tls::listen::incoming;
-use kvfleet_proto::tls::{Identity, ROUTER_NAME, SERVER_NAME, TlsFiles};
-use kvfleet_proto::{content, convert};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
-use kvfleet_transport::{Asker, Dialer, FetchAnswer, FetchRequest, Path, SaveAnswer, SaveDone, SaveRequest};
+use kvfleet_transport::{
+    Dialer, FetchAnswer, FetchRequest, Path, RequestContext, SaveAnswer, SaveDone, SaveRequest,
+};
 use parking_lot::Mutex;
 use prometheus::Registry;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
@@ -30,29 +31,29 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint, Server};
 use tonic::{Request, Response, Status, Streaming};
 
-#[allow(unused_imports)] // not every test reads the log
-pub(crate) use self::log::Log;
+#[allow(unused_imports)] // not used by every test
+pub(crate) use kvfleet_errors_doc::log::Log;
 
 /// Payload of a test block in bytes.
 pub const BLOCK_BYTES: usize = 6000;
 
 /// A directory with the files of one cluster.
-pub struct World {
+pub struct TestCluster {
     pub dir: tempfile::TempDir,
     pub identity: Identity,
     pub router: Identity,
-    /// Of tenant 3 and nobody else.
+    /// Only for tenant 3.
     pub tenant: Identity,
 }
 
-impl World {
-    pub fn new() -> World {
+impl TestCluster {
+    pub fn new() -> TestCluster {
         let dir = tempfile::tempdir().unwrap();
         write_certificates(dir.path());
         let identity = files(dir.path(), "cert").load().unwrap();
         let router = files(dir.path(), "router").load().unwrap();
         let tenant = files(dir.path(), "tenant").load().unwrap();
-        World { dir, identity, router, tenant }
+        TestCluster { dir, identity, router, tenant }
     }
 
     pub fn config(&self, routers: &[String]) -> NodeConfig {
@@ -81,12 +82,12 @@ impl World {
     }
 }
 
-/// A path to a node, as whoever this is.
+/// A path to a node with this identity.
 pub async fn dial_as(identity: &Identity, address: SocketAddr) -> Arc<dyn Path> {
     QuicDialer::new(identity, QuicConfig::default()).dial(address.to_string()).await.unwrap()
 }
 
-/// A node's control calls, as whoever this is.
+/// A node's control client with this identity.
 pub async fn control_as(identity: &Identity, address: SocketAddr) -> NodeControlClient<Channel> {
     {
         let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
@@ -95,8 +96,8 @@ pub async fn control_as(identity: &Identity, address: SocketAddr) -> NodeControl
     }
 }
 
-/// What a node says of itself.
-pub async fn status(world: &World, node: &Node) -> pb::NodeStatusReply {
+/// A node's status.
+pub async fn status(world: &TestCluster, node: &Node) -> pb::NodeStatusReply {
     let mut control = world.control(node.control_addr()).await;
     control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner()
 }
@@ -154,8 +155,8 @@ pub fn frame(hash: BlockHash) -> Frame {
     seal(our_identity(), hash, KeyForm::Rotated, &[half, half], &payload).unwrap()
 }
 
-pub fn asker(lease: u64) -> Asker {
-    Asker {
+pub fn asker(lease: u64) -> RequestContext {
+    RequestContext {
         lease: LeaseId(lease),
         request: RequestId(lease),
         tenant: TenantId(0),
@@ -168,7 +169,7 @@ pub fn asker(lease: u64) -> Asker {
 
 pub fn fetch_request(lease: u64, epoch: Epoch, hashes: &[BlockHash]) -> FetchRequest {
     FetchRequest {
-        asker: asker(lease),
+        context: asker(lease),
         epoch,
         first_offset_blocks: 0,
         hashes: hashes.to_vec(),
@@ -177,7 +178,7 @@ pub fn fetch_request(lease: u64, epoch: Epoch, hashes: &[BlockHash]) -> FetchReq
     }
 }
 
-/// Fetches; every frame that arrives must be whole and right.
+/// Fetches; every received frame must be whole and right.
 pub async fn fetch(path: &dyn Path, lease: u64, epoch: u64, hashes: &[BlockHash]) -> (FetchAnswer, usize) {
     let mut frames = Vec::new();
     let request = fetch_request(lease, Epoch(epoch), hashes);
@@ -191,7 +192,7 @@ pub async fn fetch(path: &dyn Path, lease: u64, epoch: u64, hashes: &[BlockHash]
 
 pub fn save_request(lease: u64, first: u64, hashes: &[BlockHash]) -> SaveRequest {
     SaveRequest {
-        asker: asker(lease),
+        context: asker(lease),
         parent: first.checked_sub(1).map(hash),
         first_offset_blocks: u32::try_from(first).unwrap(),
         hashes: hashes.to_vec(),
@@ -199,7 +200,7 @@ pub fn save_request(lease: u64, first: u64, hashes: &[BlockHash]) -> SaveRequest
     }
 }
 
-/// Saves blocks `numbers` under `lease` and ends it.
+/// Saves blocks `numbers` under `lease` and releases it.
 pub async fn save(path: &dyn Path, lease: u64, numbers: std::ops::Range<u64>) -> SaveDone {
     let all = hashes(numbers.clone());
     let request = save_request(lease, numbers.start, &all);
@@ -211,7 +212,8 @@ pub async fn save(path: &dyn Path, lease: u64, numbers: std::ops::Range<u64>) ->
     }
 }
 
-/// Tries until it holds; panics after a minute. The pauses only spare the machine.
+/// Retries until the test returns a value; panics after a minute. The pauses only spare the
+/// machine.
 pub async fn eventually<T>(what: &str, mut test: impl AsyncFnMut() -> Option<T>) -> T {
     let tries = async {
         loop {
@@ -224,41 +226,41 @@ pub async fn eventually<T>(what: &str, mut test: impl AsyncFnMut() -> Option<T>)
     tokio::time::timeout(Duration::from_secs(60), tries).await.unwrap_or_else(|_| panic!("never: {what}"))
 }
 
-/// What a recording router knows and how it behaves.
+/// State and behaviour of a recording router.
 #[derive(Default)]
-pub struct Recorded {
+pub struct FakeRouterState {
     pub joins: Vec<pb::JoinRequest>,
     pub epoch: u64,
-    /// The weights that joins are told.
+    /// Weights generation sent with joins.
     pub generation: u32,
     pub next: u64,
     pub blocks: BTreeMap<BlockHash, Tier>,
     pub heartbeats: u64,
-    /// Joins are refused with these words.
+    /// Message of refused joins.
     pub refusal: Option<String>,
-    /// Joins and streams are answered with this leader's address.
+    /// Leader address sent in answer to joins and streams.
     pub leader_elsewhere: Option<String>,
     /// The epoch that a node left.
     pub left: Option<u64>,
-    /// What becomes of a run of so many blocks that a draining node offers.
-    pub evacuating: Option<fn(u32) -> pb::EvacuateReply>,
-    /// What draining nodes said.
-    pub evacuated: Vec<pb::EvacuateRequest>,
-    /// Answers that go out in place of the next acknowledgements.
+    /// Reply to an offered run of this many blocks.
+    pub drain_reply: Option<fn(u32) -> pb::DrainReply>,
+    /// Drain requests received.
+    pub drain_requests: Vec<pb::DrainRequest>,
+    /// Replies sent in place of the next acknowledgements.
     pub scripted: Vec<announce_reply::Body>,
     pub directives: Option<pb::Directives>,
-    /// Batches that carried the node's own digest, and those of them whose digest is not that of what it announced.
+    /// Batches with a digest, and batches with a wrong digest.
     pub digests: (u64, u64),
-    /// The next batch that is taken is answered by asking for everything anew.
-    pub ask_anew: bool,
-    /// Batches that began with everything cleared.
+    /// The next accepted batch is answered with a full resync.
+    pub request_resync: bool,
+    /// Batches that began with `Cleared`.
     pub cleared: u64,
 }
 
 /// A router that applies announcements to a map.
 #[derive(Clone, Default)]
 pub struct FakeRouter {
-    pub state: Arc<Mutex<Recorded>>,
+    pub state: Arc<Mutex<FakeRouterState>>,
 }
 
 impl FakeRouter {
@@ -275,11 +277,11 @@ impl FakeRouter {
         eventually("the node joins", async || Some(self.state.lock().epoch).filter(|epoch| *epoch > 0)).await
     }
 
-    pub async fn holds(&self, what: &str, test: impl Fn(&Recorded) -> bool) {
+    pub async fn wait_for(&self, what: &str, test: impl Fn(&FakeRouterState) -> bool) {
         eventually(what, async || test(&self.state.lock()).then_some(())).await;
     }
 
-    fn moved_on(&self) -> Option<Status> {
+    fn not_leader(&self) -> Option<Status> {
         let leader = self.state.lock().leader_elsewhere.clone()?;
         let mut status = Status::failed_precondition("not the leader");
         status.metadata_mut().insert("kvfleet-leader", leader.parse().unwrap());
@@ -287,7 +289,7 @@ impl FakeRouter {
     }
 }
 
-impl Recorded {
+impl FakeRouterState {
     fn answer(&mut self, request: &pb::AnnounceRequest) -> Option<announce_reply::Body> {
         if request.epoch != self.epoch {
             return Some(announce_reply::Body::Fenced(pb::Fenced {}));
@@ -307,7 +309,7 @@ impl Recorded {
             let changes = convert::changes_from_pb(&batch.changes).unwrap();
             changes.into_iter().for_each(|change| self.apply(change));
             self.compare(&batch.digest);
-            if std::mem::take(&mut self.ask_anew) {
+            if std::mem::take(&mut self.request_resync) {
                 return Some(announce_reply::Body::Resync(pb::Resync { expected: 0 }));
             }
         }
@@ -315,7 +317,7 @@ impl Recorded {
     }
 
     fn compare(&mut self, digest: &[u8]) {
-        let share = |(block, tier): (&BlockHash, &Tier)| kv_core::index::digest::of_hold(*block, *tier);
+        let share = |(block, tier): (&BlockHash, &Tier)| kv_core::index::digest::copy_digest(*block, *tier);
         let ours = self.blocks.iter().map(share).fold(0, u128::wrapping_add);
         if !digest.is_empty() {
             self.digests.0 += 1;
@@ -344,7 +346,7 @@ impl Router for FakeRouter {
     type RouteStreamStream = ReceiverStream<Result<pb::RouteStreamReply, Status>>;
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> Result<Response<pb::JoinReply>, Status> {
-        if let Some(status) = self.moved_on() {
+        if let Some(status) = self.not_leader() {
             return Err(status);
         }
         let mut state = self.state.lock();
@@ -364,7 +366,7 @@ impl Router for FakeRouter {
         &self,
         request: Request<Streaming<pb::AnnounceRequest>>,
     ) -> Result<Response<Self::AnnounceStream>, Status> {
-        if let Some(status) = self.moved_on() {
+        if let Some(status) = self.not_leader() {
             return Err(status);
         }
         let (send, replies) = mpsc::channel(16);
@@ -413,10 +415,10 @@ impl Router for FakeRouter {
         Err(Status::unimplemented("not part of these tests"))
     }
 
-    async fn may_decode(
+    async fn admit_decode(
         &self,
-        _: Request<pb::MayDecodeRequest>,
-    ) -> Result<Response<pb::MayDecodeReply>, Status> {
+        _: Request<pb::AdmitDecodeRequest>,
+    ) -> Result<Response<pb::AdmitDecodeReply>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }
     async fn why(&self, _: Request<pb::WhyRequest>) -> Result<Response<pb::WhyReply>, Status> {
@@ -465,18 +467,15 @@ impl Router for FakeRouter {
         Ok(Response::new(pb::AdminReply::default()))
     }
 
-    async fn evacuate(
-        &self,
-        request: Request<pb::EvacuateRequest>,
-    ) -> Result<Response<pb::EvacuateReply>, Status> {
+    async fn drain(&self, request: Request<pb::DrainRequest>) -> Result<Response<pb::DrainReply>, Status> {
         let request = request.into_inner();
         let mut state = self.state.lock();
         let blocks = request.run.as_ref().map_or(0, |run| run.blocks.len() / 16);
-        let reply = match state.evacuating {
+        let reply = match state.drain_reply {
             Some(evacuating) => evacuating(u32::try_from(blocks).unwrap()),
             None => return Err(Status::unimplemented("not part of these tests")),
         };
-        state.evacuated.push(request);
+        state.drain_requests.push(request);
         Ok(Response::new(reply))
     }
 }

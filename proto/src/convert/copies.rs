@@ -1,6 +1,6 @@
-//! Runs of blocks that are copied between nodes, to and from the wire.
+//! Runs of blocks copied between nodes, to and from the wire.
 //!
-//! Not here: how a copy ends (`kv_core::place::copies`).
+//! Not here: the end of a copy (`kv_core::place::copies`).
 
 use kv_core::id::TenantId;
 use kv_core::place::copies::BlockRun;
@@ -14,7 +14,7 @@ use crate::pb;
 /// Reads a run.
 ///
 /// # Errors
-/// When its hashes or the one before them are cut.
+/// When its hashes or its parent hash are truncated.
 pub fn run_from_pb(run: &pb::BlockRun) -> Result<BlockRun, ConvertError> {
     Ok(BlockRun {
         hashes: hashes_from_bytes("run.blocks", &run.blocks)?,
@@ -47,10 +47,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_survives_the_wire_and_one_that_is_cut_is_refused() {
+    fn runs_round_trip_and_truncated_ones_are_rejected() {
         let hashes = vec![BlockHash([1; 16]), BlockHash([2; 16])];
         for parent in [None, Some(BlockHash([9; 16]))] {
-            let category = Category { turn: 3, ..Category::default() };
+            let category = Category { conversation_turn: 3, ..Category::default() };
             let (first_offset_blocks, tenant, frame_bytes) = (7, TenantId(5), 100);
             let run = BlockRun {
                 hashes: hashes.clone(),

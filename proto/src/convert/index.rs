@@ -1,6 +1,7 @@
 //! Announcements, changes, join records and hash lists, to and from the wire.
 //!
-//! Not here: what the index does with them (`kv_core::index`) and their bytes in the log (its codec).
+//! Not here: their effect on the index (`kv_core::index`), and their encoding in the log (its
+//! codec).
 
 use kv_core::id::{BlockHash, Epoch, IdentityDigest, InstanceId, NodeId, Seq, Tier};
 use kv_core::index::command::{Announcement, Change, DropCause, NodeRecord};
@@ -11,7 +12,7 @@ use crate::pb;
 /// Reads a list of hashes, 16 bytes each.
 ///
 /// # Errors
-/// When the length is not a multiple of 16; `field` is named in the error.
+/// When the length is not a multiple of 16; the error names `field`.
 pub fn hashes_from_bytes(field: &'static str, bytes: &[u8]) -> Result<Vec<BlockHash>, ConvertError> {
     let (whole, rest) = bytes.as_chunks::<HASH_BYTES>();
     if rest.is_empty() {
@@ -47,7 +48,7 @@ pub fn identity_field(field: &'static str, bytes: &[u8]) -> Result<IdentityDiges
     IdentityDigest::from_slice(bytes).ok_or(ConvertError::Digest { field, bytes: bytes.len() })
 }
 
-/// Reads a node's digest over what it announced; no bytes mean that it does not know.
+/// Reads a node's digest over its announcements; empty bytes mean that the node does not know it.
 ///
 /// # Errors
 /// When the length is neither 0 nor 16.
@@ -60,13 +61,13 @@ pub fn node_digest_from_bytes(field: &'static str, bytes: &[u8]) -> Result<Optio
     Ok(Some(u128::from_le_bytes(whole)))
 }
 
-/// Writes a node's digest over what it announced.
+/// Writes a node's digest over its announcements.
 #[must_use]
 pub fn node_digest_to_bytes(digest: Option<u128>) -> Vec<u8> {
     digest.map(|digest| digest.to_le_bytes().to_vec()).unwrap_or_default()
 }
 
-/// Reads the hash before a run; no bytes mean the start of a prefix.
+/// Reads the hash before a run; empty bytes mean the start of a prefix.
 ///
 /// # Errors
 /// When the length is neither 0 nor 16.
@@ -74,7 +75,7 @@ pub fn parent_from_bytes(field: &'static str, bytes: &[u8]) -> Result<Option<Blo
     if bytes.is_empty() { Ok(None) } else { hash_field(field, bytes).map(Some) }
 }
 
-/// Writes the hash before a run; nothing at the start of a prefix.
+/// Writes the hash before a run; empty at the start of a prefix.
 #[must_use]
 pub fn parent_to_bytes(parent: Option<BlockHash>) -> Vec<u8> {
     parent.map(|hash| hash.0.to_vec()).unwrap_or_default()
@@ -108,14 +109,14 @@ pub fn change_from_pb(change: &pb::Change) -> Result<Change, ConvertError> {
         Wire::Dropped(dropped) => Ok(Change::Dropped {
             blocks: hashes_from_bytes("dropped.blocks", &dropped.blocks)?,
             tier: tier_field("dropped.tier", dropped.tier)?,
-            // What a later release calls by another number counts for the usual one.
+            // An unknown cause of a later release counts as the default.
             cause: DropCause::from_number(dropped.cause).unwrap_or_default(),
         }),
         Wire::Cleared(pb::Cleared {}) => Ok(Change::Cleared),
     }
 }
 
-/// Reads changes in their order.
+/// Reads changes in order.
 ///
 /// # Errors
 /// Of the first change that does not convert.
@@ -159,7 +160,7 @@ pub fn announcement_from_pb(node: u32, epoch: u64, batch: &pb::Batch) -> Result<
     })
 }
 
-/// Writes an announcement as the message of the announce stream; which group it goes to is the caller's.
+/// Writes an announcement as a message of the announce stream. The caller sets the group.
 #[must_use]
 pub fn announcement_to_pb(announcement: &Announcement) -> pb::AnnounceRequest {
     let batch = pb::Batch {
@@ -175,7 +176,7 @@ pub fn announcement_to_pb(announcement: &Announcement) -> pb::AnnounceRequest {
     }
 }
 
-/// Reads what a joining node says of itself.
+/// Reads the record of a joining node.
 ///
 /// # Errors
 /// When an address is absent or the identity is not 16 bytes.
@@ -191,7 +192,7 @@ pub fn node_record_from_pb(join: &pb::JoinRequest) -> Result<NodeRecord, Convert
     })
 }
 
-/// Writes what a joining node says of itself.
+/// Writes the record of a joining node.
 #[must_use]
 pub fn join_to_pb(record: &NodeRecord) -> pb::JoinRequest {
     pb::JoinRequest {
@@ -203,7 +204,7 @@ pub fn join_to_pb(record: &NodeRecord) -> pb::JoinRequest {
         has_instance: record.instance.is_some(),
         identity: record.identity.0.to_vec(),
         block_bytes: record.block_bytes,
-        // Of which the record has the digest alone.
+        // The record holds only the digest of the manifest.
         manifest: None,
     }
 }
@@ -239,7 +240,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn announcements_survive_the_wire(
+        fn announcements_round_trip(
             changes in prop::collection::vec(change(), 0..6), node: u32, epoch: u64, seq: u64
         ) {
             let announcement =
@@ -276,7 +277,7 @@ mod tests {
     }
 
     #[test]
-    fn node_records_survive_the_wire() {
+    fn node_records_round_trip() {
         let mut record = NodeRecord {
             node: NodeId(3),
             data_address: "h:1".into(),

@@ -1,6 +1,7 @@
 //! Identity manifests, to and from the wire.
 //!
-//! Not here: what they mean (`kv_core::prefix`), and how configuration files have them (`crate::identity`).
+//! Not here: their meaning (`kv_core::prefix`), and their form in configuration files
+//! (`crate::identity`).
 
 use kv_core::prefix::IdentityManifest;
 
@@ -14,7 +15,7 @@ const TEXT_BYTES_MAX: usize = 256;
 /// Reads a manifest.
 ///
 /// # Errors
-/// When a text is too long, or it is the manifest of no model.
+/// When a text is too long, or the manifest is invalid.
 pub fn manifest_from_pb(manifest: pb::Manifest) -> Result<IdentityManifest, ConvertError> {
     for (field, text) in [
         ("manifest.model", &manifest.model),
@@ -75,7 +76,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_manifest_survives_the_wire_and_one_of_no_model_is_refused() {
+    fn manifests_round_trip_and_invalid_ones_are_rejected() {
         let manifest = IdentityManifest {
             model: "m".to_owned(),
             weights_digest: "w".to_owned(),

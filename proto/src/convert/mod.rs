@@ -1,8 +1,8 @@
-//! Conversions between wire types and `kv-core` types, and the one error they share.
+//! Conversions between wire types and `kv-core` types, and their common error.
 //!
-//! One file per subject: `index` (what goes into the replicated index), `schedule` (what surrounds
-//! a route call), `copies` (what nodes copy), `manifest` (what decides the bytes of blocks) and `statistics` (what nodes saw of categories). Not here: meaning. A message that converts may still
-//! be refused by whoever gets it.
+//! One file per subject: `index` (the replicated index), `schedule` (route calls), `copies` (copies
+//! between nodes), `manifest` (identity of block bytes) and `statistics` (reuse statistics of
+//! nodes). Not here: meaning. The receiver may still reject a message that converts.
 
 mod copies;
 mod index;
@@ -20,13 +20,13 @@ pub use manifest::{manifest_from_pb, manifest_to_pb};
 pub use schedule::{category_from_parts, category_from_pb, category_to_parts, category_to_pb, holder_tier};
 pub use statistics::{statistics_from_pb, statistics_to_pb};
 
-use kv_core::evict::statistics::Unsound;
+use kv_core::evict::reuse_stats::InvalidStats;
 use kv_core::prefix::ManifestError;
 
 /// Bytes of one hash on the wire.
 pub const HASH_BYTES: usize = 16;
 
-/// A field of a message that does not say what it must.
+/// A message field with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConvertError {
     /// A list of hashes is not a whole number of hashes.
@@ -45,7 +45,7 @@ pub enum ConvertError {
         /// Its length in bytes.
         bytes: usize,
     },
-    /// A tier number that names no tier.
+    /// A number that stands for no tier.
     #[error("{field} is {number}, expected 0 (ssd), 1 (dram) or 2 (gpu)")]
     Tier {
         /// The field.
@@ -53,44 +53,44 @@ pub enum ConvertError {
         /// The number.
         number: u32,
     },
-    /// A field that must be there is not.
+    /// A required field is absent.
     #[error("{field} is absent: it must be given")]
     Absent {
         /// The field.
         field: &'static str,
     },
-    /// A count that contradicts what came with it.
+    /// A count that contradicts the rest of the message.
     #[error("{field} is {number}, expected {expected}: run the same release on both ends")]
     Count {
         /// The field.
         field: &'static str,
         /// The number.
         number: usize,
-        /// What the rest of the message, or the call, says.
+        /// The count that the rest of the message, or the call, implies.
         expected: usize,
     },
-    /// An enumerated number outside its closed list.
-    #[error("{field} is {number}, which names nothing known here: run the same release on both ends")]
+    /// An enumerated number outside the known values.
+    #[error("{field} is {number}, which this release does not know: run the same release on both ends")]
     Unknown {
         /// The field.
         field: &'static str,
         /// The number.
         number: u32,
     },
-    /// A text that nobody needs so long.
+    /// A text above its limit.
     #[error("{field} has {bytes} bytes, the limit is {limit}: shorten it")]
     TooLong {
         /// The field.
         field: &'static str,
         /// Its length in bytes.
         bytes: usize,
-        /// The most it may have.
+        /// The limit in bytes.
         limit: usize,
     },
-    /// A manifest of no model.
+    /// An invalid manifest.
     #[error("manifest: {0}")]
     Manifest(#[from] ManifestError),
-    /// Statistics that cannot have been counted.
+    /// Statistics with impossible values.
     #[error("statistics: {0}")]
-    Unsound(#[from] Unsound),
+    Unsound(#[from] InvalidStats),
 }

@@ -1,13 +1,13 @@
-//! What surrounds a route call: categories and holders, to and from the wire.
+//! Parts of a route call: categories and holders, to and from the wire.
 //!
-//! Not here: building a decision's message (the router does, beside its choice).
+//! Not here: the message of a decision (the router builds it).
 
 use kv_core::id::{Category, RequestKind, Tier};
 
 use super::{ConvertError, tier_field};
 use crate::pb;
 
-/// Reads a category; absent means unknown text. Unknown kinds are text, high turns saturate at 255.
+/// Reads a category. Absent or unknown kinds mean text; turn numbers saturate at 255.
 #[must_use]
 pub fn category_from_pb(category: Option<&pb::Category>) -> Category {
     category.map(|category| category_from_parts(category.kind, category.turn)).unwrap_or_default()
@@ -20,22 +20,22 @@ pub fn category_to_pb(category: Category) -> pb::Category {
     pb::Category { kind, turn }
 }
 
-/// A category out of its two numbers, saturating, with unknown kinds as text.
+/// A category from its two numbers: unknown kinds mean text, turn numbers saturate at 255.
 #[must_use]
 pub fn category_from_parts(kind: u32, turn: u32) -> Category {
     Category {
         kind: u8::try_from(kind).map(RequestKind::from_u8).unwrap_or_default(),
-        turn: u8::try_from(turn).unwrap_or(u8::MAX),
+        conversation_turn: u8::try_from(turn).unwrap_or(u8::MAX),
     }
 }
 
 /// The two numbers of a category.
 #[must_use]
 pub fn category_to_parts(category: Category) -> (u32, u32) {
-    (category.kind as u32, u32::from(category.turn))
+    (category.kind as u32, u32::from(category.conversation_turn))
 }
 
-/// The tier a holder names.
+/// The tier of a holder.
 ///
 /// # Errors
 /// When no tier has the number.
@@ -48,20 +48,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn categories_survive_the_wire() {
+    fn categories_round_trip() {
         for kind in RequestKind::ALL {
             for turn in [0, 1, 255] {
-                let category = Category { kind, turn };
+                let category = Category { kind, conversation_turn: turn };
                 assert_eq!(category_from_pb(Some(&category_to_pb(category))), category);
             }
         }
     }
 
     #[test]
-    fn unknown_categories_are_understood() {
+    fn unknown_categories_fall_back_to_defaults() {
         assert_eq!(category_from_pb(None), Category::default());
         let wire = pb::Category { kind: 300, turn: 300 };
-        assert_eq!(category_from_pb(Some(&wire)), Category { kind: RequestKind::Text, turn: 255 });
+        assert_eq!(
+            category_from_pb(Some(&wire)),
+            Category { kind: RequestKind::Text, conversation_turn: 255 }
+        );
     }
 
     #[test]

@@ -1,16 +1,16 @@
-//! What nodes saw of categories of blocks, to and from the wire.
+//! Nodes' reuse statistics by category, to and from the wire.
 //!
-//! Sums are written in half of their precision, which is a ten-millionth of each. Not here: what they mean
+//! Sums travel in single precision, with a relative error of about 1e-7. Not here: their meaning
 //! (`kv_core::evict::statistics`).
 
-use kv_core::evict::statistics::{AGES, CategorySums, FORM, Statistics, Unsound};
+use kv_core::evict::reuse_stats::{AGE_BANDS, CategorySums, InvalidStats, ReuseStats, STATS_FORMAT};
 
 use super::ConvertError;
 use crate::pb;
 
-/// Writes statistics: at most [`kv_core::evict::statistics::CATEGORIES_MAX`] categories of 700 bytes.
+/// Writes statistics: at most [`kv_core::evict::reuse_stats::CATEGORIES_MAX`] categories of 700 bytes.
 #[must_use]
-pub fn statistics_to_pb(statistics: &Statistics) -> pb::Statistics {
+pub fn statistics_to_pb(statistics: &ReuseStats) -> pb::Statistics {
     let categories = statistics.categories().map(|(category, sums)| pb::CategorySums {
         category: category.into(),
         uses: sums.uses as f32,
@@ -19,10 +19,10 @@ pub fn statistics_to_pb(statistics: &Statistics) -> pb::Statistics {
         cluster_blocks: sums.clusters.0 as f32,
         cluster_squares: sums.clusters.1 as f32,
     });
-    pb::Statistics { form: FORM, categories: categories.collect() }
+    pb::Statistics { form: STATS_FORMAT, categories: categories.collect() }
 }
 
-fn ages_to_pb(ages: &[f64; AGES]) -> Vec<f32> {
+fn ages_to_pb(ages: &[f64; AGE_BANDS]) -> Vec<f32> {
     let last = ages.iter().rposition(|sum| *sum > 0.0).map_or(0, |last| last + 1);
     ages[..last].iter().map(|&sum| sum as f32).collect()
 }
@@ -30,26 +30,26 @@ fn ages_to_pb(ages: &[f64; AGES]) -> Vec<f32> {
 /// Reads statistics.
 ///
 /// # Errors
-/// When they are of another form, or cannot have been counted.
-pub fn statistics_from_pb(statistics: &pb::Statistics) -> Result<Statistics, ConvertError> {
-    if statistics.form != FORM {
+/// When they have another format version, or impossible values.
+pub fn statistics_from_pb(statistics: &pb::Statistics) -> Result<ReuseStats, ConvertError> {
+    if statistics.form != STATS_FORMAT {
         return Err(ConvertError::Unknown { field: "statistics.form", number: statistics.form });
     }
-    let mut all = Statistics::default();
+    let mut all = ReuseStats::default();
     for sums in &statistics.categories {
-        let ages = |sums: &[f32]| -> Option<[f64; AGES]> {
-            (sums.len() <= AGES)
+        let ages = |sums: &[f32]| -> Option<[f64; AGE_BANDS]> {
+            (sums.len() <= AGE_BANDS)
                 .then(|| std::array::from_fn(|age| sums.get(age).map_or(0.0, |sum| f64::from(*sum))))
         };
         let category = u16::try_from(sums.category).unwrap_or(u16::MAX);
-        let unsound = || Unsound::Ages { category };
+        let unsound = || InvalidStats::TooManyAges { category };
         let told = CategorySums {
             uses: sums.uses.into(),
             reuses: ages(&sums.reuses).ok_or_else(unsound)?,
             exposure_s: ages(&sums.exposure_s).ok_or_else(unsound)?,
             clusters: (sums.cluster_blocks.into(), sums.cluster_squares.into()),
         };
-        all.add_told(sums.category, told)?;
+        all.add_reported(sums.category, told)?;
     }
     Ok(all)
 }
@@ -57,49 +57,50 @@ pub fn statistics_from_pb(statistics: &pb::Statistics) -> Result<Statistics, Con
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use kv_core::evict::statistics::{CATEGORIES_MAX, Role, SUM_MAX};
+    use kv_core::evict::reuse_stats::{CATEGORIES_MAX, CategoryRole, SUM_MAX};
     use kvfleet_errors_doc::says;
     use prost::Message;
 
     use super::*;
 
-    fn everything() -> Statistics {
+    fn full_statistics() -> ReuseStats {
         let sums = CategorySums {
             uses: SUM_MAX / 2.0,
-            reuses: [3.5; AGES],
-            exposure_s: [0.1; AGES],
+            reuses: [3.5; AGE_BANDS],
+            exposure_s: [0.1; AGE_BANDS],
             clusters: (7.0, 9.0),
         };
-        let mut all = Statistics::default();
-        (0..CATEGORIES_MAX as u16).for_each(|number| all.add(Role::of_number(number).unwrap(), &sums));
+        let mut all = ReuseStats::default();
+        (0..CATEGORIES_MAX as u16)
+            .for_each(|number| all.add(CategoryRole::from_number(number).unwrap(), &sums));
         all
     }
 
     #[test]
-    fn statistics_survive_the_wire_within_its_precision_and_bounds() {
+    fn statistics_round_trip_within_single_precision() {
         let mut sums = CategorySums { uses: 1.0, clusters: (1.0 / 3.0, 1e3), ..CategorySums::default() };
-        (sums.reuses[4], sums.exposure_s[AGES - 1]) = (1e12 / 7.0, 0.3);
-        let mut one = Statistics::default();
-        one.add(Role::Partial, &sums);
-        for all in [one, everything(), Statistics::default()] {
+        (sums.reuses[4], sums.exposure_s[AGE_BANDS - 1]) = (1e12 / 7.0, 0.3);
+        let mut one = ReuseStats::default();
+        one.add(CategoryRole::Partial, &sums);
+        for all in [one, full_statistics(), ReuseStats::default()] {
             let wire = statistics_to_pb(&all);
             assert!(wire.encoded_len() <= 700 * CATEGORIES_MAX + 8, "{}", wire.encoded_len());
             let back = statistics_from_pb(&wire).unwrap();
             assert!(all.distance(&back) < 1e-6);
-            // What was written once is the same ever after.
+            // A second round trip changes no value.
             assert_eq!(statistics_to_pb(&back), wire);
         }
     }
 
     #[test]
-    fn what_cannot_have_been_counted_is_refused() {
-        let good = statistics_to_pb(&everything());
+    fn rejects_impossible_statistics() {
+        let good = statistics_to_pb(&full_statistics());
         let refusal = |spoil: &dyn Fn(&mut pb::Statistics)| {
             let mut bad = good.clone();
             spoil(&mut bad);
             statistics_from_pb(&bad).unwrap_err().to_string()
         };
-        says("statistics of another form", &refusal(&|all| all.form = FORM + 1), &[]);
+        says("statistics of another form", &refusal(&|all| all.form = STATS_FORMAT + 1), &[]);
         says(
             "statistics with a sum that is no number",
             &refusal(&|all| all.categories[2].uses = f32::NAN),

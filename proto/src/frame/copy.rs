@@ -1,101 +1,104 @@
-//! Computes the CRC32C of bytes, and copies them on the way if they are to be somewhere else: they come from
-//! memory once. Bytes that others may write meanwhile are loaded once each, so that the sum is that of the copy.
+//! CRC32C of bytes, and copies that compute it on the way, so that memory is read once. If other
+//! processes may write the source, each byte is loaded once, and the checksum is that of the copy.
 //!
-//! With AVX-512 and VPCLMULQDQ the sum costs nothing beside the copy: 256 bytes at a time are loaded, folded and stored, what is
-//! long as a whole past the caches (nobody reads a block soon after it came). Elsewhere short pieces are copied and summed while
-//! they are in the first-level cache. Not here: which bytes belong to which checksum (`super`).
+//! With AVX-512 and VPCLMULQDQ the checksum is free beside the copy: 256 bytes at a time are
+//! loaded, folded and stored. Large batches use non-temporal stores, since a block is rarely read
+//! soon after it arrives. On other processors, short chunks are copied and summed while they are in
+//! the L1 cache. Not here: which bytes belong to which checksum (`super`).
 
 #![allow(unsafe_code)]
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering::Relaxed};
 
-/// What is shorter as a whole stays in the caches: to wait until stores past them are done takes as long as some kilobytes do.
-const PAST_CACHES_BYTES_MIN: usize = 16 << 10;
+/// Smaller batches stay in the caches: waiting for non-temporal stores costs as much as storing a
+/// few kilobytes.
+const NON_TEMPORAL_BYTES_MIN: usize = 16 << 10;
 
-/// Copies that are made one after the other and used when all are: slices of one frame ([`copies`]).
+/// Copies made one after another and used together: the slices of one frame ([`copy_batch`]).
 #[derive(Debug)]
-pub struct Copies {
-    is_past_caches: bool,
-    /// Stores past the caches are brought into order on the thread that made them.
-    _of_one_thread: PhantomData<*const ()>,
+pub struct CopyBatch {
+    is_non_temporal: bool,
+    /// The fence must run on the thread that made the non-temporal stores.
+    _not_send: PhantomData<*const ()>,
 }
 
-/// Makes copies of `bytes` together, which may be short each. Where they are long as a whole they are stored past the caches, and
-/// waited for once, behind the last.
-pub fn copies<T>(bytes: usize, make: impl FnOnce(&Copies) -> T) -> T {
-    /// Also when what makes them unwinds.
-    struct Ordered;
-    impl Drop for Ordered {
+/// Runs `make`, which copies `bytes` in total, perhaps in many short copies. A large batch uses
+/// non-temporal stores, with one fence after the last copy.
+pub fn copy_batch<T>(bytes: usize, make: impl FnOnce(&CopyBatch) -> T) -> T {
+    /// Runs also if `make` unwinds.
+    struct StoreFence;
+    impl Drop for StoreFence {
         fn drop(&mut self) {
             #[cfg(all(target_arch = "x86_64", not(miri)))]
-            // Others see these stores in their order only from here on.
-            // SAFETY: every processor of this kind has the instruction.
+            // Only this fence orders the non-temporal stores for other threads. SAFETY: every
+            // x86-64 processor has the instruction.
             unsafe {
                 std::arch::x86_64::_mm_sfence();
             }
         }
     }
-    let is_past_caches = bytes >= PAST_CACHES_BYTES_MIN;
-    let _ordered = is_past_caches.then_some(Ordered);
-    make(&Copies { is_past_caches, _of_one_thread: PhantomData })
+    let is_past_caches = bytes >= NON_TEMPORAL_BYTES_MIN;
+    let _ordered = is_past_caches.then_some(StoreFence);
+    make(&CopyBatch { is_non_temporal: is_past_caches, _not_send: PhantomData })
 }
 
-impl Copies {
-    /// Copies `from` to `to`, which are of one length, and gives the CRC32C of the bytes.
+impl CopyBatch {
+    /// Copies `from` to `to`, which has the same length, and returns the CRC32C of the bytes.
     ///
     /// # Panics
     /// When the lengths differ, as `copy_from_slice` does.
     pub fn crc32c(&self, to: &mut [u8], from: &[u8]) -> u32 {
-        assert_eq!(to.len(), from.len(), "a copy has the length of what is copied");
+        assert_eq!(to.len(), from.len(), "a copy needs buffers of equal length");
         #[cfg(all(target_arch = "x86_64", not(miri)))]
-        // SAFETY: `from` may be read over the length of `to`, which is its own.
-        if let Some(crc) = unsafe { wide::copy_crc32c(to, from.as_ptr(), self.is_past_caches) } {
+        // SAFETY: `from` has the length of `to` and may be read over all of it.
+        if let Some(crc) = unsafe { avx512::copy_crc32c(to, from.as_ptr(), self.is_non_temporal) } {
             return crc;
         }
-        in_pieces(to, |at, piece| piece.copy_from_slice(&from[at..at + piece.len()]))
+        copy_in_chunks(to, |at, piece| piece.copy_from_slice(&from[at..at + piece.len()]))
     }
 
-    /// Fills `to` with the bytes at `from`, which others may write meanwhile, and gives the CRC32C of what is in `to` now: each
-    /// byte of `from` is loaded once, so that what was summed is what was copied. Which moment each byte is of, nobody
-    /// knows.
+    /// Fills `to` with the bytes at `from`, which others may write meanwhile, and returns the
+    /// CRC32C of `to`. Each byte of `from` is loaded once, so the checksum covers exactly the
+    /// copied bytes. Different bytes may stem from different moments.
     ///
     /// # Safety
-    /// As many bytes as `to` has may be read at `from` until the call returns. Others that write them are another process,
-    /// or threads of this one by atomic stores.
+    /// At least `to.len()` bytes must be readable at `from` until the call returns. Concurrent
+    /// writers must be other processes, or threads of this process that use atomic stores.
     pub unsafe fn crc32c_from(&self, to: &mut [u8], from: *const u8) -> u32 {
         #[cfg(all(target_arch = "x86_64", not(miri)))]
-        // SAFETY: the caller's word.
-        if let Some(crc) = unsafe { wide::copy_crc32c(to, from, self.is_past_caches) } {
+        // SAFETY: guaranteed by the caller.
+        if let Some(crc) = unsafe { avx512::copy_crc32c(to, from, self.is_non_temporal) } {
             return crc;
         }
-        // SAFETY: the caller's word, of a part of it.
-        in_pieces(to, |at, piece| unsafe { copy_from(piece, from.add(at)) })
+        // SAFETY: guaranteed by the caller; each chunk is a part of the range.
+        copy_in_chunks(to, |at, piece| unsafe { copy_from(piece, from.add(at)) })
     }
 }
 
-/// A copy that is used alone ([`Copies::crc32c`]).
+/// A single copy with its checksum ([`CopyBatch::crc32c`]).
 ///
 /// # Panics
 /// When the lengths differ, as `copy_from_slice` does.
 pub fn copy_crc32c(to: &mut [u8], from: &[u8]) -> u32 {
-    copies(to.len(), |copies| copies.crc32c(to, from))
+    copy_batch(to.len(), |copies| copies.crc32c(to, from))
 }
 
-/// The CRC32C of bytes that stay where they are.
+/// The CRC32C of bytes in place.
 #[must_use]
 pub fn crc32c(bytes: &[u8]) -> u32 {
     #[cfg(all(target_arch = "x86_64", not(miri)))]
-    if let Some(crc) = wide::crc32c(bytes) {
+    if let Some(crc) = avx512::crc32c(bytes) {
         return crc;
     }
     crc32c::crc32c(bytes)
 }
 
-/// The same on any machine: `copy` fills the piece of `to` that begins at a place, and what is there then is summed.
-fn in_pieces(to: &mut [u8], copy: impl Fn(usize, &mut [u8])) -> u32 {
-    /// Both ends of a piece stay in a first-level cache of 32 KiB, and a piece is long enough for the three streams
-    /// in which it is summed.
+/// The portable version: `copy` fills the chunk of `to` that begins at the given offset, and the
+/// chunk is then summed.
+fn copy_in_chunks(to: &mut [u8], copy: impl Fn(usize, &mut [u8])) -> u32 {
+    /// Source and destination of a chunk fit a 32 KiB L1 cache, and a chunk is long enough for the
+    /// three streams of its checksum.
     const PIECE_BYTES: usize = 6 << 10;
     let (mut crc, mut at) = (0, 0);
     for piece in to.chunks_mut(PIECE_BYTES) {
@@ -106,20 +109,21 @@ fn in_pieces(to: &mut [u8], copy: impl Fn(usize, &mut [u8])) -> u32 {
     crc
 }
 
-/// The same without a sum, for what is short and looked at next: what is copied stays in the caches. The compiler neither
-/// repeats nor splits these loads.
+/// A copy without a checksum, for short data that is read next: it stays in the caches. The
+/// compiler neither repeats nor splits the loads.
 ///
 /// # Safety
-/// As for [`Copies::crc32c_from`].
+/// As for [`CopyBatch::crc32c_from`].
 pub unsafe fn copy_from(to: &mut [u8], from: *const u8) {
-    /// The longest load that every machine does at once.
+    /// The longest load that every processor does atomically.
     const WORD_BYTES: usize = 8;
     let head = from.align_offset(WORD_BYTES).min(to.len());
     let (to_head, to) = to.split_at_mut(head);
     let (to_words, to_tail) = to.as_chunks_mut::<WORD_BYTES>();
     let tail = head + to_words.len() * WORD_BYTES;
-    // SAFETY: all places lie within the length of `to`. A load of an atomic is no data race with what else is atomic,
-    // and other processes know of no rules. The words are aligned, since they begin behind the head.
+    // SAFETY: all accesses lie within the length of `to`, which the caller allows to be read. An
+    // atomic load does not race with atomic stores, and other processes are outside the memory
+    // model. The words are aligned, because they begin after the head.
     unsafe {
         for (at, byte) in to_head.iter_mut().enumerate() {
             *byte = (*from.add(at).cast::<AtomicU8>()).load(Relaxed);
@@ -135,58 +139,63 @@ pub unsafe fn copy_from(to: &mut [u8], from: *const u8) {
 }
 
 #[cfg(all(target_arch = "x86_64", not(miri)))]
-mod wide {
-    //! Folding as in Intel's paper (Gopal and others, 2009), with four registers of four 128-bit lanes each.
+mod avx512 {
+    //! Folding as in Intel's paper (Gopal and others, 2009), with four registers of four 128-bit
+    //! lanes each.
     //!
-    //! What is copied is loaded by assembly, which the compiler executes as often as it stands there: what was stored and
-    //! what was summed are one load, whoever else writes the source.
+    //! The source is loaded by inline assembly, which the compiler emits exactly once. So the
+    //! stored and the summed bytes come from one load, even if others write the source.
 
     use std::arch::asm;
     use std::arch::x86_64::*;
 
-    /// A register, and the destination of a store past the caches.
+    /// Size of a register and of a non-temporal store.
     const LINE_BYTES: usize = 64;
-    /// Lines that are summed side by side: one fold takes as long as four that do not wait for each other.
+    /// Lines summed side by side: one fold takes as long as four independent ones.
     const STEP_LINES: usize = 4;
     const STEP_BYTES: usize = STEP_LINES * LINE_BYTES;
-    /// A shorter piece is in the caches also beside others that are not: it has more of lines that it shares with what is
-    /// before and behind than of its own.
-    const PIECE_BYTES_MIN: usize = 512;
+    /// Shorter copies use ordinary stores even in a non-temporal batch: most of their cache lines
+    /// are shared with neighbouring slices.
+    const NON_TEMPORAL_COPY_BYTES_MIN: usize = 512;
 
-    fn is_able() -> bool {
+    fn is_supported() -> bool {
         is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("vpclmulqdq")
             && is_x86_feature_detected!("pclmulqdq")
             && is_x86_feature_detected!("sse4.2")
     }
 
-    /// Copies and sums, where the processor can; if past the caches, the caller orders the stores.
+    /// Copies and sums, if the processor supports it; `None` otherwise. With `is_non_temporal` the
+    /// caller must fence the stores.
     ///
     /// # Safety
-    /// As for [`super::Copies::crc32c_from`].
+    /// As for [`super::CopyBatch::crc32c_from`].
     pub(super) unsafe fn copy_crc32c(to: &mut [u8], from: *const u8, is_past_caches: bool) -> Option<u32> {
-        // SAFETY: the processor has every feature that the function is compiled for; the rest is the caller's word.
-        is_able().then(|| unsafe { copy(to, from, is_past_caches && to.len() >= PIECE_BYTES_MIN) })
+        // SAFETY: the processor has every feature that the function is compiled for; the caller
+        // guarantees the rest.
+        is_supported()
+            .then(|| unsafe { copy(to, from, is_past_caches && to.len() >= NON_TEMPORAL_COPY_BYTES_MIN) })
     }
 
-    /// Sums, where the processor can.
+    /// Sums, if the processor supports it; `None` otherwise.
     pub(super) fn crc32c(bytes: &[u8]) -> Option<u32> {
-        // SAFETY: as above.
-        is_able().then(|| unsafe { sum(bytes) })
+        // SAFETY: the processor has every feature that the function is compiled for.
+        is_supported().then(|| unsafe { sum(bytes) })
     }
 
     /// # Safety
-    /// As for [`super::Copies::crc32c_from`].
+    /// As for [`super::CopyBatch::crc32c_from`].
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
     unsafe fn copy(to: &mut [u8], from: *const u8, is_past_caches: bool) -> u32 {
-        // Stores past the caches are of whole lines.
+        // Non-temporal stores write whole aligned lines.
         let head = if is_past_caches { to.as_ptr().align_offset(LINE_BYTES).min(to.len()) } else { 0 };
         let (to_head, to) = to.split_at_mut(head);
         let (to_steps, to) = to.as_chunks_mut::<STEP_BYTES>();
         let (to_lines, to_tail) = to.as_chunks_mut::<LINE_BYTES>();
         let lines_at = head + to_steps.len() * STEP_BYTES;
         let tail = lines_at + to_lines.len() * LINE_BYTES;
-        // SAFETY: head, steps, lines and tail lie one behind the other in what the caller says may be read.
+        // SAFETY: head, steps, lines and tail follow one another within the range that the caller
+        // allows to be read.
         let crc = unsafe { copy_words(to_head, from, !0) };
         let mut to_steps = to_steps.iter_mut().enumerate();
         let mut to_lines = to_lines.iter_mut().enumerate();
@@ -205,7 +214,7 @@ mod wide {
             store(to, bytes, is_past_caches);
             Some(bytes)
         };
-        let crc = folded(crc, step, line);
+        let crc = fold_all(crc, step, line);
         // SAFETY: as above.
         !unsafe { copy_words(to_tail, from.add(tail), crc) }
     }
@@ -219,28 +228,29 @@ mod wide {
         let (mut steps, mut lines) = (steps.iter(), lines.iter());
         let step = || steps.next().map(|step| [0, 1, 2, 3].map(|line| load(&step.as_chunks().0[line])));
         let line = || lines.next().map(|line| load(line));
-        !words(tail, folded(words(head, !0), step, line))
+        !crc_words(tail, fold_all(crc_words(head, !0), step, line))
     }
 
     #[target_feature(enable = "sse4.2")]
-    fn words(bytes: &[u8], crc: u32) -> u32 {
+    fn crc_words(bytes: &[u8], crc: u32) -> u32 {
         let (words, rest) = bytes.as_chunks::<8>();
         let crc =
             words.iter().fold(u64::from(crc), |crc, word| _mm_crc32_u64(crc, u64::from_le_bytes(*word)));
         rest.iter().fold(crc as u32, |crc, byte| _mm_crc32_u8(crc, *byte))
     }
 
-    /// Copies and sums what is shorter than a step.
+    /// Copies and sums data that is shorter than a step.
     ///
     /// # Safety
-    /// As for [`super::Copies::crc32c_from`].
+    /// As for [`super::CopyBatch::crc32c_from`].
     #[target_feature(enable = "sse4.2")]
     unsafe fn copy_words(to: &mut [u8], mut from: *const u8, crc: u32) -> u32 {
         let (words, rest) = to.as_chunks_mut::<8>();
         let mut wide_crc = u64::from(crc);
         for to in words {
             let word: u64;
-            // SAFETY: eight bytes of what the caller says may be read; the place behind them is its end at most.
+            // SAFETY: these eight bytes lie in the range that the caller allows to be read; the
+            // advanced pointer is at most its end.
             unsafe {
                 asm!("mov {word}, qword ptr [{from}]", word = out(reg) word, from = in(reg) from,
                     options(nostack, preserves_flags, readonly));
@@ -251,7 +261,7 @@ mod wide {
         }
         let mut crc = wide_crc as u32;
         for to in rest {
-            // SAFETY: one byte of it, as above.
+            // SAFETY: one byte of the same range.
             unsafe {
                 asm!("mov {byte}, byte ptr [{from}]", byte = out(reg_byte) *to, from = in(reg) from,
                     options(nostack, preserves_flags, readonly));
@@ -262,19 +272,19 @@ mod wide {
         crc
     }
 
-    /// The sum of whole steps, whose lines are summed side by side, and of the lines behind them.
+    /// The checksum of all whole steps, four lines side by side, and of the lines after them.
     #[target_feature(enable = "avx512f,vpclmulqdq,pclmulqdq,sse4.2")]
     #[inline]
-    fn folded(
+    fn fold_all(
         crc: u32,
         mut step: impl FnMut() -> Option<[__m512i; STEP_LINES]>,
         mut line: impl FnMut() -> Option<__m512i>,
     ) -> u32 {
         let start = _mm512_zextsi128_si512(_mm_cvtsi32_si128(crc.cast_signed()));
-        let over_line = _mm512_broadcast_i32x4(constants::<512>());
+        let over_line = _mm512_broadcast_i32x4(fold_constants::<512>());
         let mut sum = if let Some(mut sums) = step() {
             sums[0] = _mm512_xor_si512(sums[0], start);
-            let over_step = _mm512_broadcast_i32x4(constants::<2048>());
+            let over_step = _mm512_broadcast_i32x4(fold_constants::<2048>());
             while let Some(next) = step() {
                 sums = [0, 1, 2, 3].map(|line| fold(sums[line], over_step, next[line]));
             }
@@ -293,7 +303,7 @@ mod wide {
             _mm512_extracti32x4_epi32::<2>(sum),
             _mm512_extracti32x4_epi32::<3>(sum),
         ];
-        let over_lane = constants::<128>();
+        let over_lane = fold_constants::<128>();
         let [first, others @ ..] = lanes;
         let last = others.into_iter().fold(first, |sum, next| {
             let low = _mm_clmulepi64_si128::<0x00>(sum, over_lane);
@@ -304,16 +314,17 @@ mod wide {
         _mm_crc32_u64(crc, _mm_extract_epi64::<1>(last).cast_unsigned()) as u32
     }
 
-    /// So many lines behind each other, each loaded once: all of them wait for memory together.
+    /// Loads `LINES` consecutive lines, each once. All of them wait for memory together.
     ///
     /// # Safety
-    /// They may be read at `from`, whoever writes them meanwhile.
+    /// The lines must be readable at `from`. Others may write them meanwhile.
     #[target_feature(enable = "avx512f")]
     #[inline]
     unsafe fn load_once<const LINES: usize>(from: *const u8) -> [__m512i; LINES] {
         let mut lines = [_mm512_setzero_si512(); LINES];
         for (at, line) in lines.iter_mut().enumerate() {
-            // SAFETY: 64 bytes from there may be read; the load may be unaligned, and nothing else is touched.
+            // SAFETY: the caller allows these 64 bytes to be read; the load may be unaligned and
+            // touches no other memory.
             unsafe {
                 asm!("vmovdqu64 {line}, zmmword ptr [{from}]", line = out(zmm_reg) *line,
                     from = in(reg) from.add(at * LINE_BYTES), options(nostack, preserves_flags, readonly));
@@ -325,22 +336,23 @@ mod wide {
     #[target_feature(enable = "avx512f")]
     #[inline]
     fn load(from: &[u8; LINE_BYTES]) -> __m512i {
-        // SAFETY: the 64 bytes from there lie inside the array; the load may be unaligned.
+        // SAFETY: the 64 bytes lie inside the array; the load may be unaligned.
         unsafe { _mm512_loadu_si512(from.as_ptr().cast()) }
     }
 
-    /// Writes a line; past the caches only where it is one of the destination too.
+    /// Stores a line. A non-temporal store needs an aligned destination.
     #[target_feature(enable = "avx512f")]
     #[inline]
     fn store(to: &mut [u8; LINE_BYTES], line: __m512i, is_past_caches: bool) {
         let to = to.as_mut_ptr().cast::<__m512i>();
         debug_assert!(!is_past_caches || to.is_aligned());
-        // SAFETY: the 64 bytes from there lie inside the array. A plain store may be unaligned; one past the caches is
-        // made only behind a head that ends where a line begins, and without a gap.
+        // SAFETY: the 64 bytes lie inside the array. A plain store may be unaligned. A non-temporal
+        // store happens only after a head that ends at a line boundary, so its destination is
+        // aligned.
         unsafe { if is_past_caches { _mm512_stream_si512(to, line) } else { _mm512_storeu_si512(to, line) } }
     }
 
-    /// Brings what was summed as many bits further as the constants say, and adds what lies there.
+    /// Advances the folded checksum by the number of bits that `over` stands for, and adds `next`.
     #[target_feature(enable = "avx512f,vpclmulqdq")]
     #[inline]
     fn fold(sum: __m512i, over: __m512i, next: __m512i) -> __m512i {
@@ -350,16 +362,19 @@ mod wide {
         _mm512_ternarylogic_epi64::<0x96>(low, high, next)
     }
 
-    /// What 64-bit halves of a lane are multiplied by to bring it so many bits further.
+    /// Multipliers that advance the 64-bit halves of a lane by `BITS` bits.
     #[target_feature(enable = "sse2")]
     #[inline]
-    fn constants<const BITS: u32>() -> __m128i {
-        _mm_set_epi64x(const { power(BITS - 32) }.cast_signed(), const { power(BITS + 32) }.cast_signed())
+    fn fold_constants<const BITS: u32>() -> __m128i {
+        _mm_set_epi64x(
+            const { power_of_x(BITS - 32) }.cast_signed(),
+            const { power_of_x(BITS + 32) }.cast_signed(),
+        )
     }
 
-    /// `x` to this power modulo the polynomial of CRC32C, reflected and one bit up, as products of reflected numbers are
-    /// one bit down.
-    const fn power(exponent: u32) -> u64 {
+    /// `x` to this power modulo the CRC32C polynomial, reflected and shifted up by one bit, because
+    /// products of reflected numbers are one bit down.
+    const fn power_of_x(exponent: u32) -> u64 {
         /// The polynomial 0x1EDC6F41, reflected.
         const POLYNOMIAL: u32 = 0x82f6_3b78;
         let (mut value, mut at) = (0x8000_0000_u32, 0);
@@ -371,28 +386,30 @@ mod wide {
     }
 }
 
-/// The copy of what lies `at` bytes into memory that other threads write by atomic stores, for tests without unsafe code.
+/// Copies and sums memory at byte `at` that other threads write by atomic stores, for tests without
+/// unsafe code.
 #[cfg(test)]
-pub(super) fn copy_crc32c_shared(to: &mut [u8], from: &[AtomicU64], at: usize, copies: &Copies) -> u32 {
+pub(super) fn copy_crc32c_shared(to: &mut [u8], from: &[AtomicU64], at: usize, copies: &CopyBatch) -> u32 {
     assert!(at + to.len() <= size_of_val(from));
-    // SAFETY: within the words, which have no other stores than atomic ones.
+    // SAFETY: the range lies within the words, which are written by atomic stores only.
     unsafe { copies.crc32c_from(to, from.as_ptr().cast::<u8>().add(at)) }
 }
 
-/// As above, without a sum.
+/// Like [`copy_crc32c_shared`], without a checksum.
 #[cfg(test)]
 pub(super) fn copy_shared(to: &mut [u8], from: &[AtomicU64], at: usize) {
     assert!(at + to.len() <= size_of_val(from));
-    // SAFETY: as above.
+    // SAFETY: as in [`copy_crc32c_shared`].
     unsafe { copy_from(to, from.as_ptr().cast::<u8>().add(at)) };
 }
 
-/// Ends the writer of a test when it goes, also with a panic: the scope waits for the writer.
+/// Stops a test's writer thread when dropped, also on a panic: the thread scope waits for the
+/// writer.
 #[cfg(test)]
-pub(super) struct Ends<'flag>(pub(super) &'flag std::sync::atomic::AtomicBool);
+pub(super) struct StopOnDrop<'flag>(pub(super) &'flag std::sync::atomic::AtomicBool);
 
 #[cfg(test)]
-impl Drop for Ends<'_> {
+impl Drop for StopOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Relaxed);
     }
@@ -404,24 +421,24 @@ mod tests {
 
     use super::*;
 
-    /// What is short each, as one of a frame of many slices.
-    fn among_others(to: &mut [u8], from: &[u8]) -> u32 {
-        copies(PAST_CACHES_BYTES_MIN, |copies| copies.crc32c(to, from))
+    /// A short copy that is part of a large batch.
+    fn copy_in_large_batch(to: &mut [u8], from: &[u8]) -> u32 {
+        copy_batch(NON_TEMPORAL_BYTES_MIN, |copies| copies.crc32c(to, from))
     }
 
-    /// The ways to copy that a machine has not got by itself.
-    fn plain_pieces(to: &mut [u8], from: &[u8]) -> u32 {
-        in_pieces(to, |at, piece| piece.copy_from_slice(&from[at..at + piece.len()]))
+    /// The portable code path, which this machine would not choose.
+    fn copy_in_plain_chunks(to: &mut [u8], from: &[u8]) -> u32 {
+        copy_in_chunks(to, |at, piece| piece.copy_from_slice(&from[at..at + piece.len()]))
     }
 
-    fn pieces_each_once(to: &mut [u8], from: &[u8]) -> u32 {
+    fn copy_in_chunks_loaded_once(to: &mut [u8], from: &[u8]) -> u32 {
         assert_eq!(to.len(), from.len());
-        // SAFETY: of that length.
-        in_pieces(to, |at, piece| unsafe { copy_from(piece, from.as_ptr().add(at)) })
+        // SAFETY: both have the same length.
+        copy_in_chunks(to, |at, piece| unsafe { copy_from(piece, from.as_ptr().add(at)) })
     }
 
     #[test]
-    fn a_copy_has_the_sum_of_the_whole_wherever_it_begins_and_ends() {
+    fn copy_checksum_matches_at_every_length_and_alignment() {
         let from: Vec<u8> = (0..20_000_u32).map(|at| (at.wrapping_mul(0x9e37_79b9) >> 24) as u8).collect();
         let lengths = (0..700).chain([1023, 1024, 4096, 6143, 6144, 6145, 12_289, 16_383, 16_384, 19_900]);
         for bytes in lengths {
@@ -429,7 +446,9 @@ mod tests {
                 let from = &from[source..source + bytes];
                 assert_eq!(crc32c(from), crc32c::crc32c(from), "{bytes} bytes from {source}");
                 let mut room = vec![0xee; place + bytes + 1];
-                for copy in [copy_crc32c, among_others, plain_pieces, pieces_each_once] {
+                for copy in
+                    [copy_crc32c, copy_in_large_batch, copy_in_plain_chunks, copy_in_chunks_loaded_once]
+                {
                     let to = &mut room[place..place + bytes];
                     to.fill(0);
                     assert_eq!(
@@ -445,18 +464,19 @@ mod tests {
     }
 
     #[test]
-    #[should_panic = "has the length of what is copied"]
-    fn a_copy_of_another_length_is_refused() {
+    #[should_panic = "needs buffers of equal length"]
+    fn rejects_a_destination_of_another_length() {
         copy_crc32c(&mut [0; 500], &[0; 600]);
     }
 
-    /// Copies what begins at a place of the shared words.
-    type Way = fn(&mut [u8], &[AtomicU64], usize) -> u32;
+    /// Copies from the given offset of the shared words.
+    type CopyFn = fn(&mut [u8], &[AtomicU64], usize) -> u32;
 
-    /// What another process does in its tray: the source changes all the time, and the sum is still that of the copy.
+    /// Like another process that writes its bounce buffer: the source changes all the time, and the
+    /// checksum is still that of the copy.
     #[test]
     #[cfg(not(miri))]
-    fn a_copy_has_its_own_sum_whatever_writes_the_source() {
+    fn checksum_covers_the_copy_under_concurrent_writes() {
         const ROUNDS_MIN: usize = 20_000;
         const ROUNDS_MAX: usize = 2_000_000;
         let source: Vec<AtomicU64> = (0..2048).map(|_| AtomicU64::new(0)).collect();
@@ -468,25 +488,28 @@ mod tests {
                 source.iter().for_each(|word| word.store(value, Relaxed));
             }
         };
-        let read_once: Way = |to, from, at| {
+        let read_once: CopyFn = |to, from, at| {
             let from = from.as_ptr().cast::<u8>();
-            // SAFETY: within the words, as the caller sees to.
-            in_pieces(to, |piece_at, piece| unsafe { copy_from(piece, from.add(at + piece_at)) })
+            // SAFETY: within the words, as the caller ensures.
+            copy_in_chunks(to, |piece_at, piece| unsafe { copy_from(piece, from.add(at + piece_at)) })
         };
-        let shared: Way = |to, from, at| copies(to.len(), |copies| copy_crc32c_shared(to, from, at, copies));
-        let among_others: Way =
-            |to, from, at| copies(PAST_CACHES_BYTES_MIN, |copies| copy_crc32c_shared(to, from, at, copies));
+        let shared: CopyFn =
+            |to, from, at| copy_batch(to.len(), |copies| copy_crc32c_shared(to, from, at, copies));
+        let among_others: CopyFn = |to, from, at| {
+            copy_batch(NON_TEMPORAL_BYTES_MIN, |copies| copy_crc32c_shared(to, from, at, copies))
+        };
         let mut room = vec![0; 8192 + 64];
-        // Copies of more than one moment, each way: without any the writer met no copy, and nothing is shown.
+        // Torn copies per copy function. Without any, the writer met no copy and the test proves
+        // too little.
         let mut torn = [0; 3];
         std::thread::scope(|scope| {
             scope.spawn(write);
-            let _ends = Ends(&is_over);
+            let _ends = StopOnDrop(&is_over);
             for round in 0..ROUNDS_MAX {
                 if round >= ROUNDS_MIN && torn.iter().all(|torn| *torn > 0) {
                     break;
                 }
-                // Heads and tails of all lengths, most copies short enough to be nothing else.
+                // Heads and tails of all lengths; most copies are short enough to have only these.
                 let (place, offset) = (round % 64, round % 23);
                 let bytes = if round % 16 == 0 { 8192 - round % 300 } else { round % 600 };
                 let to = &mut room[place..place + bytes];

@@ -1,7 +1,7 @@
-//! The header of a frame without its slices: what the frame is, and how long each slice is and what it sums to. Where
-//! slices travel one by one, each is checked against it as it comes.
+//! The header of a frame without its slices: the ids, and the length and checksum of each slice. If
+//! slices travel one by one, each is checked against it on arrival.
 //!
-//! Not here: the layout (`header.rs`), and in which order slices travel.
+//! Not here: the layout (`header.rs`), and the order of the slices.
 
 use std::ops::Range;
 
@@ -12,9 +12,9 @@ use super::copy::{copy_crc32c, crc32c};
 use super::header::{
     Header, START_BYTES, entry_at, header_len, parse_header, payload_len, slice_count, table_payload_len,
 };
-use super::{Frame, FrameError, KeyForm, Need, verify_ids};
+use super::{BytesNeeded, Frame, FrameError, KeyForm, verify_ids};
 
-/// A frame's header, read and matching its own checksum.
+/// A frame's header, parsed and matching its own checksum.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FrameHead {
     header: Bytes,
@@ -25,38 +25,38 @@ pub struct FrameHead {
 }
 
 impl FrameHead {
-    /// Bytes from which [`Self::length`] is known.
+    /// Number of bytes that [`Self::length`] needs.
     pub const START_BYTES: usize = START_BYTES;
 
-    /// How long the header is whose first [`Self::START_BYTES`] bytes are these.
+    /// Length of the header that starts with these [`Self::START_BYTES`] bytes.
     ///
     /// # Errors
     /// When they do not begin a frame within the limits.
     pub fn length(start: &[u8; START_BYTES]) -> Result<usize, FrameError> {
         match parse_header(start)? {
-            Need::Header(bytes) => Ok(bytes),
+            BytesNeeded::Header(bytes) => Ok(bytes),
             // Every header is longer than its start.
-            Need::Frame(_) => Err(FrameError::Header("length does not fit the slice count")),
+            BytesNeeded::Frame(_) => Err(FrameError::Header("length does not fit the slice count")),
         }
     }
 
-    /// Reads the header that `bytes` begin with; what follows is not looked at and not kept.
+    /// Reads the header at the start of `bytes`; ignores the bytes after it.
     ///
     /// # Errors
-    /// Names what is wrong; never panics, whatever the bytes.
+    /// Names the first problem; never panics, whatever the bytes.
     pub fn read(bytes: &[u8]) -> Result<FrameHead, FrameError> {
         let Header { identity, hash, slices, .. } = Header::read(bytes)?;
         let payload_bytes = table_payload_len(bytes, slices)?;
-        // A copy: whoever keeps a head must not keep its frame.
+        // A copy, so that a kept header does not keep its frame in memory.
         let header = Bytes::copy_from_slice(&bytes[..header_len(slices)]);
         Ok(FrameHead { header, slices, payload_bytes, identity, hash })
     }
 
-    /// The header of a frame with slices of these lengths, which have these CRC32C sums.
+    /// The header of a frame with slices of these lengths and CRC32C checksums.
     ///
     /// # Errors
-    /// When a limit is exceeded, or there is not a sum for each slice.
-    pub fn of(
+    /// When a limit is exceeded, or the number of checksums differs from the number of slices.
+    pub fn new(
         identity: IdentityDigest,
         hash: BlockHash,
         key_form: KeyForm,
@@ -73,10 +73,10 @@ impl FrameHead {
         Ok(FrameHead { header: header.freeze(), slices, payload_bytes, identity, hash })
     }
 
-    /// The frame of these slices, which are not looked at.
+    /// The frame of these slices. Their content is not checked.
     ///
     /// # Errors
-    /// When they are not as long as the header says.
+    /// When a length differs from the header.
     pub fn frame(&self, slices: &[Bytes]) -> Result<Frame, FrameError> {
         let lengths =
             slices.iter().enumerate().all(|(layer, slice)| self.slice_bytes(layer) == Some(slice.len()));
@@ -89,7 +89,7 @@ impl FrameHead {
         Ok(Frame { bytes: bytes.freeze(), identity: self.identity, hash: self.hash })
     }
 
-    /// The header as it stands in the frame.
+    /// The encoded header.
     #[must_use]
     pub fn bytes(&self) -> &Bytes {
         &self.header
@@ -101,47 +101,47 @@ impl FrameHead {
         self.header.len() + self.payload_bytes
     }
 
-    /// How many slices there are.
+    /// Number of slices.
     #[must_use]
     pub fn slice_count(&self) -> usize {
         self.slices
     }
 
-    /// Length of a layer's slice in bytes; nothing when there is no such layer.
+    /// Length of a layer's slice in bytes; `None` if there is no such layer.
     #[must_use]
     pub fn slice_bytes(&self, layer: usize) -> Option<usize> {
         self.entry(layer).map(|(bytes, _)| bytes)
     }
 
-    /// Bytes of these layers' slices together; layers that there are not have none.
+    /// Total bytes of the slices of these layers. Layers beyond the last count as 0.
     #[must_use]
     pub fn bytes_of(&self, layers: Range<usize>) -> usize {
         layers.map_while(|layer| self.slice_bytes(layer)).sum()
     }
 
-    /// This is the header of block `hash` of `identity`.
+    /// Checks that this is the header of block `hash` of `identity`.
     ///
     /// # Errors
-    /// Names what differs.
+    /// Names the first difference.
     pub fn verify(&self, identity: IdentityDigest, hash: BlockHash) -> Result<(), FrameError> {
         verify_ids(&[self.identity], &[self.hash], identity, hash)
     }
 
-    /// These are the bytes of a layer's slice.
+    /// Checks that `slice` holds the bytes of a layer's slice.
     ///
     /// # Errors
-    /// When they are not, or there is no such layer.
+    /// When it does not, or there is no such layer.
     pub fn verify_slice(&self, layer: usize, slice: &[u8]) -> Result<(), FrameError> {
         let is_it =
             self.entry(layer).is_some_and(|(bytes, sum)| bytes == slice.len() && sum == crc32c(slice));
         if is_it { Ok(()) } else { Err(FrameError::SliceChecksum { layer }) }
     }
 
-    /// Copies a layer's slice out of its frame to `to`, and checks it on the way. After an error what is in `to` is of no
-    /// use.
+    /// Copies a layer's slice to `to` and checks it on the way. After an error the content of `to`
+    /// is unspecified.
     ///
     /// # Errors
-    /// When the bytes are not that slice, `to` has another length, or there is no such layer.
+    /// When the checksum or a length differs, or there is no such layer.
     pub fn copy_slice(&self, layer: usize, from: &[u8], to: &mut [u8]) -> Result<(), FrameError> {
         let Some((bytes, sum)) = self.entry(layer) else { return Err(FrameError::SliceChecksum { layer }) };
         let fits = from.len() == bytes && to.len() == bytes;
@@ -154,10 +154,10 @@ impl FrameHead {
 }
 
 impl Frame {
-    /// The header of this frame, in memory of its own.
+    /// The header of this frame, in its own memory.
     ///
     /// # Errors
-    /// When the bytes do not begin with one.
+    /// When the bytes do not begin with a header.
     pub fn head(&self) -> Result<FrameHead, FrameError> {
         FrameHead::read(&self.bytes)
     }
@@ -177,12 +177,16 @@ mod tests {
     }
 
     #[test]
-    fn a_head_says_what_its_frame_says() {
+    fn a_header_describes_its_frame() {
         let frame = frame();
         let head = frame.head().unwrap();
         let start: [u8; START_BYTES] = frame.bytes[..START_BYTES].try_into().unwrap();
         assert_eq!(FrameHead::length(&start).unwrap(), head.bytes().len());
-        assert_eq!(head, FrameHead::read(head.bytes()).unwrap(), "without the slices it is the same");
+        assert_eq!(
+            head,
+            FrameHead::read(head.bytes()).unwrap(),
+            "the header alone reads the same as the frame"
+        );
         assert_eq!((head.slice_count(), head.frame_bytes()), (3, frame.bytes.len()));
         assert_eq!([0, 1, 2, 3].map(|layer| head.slice_bytes(layer)), [Some(3), Some(0), Some(5), None]);
         assert_eq!([head.bytes_of(0..2), head.bytes_of(1..9), head.bytes_of(7..9)], [3, 5, 0]);
@@ -192,14 +196,14 @@ mod tests {
     }
 
     #[test]
-    fn a_head_keeps_nothing_of_its_frame() {
+    fn a_header_shares_no_memory_with_its_frame() {
         let frame = frame();
         let head = frame.head().unwrap();
         assert!(frame.bytes.is_unique() && !head.bytes().is_empty());
     }
 
     #[test]
-    fn a_slice_is_checked_where_it_lies_and_on_its_way() {
+    fn a_slice_is_checked_in_place_and_while_copied() {
         let head = frame().head().unwrap();
         assert_eq!(head.verify_slice(2, b"bbbbb"), Ok(()));
         assert_eq!(head.verify_slice(1, b""), Ok(()));
@@ -215,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn a_head_that_was_changed_or_cut_is_none() {
+    fn rejects_changed_and_truncated_headers() {
         let whole = frame().head().unwrap();
         for at in 0..whole.bytes().len() {
             let mut bytes = whole.bytes().to_vec();

@@ -1,4 +1,4 @@
-//! The frame header: writing it, reading it, and how many bytes a reader of a stream still needs.
+//! The frame header: writing, parsing, and the number of bytes that a stream reader still needs.
 //!
 //! Not here: the payload and its checksums (the parent module).
 
@@ -11,39 +11,39 @@ use super::{FrameError, HEADER_FIXED_BYTES, KeyForm, MAGIC, PAYLOAD_BYTES_MAX, S
 /// Bytes of one entry of the slice table.
 pub(super) const SLICE_ENTRY_BYTES: usize = 8;
 
-/// Bytes from which the header's own length is known: magic to slice count.
+/// Bytes from magic to slice count, which give the header's length.
 pub(super) const START_BYTES: usize = 16;
 
 /// Where the slice table begins.
 const TABLE_AT: usize = 48;
 
-/// What a reader of a stream needs next.
+/// Bytes that a stream reader needs next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Need {
-    /// At least this many bytes from the frame's start before its length can be known.
+pub enum BytesNeeded {
+    /// At least this many bytes from the frame's start, to learn its length.
     Header(usize),
     /// The whole frame has this many bytes.
     Frame(usize),
 }
 
-/// How long the frame is whose first bytes are these. Checks everything that is there, so that a stream
-/// of something else is refused before any memory is taken for it.
+/// Length of the frame that begins with these bytes. Checks every byte that is there, so that a
+/// foreign stream is rejected before memory is allocated.
 ///
 /// # Errors
 /// When the bytes do not begin a frame within the limits.
-pub fn parse_header(start: &[u8]) -> Result<Need, FrameError> {
+pub fn parse_header(start: &[u8]) -> Result<BytesNeeded, FrameError> {
     if start.len() < START_BYTES {
-        return check_magic(start).map(|()| Need::Header(START_BYTES));
+        return check_magic(start).map(|()| BytesNeeded::Header(START_BYTES));
     }
     let (_, slices) = read_start(start)?;
     if start.len() < header_len(slices) {
-        return Ok(Need::Header(header_len(slices)));
+        return Ok(BytesNeeded::Header(header_len(slices)));
     }
     Header::read(start)?;
-    Ok(Need::Frame(header_len(slices) + table_payload_len(start, slices)?))
+    Ok(BytesNeeded::Frame(header_len(slices) + table_payload_len(start, slices)?))
 }
 
-/// Everything a header says besides the slice table.
+/// All header fields except the slice table.
 #[derive(Debug)]
 pub(super) struct Header {
     pub(super) identity: IdentityDigest,
@@ -53,15 +53,15 @@ pub(super) struct Header {
 }
 
 impl Header {
-    /// Reads and checks the header at the start of `bytes`; what follows is not looked at.
+    /// Reads and checks the header at the start of `bytes`; ignores the bytes after it.
     pub(super) fn read(bytes: &[u8]) -> Result<Header, FrameError> {
         if bytes.len() < START_BYTES {
             check_magic(bytes)?;
-            return Err(FrameError::Cut { got: bytes.len(), needed: HEADER_FIXED_BYTES });
+            return Err(FrameError::Truncated { got: bytes.len(), needed: HEADER_FIXED_BYTES });
         }
         let (key_form, slices) = read_start(bytes)?;
         let length = header_len(slices);
-        let header = bytes.get(..length).ok_or(FrameError::Cut { got: bytes.len(), needed: length })?;
+        let header = bytes.get(..length).ok_or(FrameError::Truncated { got: bytes.len(), needed: length })?;
         let (covered, crc) = header.split_at(length - 4);
         if crc32c::crc32c(covered) != u32_at(crc, 0) {
             return Err(FrameError::HeaderChecksum);
@@ -74,7 +74,7 @@ impl Header {
         })
     }
 
-    /// Writes the header at the start of `frame`: slices of these lengths with these checksums.
+    /// Writes the header at the start of `frame`, for slices of these lengths and checksums.
     pub(super) fn write(&self, slice_bytes: &[u32], sums: &[u32], frame: &mut [u8]) {
         let length = header_len(slice_bytes.len());
         let header = &mut frame[..length];
@@ -97,7 +97,7 @@ impl Header {
     }
 }
 
-/// One line of the slice table, with where its slice lies in the frame.
+/// One entry of the slice table, with the position of its slice in the frame.
 pub(super) struct Entry {
     start: usize,
     bytes: usize,
@@ -110,9 +110,9 @@ impl Entry {
     }
 }
 
-/// The slice table of a frame. Bytes that hold no whole header have no entries.
+/// The slice table of a frame; empty if the bytes hold no whole header.
 pub(super) fn entries(bytes: &[u8]) -> impl Iterator<Item = Entry> + '_ {
-    let slices = read_start_checked(bytes).unwrap_or(0);
+    let slices = slice_count_of(bytes).unwrap_or(0);
     let table = bytes.get(TABLE_AT..header_len(slices) - 4).unwrap_or(&[]);
     let (entries, _) = table.as_chunks::<SLICE_ENTRY_BYTES>();
     entries.iter().scan(header_len(slices), |start, entry| {
@@ -123,31 +123,32 @@ pub(super) fn entries(bytes: &[u8]) -> impl Iterator<Item = Entry> + '_ {
     })
 }
 
-/// Length in bytes and checksum of a slice, by the table of a header that was read and has an entry for it.
+/// Length in bytes and checksum of a slice. The header must have been read and must have an entry
+/// for it.
 pub(super) fn entry_at(header: &[u8], layer: usize) -> (usize, u32) {
     let at = TABLE_AT + layer * SLICE_ENTRY_BYTES;
     (u32_at(header, at) as usize, u32_at(header, at + 4))
 }
 
-/// Payload bytes by the table of a header that was read.
+/// Payload bytes according to the table of a header that was read.
 pub(super) fn table_payload_len(bytes: &[u8], slices: usize) -> Result<usize, FrameError> {
     let table = &bytes[TABLE_AT..header_len(slices) - 4];
     let (entries, _) = table.as_chunks::<SLICE_ENTRY_BYTES>();
     payload_len(entries.iter().map(|entry| u32_at(entry, 0)))
 }
 
-/// Sum of the slices, within [`PAYLOAD_BYTES_MAX`].
+/// Sum of the slices, at most [`PAYLOAD_BYTES_MAX`].
 pub(super) fn payload_len(slice_bytes: impl Iterator<Item = u32>) -> Result<usize, FrameError> {
     let sum: u64 = slice_bytes.map(u64::from).sum();
     usize::try_from(sum).ok().filter(|sum| *sum <= PAYLOAD_BYTES_MAX).ok_or(FrameError::TooLarge(sum))
 }
 
-/// A slice count within [`SLICES_MAX`].
+/// The slice count, from 1 to [`SLICES_MAX`].
 pub(super) fn slice_count(slices: usize) -> Result<usize, FrameError> {
     if (1..=SLICES_MAX).contains(&slices) { Ok(slices) } else { Err(FrameError::SliceCount(slices)) }
 }
 
-/// Header bytes of a frame with so many slices.
+/// Header bytes of a frame with this many slices.
 pub(super) fn header_len(slices: usize) -> usize {
     HEADER_FIXED_BYTES + slices * SLICE_ENTRY_BYTES
 }
@@ -157,11 +158,11 @@ fn check_magic(start: &[u8]) -> Result<(), FrameError> {
     if start[..there] == MAGIC[..there] { Ok(()) } else { Err(FrameError::Magic) }
 }
 
-fn read_start_checked(bytes: &[u8]) -> Option<usize> {
+fn slice_count_of(bytes: &[u8]) -> Option<usize> {
     (bytes.len() >= START_BYTES).then(|| read_start(bytes).ok().map(|(_, slices)| slices))?
 }
 
-/// Reads the first sixteen bytes: key form and slice count.
+/// Reads the first 16 bytes: key form and slice count.
 fn read_start(start: &[u8]) -> Result<(KeyForm, usize), FrameError> {
     check_magic(start)?;
     let version = u16::from_le_bytes([start[4], start[5]]);

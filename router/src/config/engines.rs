@@ -1,4 +1,5 @@
-//! Which engines a router hears, whose hashes their prefixes have, and what is refused and why.
+//! Configuration of the engines that a router follows: the identity and secrets of their hashes,
+//! and validation.
 //!
 //! Not here: reading the files with secrets (`crate::engines`).
 
@@ -6,37 +7,39 @@ use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 
-use kvfleet_proto::engine_events::Dialect;
+use kvfleet_engine_events::events::Dialect;
+use kvfleet_engine_events::zmtp::Endpoint;
 use kvfleet_proto::identity::IdentitySection;
-use kvfleet_proto::zmtp::Endpoint;
 use serde::{Deserialize, Serialize};
 
-use super::{ConfigError, refuse};
+use super::{ConfigError, invalid};
 
-/// Instances that one router follows: as many as it knows.
+/// Instances that one router follows: as many as it can know.
 const INSTANCES_MAX: usize = 4_096;
 
-/// Ranks of one engine, and of all that dial: each is a port.
+/// Limit on ranks of one engine, and on ranks of all engines that dial: each uses a port.
 const RANKS_MAX: u16 = 256;
 
-/// Engines that publish KV events. The same on every router: each hears all of them.
+/// Engines that publish KV events; the same on every router, since each router follows all of them.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EnginesConfig {
-    /// Where engines that dial are heard, `ip:port`; their rank r at port + r. Empty: every engine is dialed.
+    /// Address for engines that dial the router, `ip:port`; rank r dials port + r. Empty: the
+    /// router dials every engine.
     pub listen: String,
-    /// What the engines run, as the nodes' `identity`: from it and the tokens of events follow the hashes that requests have.
+    /// Identity of the engines' KV, as the nodes' `identity`. Block hashes of requests are
+    /// recomputed from it and the tokens of events.
     pub identity: IdentitySection,
-    /// File with the secret of requests without a `cache_salt`, in 64 hexadecimal digits. Empty: 32 zero bytes, as local
-    /// clusters have.
+    /// File with the secret of requests without a `cache_salt`, in 64 hexadecimal digits. Empty: 32
+    /// zero bytes, as local clusters use.
     pub secret_file: PathBuf,
-    /// Tenants whose requests have a `cache_salt`.
+    /// Tenants that send requests with a `cache_salt`.
     pub tenants: Vec<EngineTenantConfig>,
     /// The engines.
     pub list: Vec<EngineConfig>,
 }
 
-/// A tenant, as engines know it.
+/// A tenant, identified by its salt.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineTenantConfig {
@@ -46,7 +49,7 @@ pub struct EngineTenantConfig {
     pub secret_file: PathBuf,
 }
 
-/// Whose events they are.
+/// Event format of an engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DialectConfig {
@@ -70,19 +73,23 @@ impl From<DialectConfig> for Dialect {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineConfig {
-    /// Instance that its first rank is; the one after it is `instance` + 1, and so on.
+    /// Instance number of its first rank; the next rank is `instance` + 1, and so on.
     pub instance: u32,
-    /// Data-parallel ranks, each with a publisher of its own.
+    /// Number of data-parallel ranks, each with its own publisher.
     pub ranks: u16,
-    /// Number of the first of them, where a host has the later ranks of an engine: it publishes at port + `first_rank`.
+    /// Number of its first rank, if this host runs later ranks of an engine: it publishes at port +
+    /// `first_rank`.
     pub first_rank: u32,
-    /// Whose events they are.
+    /// Event format.
     pub dialect: DialectConfig,
-    /// Where its rank 0 publishes, `tcp://host:port`; rank r at port + r. Empty: it dials `listen`.
+    /// Address at which rank 0 publishes, `tcp://host:port`; rank r uses port + r. Empty: the
+    /// engine dials `listen`.
     pub events: String,
-    /// Where its rank 0 replays, `tcp://host:port`, likewise. Empty: nowhere, and what is missed is void with all before it.
+    /// Address at which rank 0 replays events, `tcp://host:port`; rank r uses port + r. Empty: no
+    /// replay, so missed events invalidate all earlier ones.
     pub replay: String,
-    /// Topic of its messages, as its own configuration has it. An engine that dials is known by it.
+    /// Topic of its messages, as in the engine's own configuration. It identifies an engine that
+    /// dials.
     pub topic: String,
 }
 
@@ -101,41 +108,41 @@ impl Default for EngineConfig {
 }
 
 impl EngineConfig {
-    /// Ports from that of its rank 0 on.
+    /// Number of ports in use, counted from that of rank 0.
     pub(crate) fn ports(&self) -> u16 {
         u16::try_from(self.first_rank).unwrap_or(u16::MAX).saturating_add(self.ranks)
     }
 
-    /// Whether it dials us.
-    pub(crate) fn dials(&self) -> bool {
+    /// Whether the engine dials the router.
+    pub(crate) fn dials_router(&self) -> bool {
         self.events.is_empty()
     }
 
-    /// Whether the instances of two engines meet.
-    pub(crate) fn meets(&self, other: &EngineConfig) -> bool {
+    /// Whether the instance numbers of two engines overlap.
+    pub(crate) fn overlaps(&self, other: &EngineConfig) -> bool {
         let last = |engine: &EngineConfig| engine.instance.saturating_add(u32::from(engine.ranks) - 1);
         self.instance <= last(other) && other.instance <= last(self)
     }
 
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        let whose = format!("instance {}", self.instance);
+        let subject = format!("instance {}", self.instance);
         if !(1..=RANKS_MAX).contains(&self.ranks) {
-            return refuse(
+            return invalid(
                 "engines.list",
-                format!("{whose} has {} ranks; 1 to {RANKS_MAX} are allowed", self.ranks),
+                format!("{subject} has {} ranks; 1 to {RANKS_MAX} are allowed", self.ranks),
             );
         }
         if self.instance.checked_add(u32::from(self.ranks) - 1).is_none() {
-            let text = format!("{whose} has no number for its last rank; rank r is `instance` + r");
-            return refuse("engines.list", text);
+            let text = format!("{subject} has no number for its last rank; rank r is `instance` + r");
+            return invalid("engines.list", text);
         }
         let mut ranges = Vec::new();
         for endpoint in [&self.events, &self.replay].into_iter().filter(|endpoint| !endpoint.is_empty()) {
             let first = endpoint.parse::<Endpoint>();
-            let first = first.or_else(|error| refuse("engines.list", format!("{whose}: {error}")))?;
-            let Some(last) = first.further(self.ports() - 1) else {
-                let text = format!("{whose}: {endpoint} has no port for its last rank; choose a lower one");
-                return refuse("engines.list", text);
+            let first = first.or_else(|error| invalid("engines.list", format!("{subject}: {error}")))?;
+            let Some(last) = first.offset_port(self.ports() - 1) else {
+                let text = format!("{subject}: {endpoint} has no port for its last rank; choose a lower one");
+                return invalid("engines.list", text);
             };
             ranges.push((first.host, first.port..=last.port));
         }
@@ -145,17 +152,17 @@ impl EngineConfig {
             && replay.start() <= events.end()
         {
             let text = format!(
-                "{whose}: the ports of its ranks' events and of their replays meet; take them further apart"
+                "{subject}: the ports of its ranks' events and replays overlap; choose ports further apart"
             );
-            return refuse("engines.list", text);
+            return invalid("engines.list", text);
         }
         Ok(())
     }
 }
 
-/// Whether hashes can be made under it.
+/// Checks that block hashes can be computed under the identity.
 pub(crate) fn check_identity(identity: &IdentitySection) -> Result<(), ConfigError> {
-    identity.manifest().validate().or_else(|error| refuse("engines.identity", error.to_string()))
+    identity.manifest().validate().or_else(|error| invalid("engines.identity", error.to_string()))
 }
 
 impl EnginesConfig {
@@ -169,26 +176,26 @@ impl EnginesConfig {
         for engine in &self.list {
             engine.check()?;
             for rank in 0..engine.ranks {
-                // Behind the last number there is all of them meet.
+                // Numbers saturate at the largest one, where duplicates are detected.
                 if !instances.insert(engine.instance.saturating_add(rank.into())) {
                     let text = format!(
-                        "instance {} and its ranks meet another engine's; rank r is `instance` + r",
+                        "instance {} and its ranks overlap another engine's; rank r is `instance` + r",
                         engine.instance
                     );
-                    return refuse("engines.list", text);
+                    return invalid("engines.list", text);
                 }
             }
-            if engine.dials() && !topics.insert(&engine.topic) {
+            if engine.dials_router() && !topics.insert(&engine.topic) {
                 let text = format!(
-                    "two engines that dial have the topic {:?}, by which they are known; give each its own",
+                    "two engines that dial have the topic {:?}, which identifies them; give each its own",
                     engine.topic
                 );
-                return refuse("engines.list", text);
+                return invalid("engines.list", text);
             }
         }
         if instances.len() > INSTANCES_MAX {
             let text = format!("has {} ranks in all, the limit is {INSTANCES_MAX}", instances.len());
-            return refuse("engines.list", text);
+            return invalid("engines.list", text);
         }
         self.check_listen(!topics.is_empty())
     }
@@ -197,14 +204,19 @@ impl EnginesConfig {
         if !is_needed {
             return Ok(());
         }
-        let ports =
-            self.list.iter().filter(|engine| engine.dials()).map(EngineConfig::ports).max().unwrap_or(1);
+        let ports = self
+            .list
+            .iter()
+            .filter(|engine| engine.dials_router())
+            .map(EngineConfig::ports)
+            .max()
+            .unwrap_or(1);
         match self.listen.parse::<SocketAddr>() {
             Ok(address) if address.port() > 0 && address.port().checked_add(ports - 1).is_some() => Ok(()),
-            _ => refuse(
+            _ => invalid(
                 "engines.listen",
                 format!(
-                    "{:?} is not ip:port with as many ports from there on as ranks; engines without `events` dial it, write for example \"0.0.0.0:5557\"",
+                    "{:?} is not ip:port with a following port for each rank; engines without `events` dial it, write for example \"0.0.0.0:5557\"",
                     self.listen
                 ),
             ),
@@ -231,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_with_an_engine_is_said_with_its_instance() {
+    fn engine_errors_name_the_instance() {
         says("an engine without ranks", &refused(|config| config.list[0].ranks = 0), &[]);
         let anywhere = refused(|config| config.list[0].replay = "tcp://*:5558".into());
         says("an engine's endpoint that cannot be dialed", &anywhere, &[]);
@@ -249,7 +261,11 @@ mod tests {
             config.list.iter_mut().for_each(|engine| engine.events.clear());
         };
         says("two engines that dial with one topic", &refused(dials), &[]);
-        says("engines that dial nobody", &refused(|config| config.list[0].events.clear()), &[]);
+        says(
+            "engines that dial without a listen address",
+            &refused(|config| config.list[0].events.clear()),
+            &[],
+        );
         says(
             "an identity of engines that is none",
             &refused(|config| config.identity.block_tokens = 48),

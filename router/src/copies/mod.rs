@@ -1,7 +1,8 @@
-//! Copies between nodes by this router's word: which nodes drain, what is hot, and telling one node to copy from another.
+//! Copies between nodes that this router orders: for draining nodes and hot prefixes.
 //!
-//! Soft state: a router that starts knows of no node that drains before that says so again. Not here: where a run goes
-//! (`crate::server::evacuate`), and what a node does with it (`kvfleet-node`).
+//! Ephemeral state: a restarted router knows of draining nodes only after their next report. Not
+//! here: the destination of a run (`crate::server::evacuate`), and the copy itself
+//! (`kvfleet-node`).
 
 pub(crate) mod draining;
 pub(crate) mod hot;
@@ -11,7 +12,7 @@ use std::time::Duration;
 
 use kv_core::id::{Epoch, IdentityDigest, NodeId};
 use kv_core::index::Index;
-use kv_core::place::copies::{BlockRun, CopyEnd};
+use kv_core::place::copies::{BlockRun, CopyOutcome};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::{convert, pb};
 use parking_lot::Mutex;
@@ -22,18 +23,18 @@ use tonic::transport::Channel;
 use crate::metrics::Metrics;
 use crate::raft::network::Peers;
 
-/// Copies that this router has under way at once, at all nodes together: each is a call that is open for as long as it takes.
+/// Concurrent copies of this router over all nodes: each holds a call open while it runs.
 pub(crate) const COPIES_MAX: usize = 64;
 
-/// Time for an answer of a node beyond what the copy may take.
-const ANSWER_MAX: Duration = Duration::from_secs(1);
+/// Time for a node's answer beyond the copy's own limit.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Connections to nodes that are kept.
+/// Cached connections to nodes.
 const CHANNELS_MAX: usize = 1_024;
 
-/// From where to where, and what.
+/// One copy: its blocks, source, target and limits.
 #[derive(Clone, Debug)]
-pub(crate) struct Order {
+pub(crate) struct CopyOrder {
     pub(crate) run: BlockRun,
     pub(crate) source: (NodeId, Epoch),
     pub(crate) source_address: String,
@@ -41,77 +42,78 @@ pub(crate) struct Order {
     pub(crate) target_address: String,
     pub(crate) identity: IdentityDigest,
     pub(crate) bytes_max: u64,
-    pub(crate) within: Duration,
+    pub(crate) time_limit: Duration,
 }
 
-impl Order {
-    /// What a node is to copy from another, under the weights in force; nothing while either is not known, or before the first node joined.
+impl CopyOrder {
+    /// Builds the order under the weights in force. `None` if a node is unknown or none has joined
+    /// yet.
     pub(crate) fn new(
         control: &Index,
         run: BlockRun,
         source: (NodeId, Epoch),
         target: NodeId,
         (bytes_max, within): (u64, Duration),
-    ) -> Option<Order> {
-        Some(Order {
+    ) -> Option<CopyOrder> {
+        Some(CopyOrder {
             run,
             source,
             source_address: control.node(source.0)?.record.data_address.clone(),
             target,
             target_address: control.node(target)?.record.control_address.clone(),
-            identity: control.identity()?.of_generation(control.generation()),
+            identity: control.identity()?.with_generation(control.generation()),
             bytes_max,
-            within,
+            time_limit: within,
         })
     }
 }
 
-/// What came of it: blocks are the first of the run.
+/// Result of a copy; `blocks` counts from the start of the run.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Copied {
-    pub(crate) end: Option<CopyEnd>,
+pub(crate) struct CopyResult {
+    pub(crate) end: Option<CopyOutcome>,
     pub(crate) blocks: usize,
     pub(crate) stored_bytes: u64,
-    pub(crate) visible_at: Option<pb::Seen>,
+    pub(crate) visible_at: Option<pb::AnnouncePosition>,
 }
 
-/// Tells nodes to copy.
-pub(crate) struct Copies {
+/// Sends copy orders to nodes.
+pub(crate) struct CopyDispatcher {
     peers: Peers,
     metrics: Metrics,
     channels: Mutex<BTreeMap<String, Channel>>,
-    under_way: Semaphore,
-    pub(crate) draining: Mutex<draining::Draining>,
+    in_flight: Semaphore,
+    pub(crate) draining: Mutex<draining::DrainingNodes>,
 }
 
-impl Copies {
-    pub(crate) fn new(peers: Peers, metrics: Metrics) -> Copies {
-        let under_way = Semaphore::new(COPIES_MAX);
-        Copies { peers, metrics, channels: Mutex::default(), under_way, draining: Mutex::default() }
+impl CopyDispatcher {
+    pub(crate) fn new(peers: Peers, metrics: Metrics) -> CopyDispatcher {
+        let in_flight = Semaphore::new(COPIES_MAX);
+        CopyDispatcher { peers, metrics, channels: Mutex::default(), in_flight, draining: Mutex::default() }
     }
 
-    /// How many more may be under way now.
-    pub(crate) fn places_left(&self) -> usize {
-        self.under_way.available_permits()
+    /// Copies that may start now.
+    pub(crate) fn available_slots(&self) -> usize {
+        self.in_flight.available_permits()
     }
 
-    /// Has a run copied and waits for what came of it. Whoever does not wait ends it.
-    pub(crate) async fn copy(&self, order: &Order) -> Copied {
-        let copied = match self.under_way.try_acquire() {
-            Ok(_place) => self.tell(order).await,
-            Err(_) => Copied { end: Some(CopyEnd::Queue), ..Copied::default() },
+    /// Orders a copy and waits for its result. Dropping the future cancels the copy.
+    pub(crate) async fn copy(&self, order: &CopyOrder) -> CopyResult {
+        let result = match self.in_flight.try_acquire() {
+            Ok(_place) => self.send(order).await,
+            Err(_) => CopyResult { end: Some(CopyOutcome::Queue), ..CopyResult::default() },
         };
-        if let Some(end) = copied.end {
-            self.metrics.copied(end, copied.stored_bytes);
+        if let Some(end) = result.end {
+            self.metrics.record_copy(end, result.stored_bytes);
             tracing::debug!(
-                from = %order.source.0, to = %order.target, end = end.name(), blocks = copied.blocks, "a copy ended"
+                from = %order.source.0, to = %order.target, end = end.name(), blocks = result.blocks, "a copy ended"
             );
         }
-        copied
+        result
     }
 
-    async fn tell(&self, order: &Order) -> Copied {
-        let lost = Copied { end: Some(CopyEnd::TargetLost), ..Copied::default() };
+    async fn send(&self, order: &CopyOrder) -> CopyResult {
+        let lost = CopyResult { end: Some(CopyOutcome::TargetLost), ..CopyResult::default() };
         let Some(channel) = self.channel(&order.target_address) else { return lost };
         let request = pb::CopyBlocksRequest {
             run: Some(convert::run_to_pb(&order.run)),
@@ -120,27 +122,28 @@ impl Copies {
             source_address: order.source_address.clone(),
             identity: order.identity.0.to_vec(),
             bytes_max: order.bytes_max,
-            within_ms: u64::try_from(order.within.as_millis()).unwrap_or(u64::MAX),
+            within_ms: u64::try_from(order.time_limit.as_millis()).unwrap_or(u64::MAX),
         };
         let mut node = NodeControlClient::new(channel);
-        // A connection that does not come about has no time of its own.
+        // The request's own timeout does not cover connecting.
         let answered =
-            tokio::time::timeout(order.within + ANSWER_MAX, node.copy_blocks(Request::new(request))).await;
+            tokio::time::timeout(order.time_limit + ANSWER_TIMEOUT, node.copy_blocks(Request::new(request)))
+                .await;
         match answered {
             Ok(Ok(reply)) => {
                 let reply = reply.into_inner();
                 let blocks = (reply.stored_blocks as usize).saturating_add(reply.present_blocks as usize);
-                Copied {
-                    // A later release may know more ends.
-                    end: Some(CopyEnd::from_number(reply.end).unwrap_or(CopyEnd::TargetLost)),
+                CopyResult {
+                    // A later release may have more end codes.
+                    end: Some(CopyOutcome::from_number(reply.end).unwrap_or(CopyOutcome::TargetLost)),
                     blocks: blocks.min(order.run.hashes.len()),
                     stored_bytes: reply.stored_bytes,
                     visible_at: reply.visible_at,
                 }
             }
-            // One that drains or stops, or of a release that copies nothing.
+            // The node drains or stops, or its release does not copy.
             Ok(Err(status)) => {
-                tracing::debug!(node = %order.target, %status, "a node copies nothing");
+                tracing::debug!(node = %order.target, %status, "a node rejected a copy");
                 lost
             }
             Err(_) => lost,

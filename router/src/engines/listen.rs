@@ -1,7 +1,8 @@
-//! Listens for engines that dial routers with their events, as publishers with a host in their endpoint do.
+//! Listens for engines that dial routers with their events, as publishers with a host in their
+//! endpoint do.
 //!
-//! Which engine it is says the topic of its first message, and the batch in it which rank. Not here: engines that are dialed (`dial.rs`),
-//! and what is heard (`follow.rs`).
+//! The topic of the first message identifies the engine, and its batch the rank. Not here: engines
+//! that the router dials (`dial.rs`), and handling of events (`follow.rs`).
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
@@ -9,53 +10,53 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kvfleet_proto::engine_events::{Dialect, decode};
-use kvfleet_proto::zmtp::{Connection, Role, ZmtpError};
+use kvfleet_engine_events::events::{Dialect, decode};
+use kvfleet_engine_events::zmtp::{Connection, Role, ZmtpError};
 use parking_lot::Mutex;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use super::dial::relay;
-use super::follow::{Brought, live};
+use super::follow::{ConnectionEvent, parse_live};
 use super::metrics::RankMetrics;
 use crate::config::EngineConfig;
 
-/// Connections at once besides two for each rank: of strangers, who have said nothing yet, and of those that dial again.
-const CONNECTIONS_MORE: usize = 16;
+/// Connections in addition to two per rank: unidentified ones, and engines that dial again.
+const SPARE_CONNECTIONS: usize = 16;
 
-/// Of a topic that nobody has, what is shown.
+/// Shown length of an unknown topic.
 const TOPIC_SHOWN_MAX: usize = 128;
 
-/// Until another connection is asked to make room, where the last one did not.
-const ROOM_AGAIN: Duration = Duration::from_millis(100);
+/// Pause before another silent connection is closed, if the last one kept its place.
+const ROOM_RETRY: Duration = Duration::from_millis(100);
 
-/// After a failure to accept, such as for want of file descriptors.
-const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
+/// Pause after a failed accept, for example without free file descriptors.
+const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// Who follows the ranks of the engines that dial.
+/// Followers of the ranks of engines that dial.
 #[derive(Default)]
-pub(super) struct Directory {
-    by_topic: HashMap<String, Engine>,
+pub(super) struct TopicDirectory {
+    by_topic: HashMap<String, DialingEngine>,
 }
 
-struct Engine {
+struct DialingEngine {
     dialect: Dialect,
     first_rank: u32,
-    ranks: Vec<Followed>,
+    ranks: Vec<FollowedRank>,
 }
 
-/// One rank that is followed here.
-struct Followed {
-    brought: mpsc::Sender<Brought>,
+/// A rank that this router follows.
+struct FollowedRank {
+    events: mpsc::Sender<ConnectionEvent>,
     metrics: RankMetrics,
-    /// The newest connection of it: how many there were, and what ends it.
+    /// Number of its newest connection, and the token that ends it.
     newest: Mutex<(u64, CancellationToken)>,
 }
 
-impl Followed {
-    /// Another connection takes over. The one before ends: an engine dials again when it is over, and two processes with one topic would speak
-    /// in turn.
+impl FollowedRank {
+    /// Makes a new connection the newest and ends the one before. An engine dials again after a
+    /// disconnect, and two processes with one topic would alternate.
     fn take_over(&self) -> (u64, CancellationToken) {
         let mut newest = self.newest.lock();
         newest.1.cancel();
@@ -64,18 +65,18 @@ impl Followed {
     }
 }
 
-impl Directory {
+impl TopicDirectory {
     /// Adds the next rank of an engine that dials.
     pub(super) fn add(
         &mut self,
         engine: &EngineConfig,
-        brought: mpsc::Sender<Brought>,
+        events: mpsc::Sender<ConnectionEvent>,
         metrics: RankMetrics,
     ) {
         let entry = self.by_topic.entry(engine.topic.clone());
         let (dialect, first_rank) = (engine.dialect.into(), engine.first_rank);
-        let engine = entry.or_insert_with(|| Engine { dialect, first_rank, ranks: Vec::new() });
-        engine.ranks.push(Followed { brought, metrics, newest: Mutex::default() });
+        let engine = entry.or_insert_with(|| DialingEngine { dialect, first_rank, ranks: Vec::new() });
+        engine.ranks.push(FollowedRank { events, metrics, newest: Mutex::default() });
     }
 
     fn ranks(&self) -> usize {
@@ -86,29 +87,29 @@ impl Directory {
         self.by_topic.is_empty()
     }
 
-    /// Whose first message this is.
-    fn of(&self, frames: &[Bytes]) -> Result<&Followed, Unknown> {
-        let message = live(frames).ok_or(Unknown::Frames)?;
+    /// The rank that a first message belongs to.
+    fn resolve(&self, frames: &[Bytes]) -> Result<&FollowedRank, RejectedConnection> {
+        let message = parse_live(frames).ok_or(RejectedConnection::Frames)?;
         let topic =
             frames.first().map(|topic| String::from_utf8_lossy(topic).into_owned()).unwrap_or_default();
         let Some(engine) = self.by_topic.get(&topic) else {
             let topic = topic.chars().take(TOPIC_SHOWN_MAX).collect();
-            return Err(Unknown::Topic { topic });
+            return Err(RejectedConnection::Topic { topic });
         };
         if let [followed] = &engine.ranks[..] {
             return Ok(followed);
         }
         let rank = decode(&message.payload, engine.dialect).ok().and_then(|batch| batch.rank);
-        let rank = rank.ok_or(Unknown::NoRank)?;
+        let rank = rank.ok_or(RejectedConnection::NoRank)?;
         let at = rank.checked_sub(engine.first_rank).map(|at| at as usize);
         let ranks = engine.ranks.len();
-        at.and_then(|at| engine.ranks.get(at)).ok_or(Unknown::Rank { topic, rank, ranks })
+        at.and_then(|at| engine.ranks.get(at)).ok_or(RejectedConnection::Rank { topic, rank, ranks })
     }
 }
 
-/// Why nobody follows a connection.
+/// Reason why a connection is not followed.
 #[derive(Debug, thiserror::Error)]
-enum Unknown {
+enum RejectedConnection {
     #[error("its first message does not have the three frames of an engine's events")]
     Frames,
     #[error(
@@ -124,42 +125,44 @@ enum Unknown {
     )]
     Rank { topic: String, rank: u32, ranks: usize },
     #[error(
-        "another connection has its topic and rank since: give each engine its own topic, unless it dialed again"
+        "a newer connection has its topic and rank: give each engine its own topic, unless it dialed again"
     )]
     TakenOver,
-    #[error("it said nothing for longer than all others, and another one dialed where no place was left")]
-    Silent,
+    #[error("it was silent for longer than all others, and a new connection needed its place")]
+    Idle,
     #[error(transparent)]
     Socket(#[from] ZmtpError),
 }
 
-/// Connections that have said nothing yet. An engine may say nothing for hours, so none is ended for that; but where all places are taken, the one
-/// that has been silent for longest makes room, or whoever dials and says nothing would keep engines out.
+/// Connections without a message yet. An engine may be silent for hours, so silence alone ends
+/// none. When all places are taken, the longest silent one is closed; otherwise silent strangers
+/// would keep engines out.
 #[derive(Debug, Default)]
-struct Silent {
+struct SilentConnections {
     since: Mutex<BTreeMap<u64, CancellationToken>>,
 }
 
-impl Silent {
-    /// One more has a place. It is known from here on, before its task is begun.
+impl SilentConnections {
+    /// Registers a connection before its task starts.
     fn enter(&self, number: u64) -> CancellationToken {
         let token = CancellationToken::new();
         self.since.lock().insert(number, token.clone());
         token
     }
 
-    /// Waits for the first message, or until another one needs the place.
-    async fn until_heard<T>(
+    /// Waits for the first message, or until another connection needs the place.
+    async fn wait_for_first<T>(
         &self,
         (number, token): (u64, CancellationToken),
-        heard: impl Future<Output = Result<T, Unknown>>,
-    ) -> Result<T, Unknown> {
+        heard: impl Future<Output = Result<T, RejectedConnection>>,
+    ) -> Result<T, RejectedConnection> {
         let heard = token.run_until_cancelled(heard).await;
         self.since.lock().remove(&number);
-        heard.unwrap_or(Err(Unknown::Silent))
+        heard.unwrap_or(Err(RejectedConnection::Idle))
     }
 
-    /// A place, of the one that came first if there is no other. Again and again: that one may just have been heard, and keep it.
+    /// Returns a place, closing the longest silent connection if necessary. Retries, since that one
+    /// may just have sent its first message.
     async fn make_room(&self, places: &Arc<Semaphore>) -> Option<OwnedSemaphorePermit> {
         loop {
             if let Ok(place) = Arc::clone(places).try_acquire_owned() {
@@ -169,17 +172,17 @@ impl Silent {
                 token.cancel();
             }
             let place = Arc::clone(places).acquire_owned();
-            if let Ok(place) = tokio::time::timeout(ROOM_AGAIN, place).await {
+            if let Ok(place) = tokio::time::timeout(ROOM_RETRY, place).await {
                 return place.ok();
             }
         }
     }
 }
 
-/// Takes connections until cancelled.
-pub(super) async fn run(listener: TcpListener, directory: Arc<Directory>, stop: CancellationToken) {
-    let places = Arc::new(Semaphore::new(2 * directory.ranks() + CONNECTIONS_MORE));
-    let silent = Arc::new(Silent::default());
+/// Accepts connections until cancelled.
+pub(super) async fn run(listener: TcpListener, directory: Arc<TopicDirectory>, stop: CancellationToken) {
+    let places = Arc::new(Semaphore::new(2 * directory.ranks() + SPARE_CONNECTIONS));
+    let silent = Arc::new(SilentConnections::default());
     for number in 0.. {
         match stop.run_until_cancelled(listener.accept()).await {
             None => return,
@@ -191,12 +194,12 @@ pub(super) async fn run(listener: TcpListener, directory: Arc<Directory>, stop: 
                 tokio::spawn(async move {
                     let _place = place;
                     let served = serve((stream, peer), known, &directory, &silent);
-                    let _ = stop.run_until_cancelled(served).await; // stopped, as asked
+                    let _ = stop.run_until_cancelled(served).await; // cancelled by shutdown
                 });
             }
             Some(Err(error)) => {
-                tracing::warn!(%error, "an engine that dials cannot be accepted");
-                tokio::time::sleep(ACCEPT_AGAIN).await;
+                tracing::warn!(%error, "cannot accept a connection of an engine");
+                tokio::time::sleep(ACCEPT_RETRY).await;
             }
         }
     }
@@ -205,33 +208,35 @@ pub(super) async fn run(listener: TcpListener, directory: Arc<Directory>, stop: 
 async fn serve(
     (stream, peer): (TcpStream, SocketAddr),
     known: (u64, CancellationToken),
-    directory: &Directory,
-    silent: &Silent,
+    directory: &TopicDirectory,
+    silent: &SilentConnections,
 ) {
     let first = async {
-        let mut connection = Connection::over(stream, Role::Subscriber).await?;
+        let mut connection = Connection::from_stream(stream, Role::Subscriber).await?;
         connection.subscribe(b"").await?;
         let first = connection.receive().await?;
         Ok((connection, first))
     };
-    let followed = match silent.until_heard(known, first).await {
+    let followed = match silent.wait_for_first(known, first).await {
         Ok((connection, first)) => follow(connection, &first, directory).await,
         Err(error) => Err(error),
     };
     if let Err(error) = followed {
-        tracing::warn!(%peer, %error, "an engine that dialed is not heard");
+        tracing::warn!(%peer, %error, "a connection of an engine is rejected");
     }
 }
 
 async fn follow(
     connection: Connection<TcpStream>,
     first: &[Bytes],
-    directory: &Directory,
-) -> Result<(), Unknown> {
-    let followed = directory.of(first)?;
+    directory: &TopicDirectory,
+) -> Result<(), RejectedConnection> {
+    let followed = directory.resolve(first)?;
     let (nth, over) = followed.take_over();
-    let relayed = relay((nth, connection), live(first), &followed.brought, &followed.metrics);
-    let Some(ended) = over.run_until_cancelled(relayed).await else { return Err(Unknown::TakenOver) };
-    tracing::info!(error = %ended, "an engine that dialed is gone");
+    let relayed = relay((nth, connection), parse_live(first), &followed.events, &followed.metrics);
+    let Some(ended) = over.run_until_cancelled(relayed).await else {
+        return Err(RejectedConnection::TakenOver);
+    };
+    tracing::info!(error = %ended, "a connection of an engine ended");
     Ok(())
 }

@@ -1,22 +1,22 @@
-//! What a router counts of the events of engines.
+//! Metrics of engine events.
 //!
-//! Not here: what instances say of themselves, and how many blocks they have in the end (`crate::metrics`).
+//! Not here: reports of instances themselves, and the number of resident blocks (`crate::metrics`).
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use kv_core::id::InstanceId;
 use prometheus::{Gauge, GaugeVec, IntCounterVec, IntGauge, IntGaugeVec, Opts, Registry};
 
-use super::aliases::LeftOut;
+use super::aliases::UnmappedBlocks;
 
-/// What becomes of a message.
+/// Outcomes of a message.
 const OUTCOMES: &[&str] = &["applied", "before", "malformed", "unreadable", "other_rank"];
 
-/// What becomes of a gap.
+/// Outcomes of a gap.
 const GAP_OUTCOMES: &[&str] = &["filled", "lost"];
 
-/// Why a block has no place.
-const LEFT_OUT_REASONS: &[&str] =
+/// Reasons why a block is not indexed.
+const UNMAPPED_REASONS: &[&str] =
     &["orphan", "opaque", "odd_size", "other_group", "unknown_salt", "over_limit", "no_room"];
 
 /// Handles; clones share them.
@@ -26,13 +26,13 @@ pub(crate) struct EngineMetrics {
     gaps: IntCounterVec,
     restarts: IntCounterVec,
     unknown_events: IntCounterVec,
-    left_out: IntCounterVec,
+    unmapped: IntCounterVec,
     connected: IntGaugeVec,
     lag: GaugeVec,
 }
 
 impl EngineMetrics {
-    /// Registers all of them.
+    /// Registers all metrics.
     pub(crate) fn register(registry: &Registry) -> prometheus::Result<EngineMetrics> {
         let counter = |name: &str, help: &str, labels: &[&str]| {
             let counter = IntCounterVec::new(Opts::new(name, help), labels)?;
@@ -40,14 +40,14 @@ impl EngineMetrics {
             Ok::<_, prometheus::Error>(counter)
         };
         let connected = IntGaugeVec::new(
-            Opts::new("kvfleet_engine_connected", "1 while the events of an engine are heard"),
+            Opts::new("kvfleet_engine_connected", "1 while the router is connected to an engine's events"),
             &["instance"],
         )?;
         registry.register(Box::new(connected.clone()))?;
         let lag = GaugeVec::new(
             Opts::new(
                 "kvfleet_engine_lag_seconds",
-                "Time from when an engine made the last message that came live, by its clock, until it was read here",
+                "Time in seconds from creation of the last live message, by the engine's clock, until it was read",
             ),
             &["instance"],
         )?;
@@ -56,27 +56,27 @@ impl EngineMetrics {
         Ok(EngineMetrics {
             messages: counter(
                 "kvfleet_engine_messages_total",
-                "Messages of an engine by what became of them",
+                "Messages of an engine by outcome",
                 &instance_and("outcome"),
             )?,
             gaps: counter(
                 "kvfleet_engine_gaps_total",
-                "Times that messages of an engine were missing, by whether a replay brought them",
+                "Gaps in the messages of an engine, by whether a replay filled them",
                 &instance_and("outcome"),
             )?,
             restarts: counter(
                 "kvfleet_engine_restarts_total",
-                "Times that an engine was, or may have been, another process, and what it had said became void",
+                "Engine restarts detected or assumed; each one invalidates the engine's resident blocks",
                 &["instance"],
             )?,
             unknown_events: counter(
                 "kvfleet_engine_unknown_events_total",
-                "Events of kinds that this release does not know",
+                "Events of kinds unknown to this release",
                 &["instance"],
             )?,
-            left_out: counter(
-                "kvfleet_engine_left_out_blocks_total",
-                "Blocks of an engine that have no place in the index, by reason",
+            unmapped: counter(
+                "kvfleet_engine_unmapped_blocks_total",
+                "Blocks of an engine that are not indexed, by reason",
                 &instance_and("reason"),
             )?,
             connected,
@@ -84,12 +84,13 @@ impl EngineMetrics {
         })
     }
 
-    /// Shows those of one rank no more.
-    pub(super) fn forget(&self, instance: InstanceId) {
+    /// Removes the metrics of one rank.
+    pub(super) fn remove(&self, instance: InstanceId) {
         let name = instance.0.to_string();
-        let EngineMetrics { messages, gaps, restarts, unknown_events, left_out, connected, lag } = self;
-        // What was never counted is not there.
-        for (counter, values) in [(messages, OUTCOMES), (gaps, GAP_OUTCOMES), (left_out, LEFT_OUT_REASONS)] {
+        let EngineMetrics { messages, gaps, restarts, unknown_events, unmapped: left_out, connected, lag } =
+            self;
+        // A value that was never counted does not exist.
+        for (counter, values) in [(messages, OUTCOMES), (gaps, GAP_OUTCOMES), (left_out, UNMAPPED_REASONS)] {
             for value in values {
                 let _ = counter.remove_label_values(&[&name, *value]);
             }
@@ -101,8 +102,8 @@ impl EngineMetrics {
         let _ = lag.remove_label_values(&[&name]);
     }
 
-    /// Those of one rank.
-    pub(super) fn of(&self, instance: InstanceId) -> RankMetrics {
+    /// Metrics of one rank.
+    pub(super) fn for_rank(&self, instance: InstanceId) -> RankMetrics {
         let name = instance.0.to_string();
         let (connected, lag) =
             (self.connected.with_label_values(&[&name]), self.lag.with_label_values(&[&name]));
@@ -120,26 +121,26 @@ pub(super) struct RankMetrics {
 }
 
 impl RankMetrics {
-    pub(super) fn message(&self, outcome: &str) {
+    pub(super) fn count_message(&self, outcome: &str) {
         self.all.messages.with_label_values(&[&self.name, outcome]).inc();
     }
 
-    pub(super) fn gap(&self, outcome: &str) {
+    pub(super) fn count_gap(&self, outcome: &str) {
         self.all.gaps.with_label_values(&[&self.name, outcome]).inc();
     }
 
-    pub(super) fn restarted(&self) {
+    pub(super) fn count_restart(&self) {
         self.all.restarts.with_label_values(&[&self.name]).inc();
     }
 
-    pub(super) fn unknown_events(&self, count: u32) {
+    pub(super) fn count_unknown_events(&self, count: u32) {
         if count > 0 {
             self.all.unknown_events.with_label_values(&[&self.name]).inc_by(count.into());
         }
     }
 
-    pub(super) fn left_out(&self, left_out: LeftOut) {
-        let LeftOut { orphans, opaque, odd_size, other_group, unknown_salt, over_limit } = left_out;
+    pub(super) fn unmapped(&self, left_out: UnmappedBlocks) {
+        let UnmappedBlocks { orphans, opaque, odd_size, other_group, unknown_salt, over_limit } = left_out;
         let reasons = [
             ("orphan", orphans),
             ("opaque", opaque),
@@ -149,22 +150,23 @@ impl RankMetrics {
             ("over_limit", over_limit),
         ];
         for (reason, blocks) in reasons.into_iter().filter(|(_, blocks)| *blocks > 0) {
-            self.all.left_out.with_label_values(&[&self.name, reason]).inc_by(blocks);
+            self.all.unmapped.with_label_values(&[&self.name, reason]).inc_by(blocks);
         }
     }
 
-    pub(super) fn no_room(&self, blocks: u64) {
+    pub(super) fn count_no_room(&self, blocks: u64) {
         if blocks > 0 {
-            self.all.left_out.with_label_values(&[&self.name, "no_room"]).inc_by(blocks);
+            self.all.unmapped.with_label_values(&[&self.name, "no_room"]).inc_by(blocks);
         }
     }
 
-    pub(super) fn connected(&self, is_connected: bool) {
+    pub(super) fn set_connected(&self, is_connected: bool) {
         self.connected.set(is_connected.into());
     }
 
-    /// When the message just read was made, in seconds since 1970 by the engine's clock.
-    pub(super) fn made_at(&self, at_s: f64) {
+    /// Records the lag of a live message, made at this time in seconds since 1970 by the engine's
+    /// clock.
+    pub(super) fn record_lag(&self, at_s: f64) {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         if at_s.is_finite() {
             self.lag.set(now.as_secs_f64() - at_s);

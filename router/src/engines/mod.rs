@@ -1,17 +1,18 @@
-//! Engines that publish their KV events (vLLM, SGLang): what they have in GPU memory goes into the soft plane, as if they had reported
-//! it themselves.
+//! Engines that publish KV events (vLLM, SGLang): their events update GPU residency as if the
+//! instances had reported it themselves.
 //!
-//! Each rank of an engine is an instance, with a task of its own: events are in order within it, and wait for no other. What comes over
-//! the network is read here; nothing of it enters the log (`docs/adr/0051`). Not here: what blocks of GPU memory do to a choice
-//! (`kv_core::schedule`), and instances that link the client and report for themselves (`crate::server::residency`).
+//! Each rank of an engine is an instance with its own task: events are ordered within it and
+//! independent of other ranks. Network input is parsed here and never enters the log
+//! (`docs/adr/0051`). Not here: the effect of residency on decisions (`kv_core::schedule`), and
+//! instances that link the client and report themselves (`crate::server::residency`).
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
 use kv_core::id::InstanceId;
+use kvfleet_engine_events::zmtp::Endpoint;
 use kvfleet_proto::identity::IdentitySection;
-use kvfleet_proto::zmtp::Endpoint;
 use parking_lot::{Mutex, RwLock};
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
@@ -25,10 +26,10 @@ use crate::view::residency::Residency;
 
 use aliases::Aliases;
 use follow::Follower;
-use listen::Directory;
+use listen::TopicDirectory;
 use metrics::EngineMetrics;
-use rank::Rank;
-use teller::Teller;
+use rank::RankState;
+use reporter::ResidencyReporter;
 use tenants::Tenants;
 
 mod aliases;
@@ -39,13 +40,13 @@ pub(crate) mod metrics;
 #[cfg(feature = "probe")]
 pub(crate) mod probe;
 mod rank;
-mod teller;
+mod reporter;
 pub(crate) mod tenants;
 #[cfg(test)]
 mod tests;
 
-/// What every engine is followed with.
-pub(crate) struct Engines {
+/// Shared inputs of all followers.
+pub(crate) struct FollowContext {
     pub(crate) residency: Arc<RwLock<Residency>>,
     pub(crate) clock: Clock,
     pub(crate) unix: UnixClock,
@@ -53,24 +54,24 @@ pub(crate) struct Engines {
     pub(crate) stop: CancellationToken,
 }
 
-/// What is read and bound before anything starts, so that what is wrong with it ends the start.
-pub(crate) struct Prepared {
+/// Secrets and ports, acquired before any task starts so that an error stops the router's start.
+pub(crate) struct EngineSetup {
     tenants: Arc<Tenants>,
     listeners: Vec<TcpListener>,
     list: Vec<EngineConfig>,
     identity: IdentitySection,
 }
 
-/// Reads the secrets and takes the ports.
-pub(crate) async fn prepare(config: &EnginesConfig) -> Result<Prepared, StartError> {
+/// Reads the secrets and binds the ports.
+pub(crate) async fn prepare(config: &EnginesConfig) -> Result<EngineSetup, StartError> {
     let tenants = Arc::new(Tenants::load(config)?);
     let mut listeners = Vec::new();
     if let Ok(first) = config.listen.parse::<SocketAddr>() {
-        // A publisher of rank r adds r to the port that it is given.
+        // The publisher of rank r uses the configured port plus r.
         for port in 0..config
             .list
             .iter()
-            .filter(|engine| engine.dials())
+            .filter(|engine| engine.dials_router())
             .map(|engine| engine.ranks)
             .max()
             .unwrap_or(0)
@@ -81,74 +82,78 @@ pub(crate) async fn prepare(config: &EnginesConfig) -> Result<Prepared, StartErr
             listeners.push(listener.map_err(|source| StartError::EnginesListen { address, source })?);
         }
     }
-    Ok(Prepared { tenants, listeners, list: config.list.clone(), identity: config.identity.clone() })
+    Ok(EngineSetup { tenants, listeners, list: config.list.clone(), identity: config.identity.clone() })
 }
 
-/// Ranks that are followed at once, as many as the router knows instances.
+/// Limit on followed ranks: as many as the router knows instances.
 const RANKS_MAX: usize = crate::view::fleet::INSTANCES_MAX;
 
-/// Why an engine is not followed.
+/// Error of following an engine.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FollowError {
-    /// What it is followed by makes no sense.
+    /// Its configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// It would have to dial.
-    #[error(
-        "instance {0} has no `events`: an engine that dials is to stand in engines.list of the configuration"
-    )]
+    /// It has no endpoint, so it would have to dial.
+    #[error("instance {0} has no `events`: list an engine that dials in engines.list of the configuration")]
     Dials(u32),
-    /// Its numbers are another one's.
+    /// Its instance numbers overlap another engine's.
     #[error(
-        "instance {instance} and its ranks meet instance {other}, which is followed: give each engine numbers of its own"
+        "instance {instance} and its ranks overlap instance {other}, which is followed: give each engine its own numbers"
     )]
-    Taken {
-        /// Of the engine that is not followed.
+    Overlap {
+        /// First instance of the rejected engine.
         instance: u32,
-        /// Of the one that is.
+        /// First instance of the followed engine.
         other: u32,
     },
-    /// There are too many.
+    /// Too many ranks are followed.
     #[error("{RANKS_MAX} ranks are followed, which is the limit")]
-    Full,
+    TooMany,
 }
 
-/// Engines that are followed, and what more are followed with. Clones share them.
+/// The followed engines. Clones share them.
 #[derive(Clone)]
-pub(crate) struct Following(Arc<Shared>);
+pub(crate) struct EngineFollowers(Arc<FollowersState>);
 
-struct Shared {
-    engines: Engines,
+struct FollowersState {
+    engines: FollowContext,
     tenants: Arc<Tenants>,
     identity: IdentitySection,
     /// By the instance of their first rank.
-    all: Mutex<BTreeMap<u32, Followed>>,
+    followed: Mutex<BTreeMap<u32, FollowedEngine>>,
 }
 
-/// One engine that is followed.
-struct Followed {
+/// One followed engine.
+struct FollowedEngine {
     config: EngineConfig,
-    /// None where it is in the configuration: it is followed for as long as the process lives.
-    at_run_time: Option<(CancellationToken, Vec<JoinHandle<()>>)>,
+    /// Token and tasks of an engine that was added at run time; `None` for one of the
+    /// configuration, which is followed while the process lives.
+    dynamic: Option<(CancellationToken, Vec<JoinHandle<()>>)>,
 }
 
-impl Engines {
-    /// Starts a task for each rank, and what brings it messages.
-    pub(crate) fn start(self, prepared: Prepared) -> Following {
-        let Prepared { tenants, listeners, list, identity } = prepared;
-        let mut directory = Directory::default();
+impl FollowContext {
+    /// Starts a task for each rank, and the connections or listeners that feed it.
+    pub(crate) fn start(self, prepared: EngineSetup) -> EngineFollowers {
+        let EngineSetup { tenants, listeners, list, identity } = prepared;
+        let mut directory = TopicDirectory::default();
         let mut all = BTreeMap::new();
         for engine in list {
             for rank in 0..engine.ranks {
                 self.follow(&engine, rank, &tenants, Some(&mut directory), &self.stop);
             }
-            all.insert(engine.instance, Followed { config: engine, at_run_time: None });
+            all.insert(engine.instance, FollowedEngine { config: engine, dynamic: None });
         }
         let directory = Arc::new(directory);
         for listener in listeners.into_iter().filter(|_| !directory.is_empty()) {
             tokio::spawn(listen::run(listener, Arc::clone(&directory), self.stop.clone()));
         }
-        Following(Arc::new(Shared { engines: self, tenants, identity, all: Mutex::new(all) }))
+        EngineFollowers(Arc::new(FollowersState {
+            engines: self,
+            tenants,
+            identity,
+            followed: Mutex::new(all),
+        }))
     }
 
     fn follow(
@@ -156,24 +161,26 @@ impl Engines {
         engine: &EngineConfig,
         rank: u16,
         tenants: &Arc<Tenants>,
-        directory: Option<&mut Directory>,
+        directory: Option<&mut TopicDirectory>,
         stop: &CancellationToken,
     ) -> JoinHandle<()> {
         let instance = InstanceId(engine.instance + u32::from(rank));
-        let metrics = self.metrics.of(instance);
-        let teller = Teller::new(Arc::clone(&self.residency), instance, self.clock, self.unix.clone());
+        let metrics = self.metrics.for_rank(instance);
+        let reporter =
+            ResidencyReporter::new(Arc::clone(&self.residency), instance, self.clock, self.unix.clone());
         let aliases = Aliases::new(Arc::clone(tenants));
         let dialect = engine.dialect.into();
         let number = engine.first_rank + u32::from(rank);
         let further = u16::try_from(number).unwrap_or(u16::MAX);
-        let at = |text: &str| text.parse::<Endpoint>().ok().and_then(|endpoint| endpoint.further(further));
+        let at =
+            |text: &str| text.parse::<Endpoint>().ok().and_then(|endpoint| endpoint.offset_port(further));
         let follower = Follower {
-            rank: Rank::new((dialect, number), aliases, teller, metrics.clone()),
+            rank: RankState::new((dialect, number), aliases, reporter, metrics.clone()),
             replay: at(&engine.replay),
             metrics: metrics.clone(),
-            said: None,
+            last_error: None,
         };
-        let (sender, brought) = mpsc::channel(follow::QUEUE);
+        let (sender, brought) = mpsc::channel(follow::QUEUE_MESSAGES);
         let follows = tokio::spawn(follower.run(brought, stop.clone()));
         match (at(&engine.events), directory) {
             (Some(endpoint), _) => {
@@ -187,12 +194,13 @@ impl Engines {
     }
 }
 
-impl Following {
-    /// Follows one more engine, until it is asked not to. One that is followed in just this way goes on.
+impl EngineFollowers {
+    /// Follows one more engine until [`EngineFollowers::unfollow`]. Has no effect if it is followed
+    /// with the same configuration.
     pub(crate) fn follow(&self, engine: EngineConfig) -> Result<(), FollowError> {
-        let Shared { engines, tenants, identity, all } = &*self.0;
+        let FollowersState { engines, tenants, identity, followed: all } = &*self.0;
         engine.check()?;
-        if engine.dials() {
+        if engine.dials_router() {
             return Err(FollowError::Dials(engine.instance));
         }
         crate::config::check_identity(identity)?;
@@ -200,32 +208,33 @@ impl Following {
         if all.get(&engine.instance).is_some_and(|followed| followed.config == engine) {
             return Ok(());
         }
-        if let Some(other) = all.values().find(|followed| followed.config.meets(&engine)) {
-            return Err(FollowError::Taken { instance: engine.instance, other: other.config.instance });
+        if let Some(other) = all.values().find(|followed| followed.config.overlaps(&engine)) {
+            return Err(FollowError::Overlap { instance: engine.instance, other: other.config.instance });
         }
         let ranks: usize = all.values().map(|followed| usize::from(followed.config.ranks)).sum();
         if ranks + usize::from(engine.ranks) > RANKS_MAX {
-            return Err(FollowError::Full);
+            return Err(FollowError::TooMany);
         }
         let stop = engines.stop.child_token();
         let follow = |rank| engines.follow(&engine, rank, tenants, None, &stop);
         let tasks = (0..engine.ranks).map(follow).collect();
-        all.insert(engine.instance, Followed { config: engine, at_run_time: Some((stop, tasks)) });
+        all.insert(engine.instance, FollowedEngine { config: engine, dynamic: Some((stop, tasks)) });
         Ok(())
     }
 
     /// Whether an engine is followed.
     pub(crate) fn follows(&self, instance: u32) -> bool {
-        self.0.all.lock().contains_key(&instance)
+        self.0.followed.lock().contains_key(&instance)
     }
 
-    /// Follows an engine no more, and forgets what it said. Whether it was followed; what the configuration names goes on.
+    /// Stops following an engine and forgets its blocks. Returns whether it was followed at run
+    /// time; engines of the configuration stay.
     pub(crate) fn unfollow(&self, instance: u32) -> bool {
-        let mut all = self.0.all.lock();
-        if all.get(&instance).is_none_or(|followed| followed.at_run_time.is_none()) {
+        let mut all = self.0.followed.lock();
+        if all.get(&instance).is_none_or(|followed| followed.dynamic.is_none()) {
             return false;
         }
-        let Some(Followed { config, at_run_time: Some((stop, tasks)) }) = all.remove(&instance) else {
+        let Some(FollowedEngine { config, dynamic: Some((stop, tasks)) }) = all.remove(&instance) else {
             return false;
         };
         drop(all);
@@ -233,7 +242,7 @@ impl Following {
         let shared = Arc::clone(&self.0);
         tokio::spawn(async move {
             for task in tasks {
-                let _ = task.await; // what it still says is said by now
+                let _ = task.await; // its last reports are applied by now
             }
             for rank in 0..config.ranks {
                 shared.forget(config.instance + u32::from(rank));
@@ -243,29 +252,30 @@ impl Following {
     }
 }
 
-impl Shared {
-    /// Forgets what an instance said, and its figures unless it is followed again meanwhile: they are its successor's then.
+impl FollowersState {
+    /// Forgets an instance's blocks, and its metrics unless it is followed again meanwhile.
     fn forget(&self, instance: u32) {
-        self.engines.void(InstanceId(instance));
-        // Held, so that nobody begins to follow it in between.
-        let all = self.all.lock();
-        let is_of = |followed: &Followed| {
+        self.engines.invalidate(InstanceId(instance));
+        // Held so that it cannot be followed again in between.
+        let all = self.followed.lock();
+        let is_of = |followed: &FollowedEngine| {
             let first = followed.config.instance;
             (first..first + u32::from(followed.config.ranks)).contains(&instance)
         };
         if !all.values().any(is_of) {
-            self.engines.metrics.forget(InstanceId(instance));
+            self.engines.metrics.remove(InstanceId(instance));
         }
     }
 }
 
-impl Engines {
-    /// Voids what an instance said. Whoever follows it again meanwhile is told that it was, and tells everything again.
-    fn void(&self, instance: InstanceId) {
+impl FollowContext {
+    /// Invalidates an instance's blocks. A new follower of it is told so and reports everything
+    /// again.
+    fn invalidate(&self, instance: InstanceId) {
         let now = self.clock.now();
         let mut residency = self.residency.write();
-        if let Some(standing) = residency.standing(instance, now) {
-            residency.started(instance, standing.epoch + 1, now);
+        if let Some(standing) = residency.status(instance, now) {
+            residency.observe_start(instance, standing.epoch + 1, now);
         }
     }
 }

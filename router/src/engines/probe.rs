@@ -1,4 +1,5 @@
-//! One rank of an engine without its connection, for benches: messages in, blocks in the soft plane out, as a router does it.
+//! One rank of an engine without its connection, for benches: messages in, residency out, as in a
+//! router.
 //!
 //! Only with the feature `probe`.
 
@@ -7,51 +8,51 @@ use std::sync::Arc;
 use bytes::Bytes;
 use kv_core::id::InstanceId;
 use kv_core::prefix::IdentityManifest;
-use kvfleet_proto::engine_events::Dialect;
+use kvfleet_engine_events::events::Dialect;
 use parking_lot::RwLock;
 use prometheus::Registry;
 
 use super::aliases::Aliases;
 use super::metrics::EngineMetrics;
-use super::rank::{Message, Rank};
-use super::teller::Teller;
+use super::rank::{EngineMessage, RankState};
+use super::reporter::ResidencyReporter;
 use super::tenants::Tenants;
 use crate::clock::{Clock, UnixClock};
 use crate::view::residency::{RESIDENT_BLOCKS_MAX, Residency};
 
-/// A rank of a vLLM.
-pub struct Listener {
-    rank: Rank,
+/// One rank of a vLLM engine.
+pub struct RankProbe {
+    rank: RankState,
     residency: Arc<RwLock<Residency>>,
     clock: Clock,
 }
 
-impl Listener {
-    /// One that has heard nothing. The fleet's blocks have so many tokens.
+impl RankProbe {
+    /// A rank without messages, for blocks of this many tokens.
     ///
     /// # Errors
-    /// When its metrics cannot be registered, which does not happen.
-    pub fn new(block_tokens: u32) -> prometheus::Result<Listener> {
+    /// If its metrics cannot be registered, which does not happen.
+    pub fn new(block_tokens: u32) -> prometheus::Result<RankProbe> {
         let clock = Clock::start();
         let residency = Arc::new(RwLock::new(Residency::new(RESIDENT_BLOCKS_MAX, clock.now())));
         let instance = InstanceId(1);
         let manifest = IdentityManifest { block_tokens, ..IdentityManifest::default() };
-        let tenants = Tenants { manifest, by_salt: [].into(), without_salt: [0; 32] };
-        let metrics = EngineMetrics::register(&Registry::new())?.of(instance);
-        let teller = Teller::new(Arc::clone(&residency), instance, clock, UnixClock::start());
-        let rank = Rank::new((Dialect::Vllm, 0), Aliases::new(Arc::new(tenants)), teller, metrics);
-        Ok(Listener { rank, residency, clock })
+        let tenants = Tenants { manifest, secrets_by_salt: [].into(), default_secret: [0; 32] };
+        let metrics = EngineMetrics::register(&Registry::new())?.for_rank(instance);
+        let reporter = ResidencyReporter::new(Arc::clone(&residency), instance, clock, UnixClock::start());
+        let rank = RankState::new((Dialect::Vllm, 0), Aliases::new(Arc::new(tenants)), reporter, metrics);
+        Ok(RankProbe { rank, residency, clock })
     }
 
-    /// The message of this number, from 0 on.
-    pub fn hear(&mut self, number: u64, payload: Bytes) {
-        self.rank.hear(&Message { number, payload });
+    /// Receives the message with this number, counted from 0.
+    pub fn receive(&mut self, number: u64, payload: Bytes) {
+        self.rank.receive(&EngineMessage { number, payload });
     }
 
-    /// Blocks that are listed.
+    /// Number of listed blocks.
     #[must_use]
     pub fn blocks(&self) -> u64 {
-        let standing = self.residency.read().standing(InstanceId(1), self.clock.now());
-        standing.map_or(0, |standing| standing.blocks)
+        let status = self.residency.read().status(InstanceId(1), self.clock.now());
+        status.map_or(0, |standing| standing.blocks)
     }
 }

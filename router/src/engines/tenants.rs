@@ -1,6 +1,6 @@
-//! Whose hashes the prefixes of engines have: manifest, adapter and tenant, by what events tell of them.
+//! Hash identities of engine prefixes: manifest, adapter and tenant, as events name them.
 //!
-//! Pure, but for the files that hold secrets, which are read at start. Not here: hashing (`kv_core::prefix`).
+//! Pure, except for reading the secret files at start. Not here: hashing (`kv_core::prefix`).
 
 use std::collections::HashMap;
 use std::fmt;
@@ -11,29 +11,30 @@ use kv_core::prefix::{IdentityManifest, PrefixHasher};
 
 use crate::config::{ConfigError, EnginesConfig};
 
-/// Adapters and salts, taken together, that one engine has prefixes of. Each costs a table of keys, and names come from requests.
+/// Limit on combinations of adapter and salt per engine. Each costs a table of keys, and the names
+/// come from requests.
 const HASHERS_MAX: usize = 1_024;
 
 /// Longest name of an adapter.
 const ADAPTER_BYTES_MAX: usize = 256;
 
-/// Bytes of a tenant's secret.
+/// Length of a tenant's secret in bytes.
 const SECRET_BYTES: usize = 32;
 
-/// Whose hashes the prefixes of engines have: of events, and of requests that come by the doors.
+/// Hash identities of prefixes, for engine events and for requests of the gateway.
 pub struct Tenants {
-    /// The model that the engines run, without an adapter.
+    /// Manifest of the engines' model, without an adapter.
     pub(crate) manifest: IdentityManifest,
-    /// What a request's `cache_salt` stands for: the secret of its tenant.
-    pub(crate) by_salt: HashMap<String, [u8; SECRET_BYTES]>,
-    /// Whose requests without one are.
-    pub(crate) without_salt: [u8; SECRET_BYTES],
+    /// Tenant secrets by the `cache_salt` of requests.
+    pub(crate) secrets_by_salt: HashMap<String, [u8; SECRET_BYTES]>,
+    /// Secret of requests without a salt.
+    pub(crate) default_secret: [u8; SECRET_BYTES],
 }
 
 impl fmt::Debug for Tenants {
-    /// Leaves the secrets out: logs are no place for them.
+    /// Omits the secrets, which must not appear in logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Tenants").field("salts", &self.by_salt.len()).finish_non_exhaustive()
+        f.debug_struct("Tenants").field("salts", &self.secrets_by_salt.len()).finish_non_exhaustive()
     }
 }
 
@@ -41,49 +42,51 @@ impl Tenants {
     /// Reads the secrets.
     ///
     /// # Errors
-    /// A file that cannot be read or holds no secret, and two tenants of one salt or one secret.
+    /// An unreadable file or invalid secret, or two tenants with one salt or secret.
     pub fn load(config: &EnginesConfig) -> Result<Tenants, ConfigError> {
         let without_salt = match config.secret_file.as_os_str().is_empty() {
             true => [0; SECRET_BYTES],
-            false => secret("engines.secret_file", &config.secret_file)?,
+            false => read_secret("engines.secret_file", &config.secret_file)?,
         };
         let mut by_salt = HashMap::new();
         for tenant in &config.tenants {
-            let secret = secret("engines.tenants", &tenant.secret_file)?;
+            let secret = read_secret("engines.tenants", &tenant.secret_file)?;
             if by_salt.contains_key(&tenant.salt) {
                 let problem = format!("has the salt {:?} twice; give each tenant its own", tenant.salt);
                 return Err(ConfigError { key: "engines.tenants", problem });
             }
-            // The engine keeps their prefixes apart, and we would not.
+            // The engine separates such tenants, and the router could not.
             if secret == without_salt || by_salt.values().any(|other| *other == secret) {
-                let problem =
-                    format!("the secret of the salt {:?} is another's too; give each its own", tenant.salt);
+                let problem = format!(
+                    "the salt {:?} has the same secret as another tenant; give each its own",
+                    tenant.salt
+                );
                 return Err(ConfigError { key: "engines.tenants", problem });
             }
             by_salt.insert(tenant.salt.clone(), secret);
         }
         let mut manifest = config.identity.manifest();
-        // Whoever cuts blocks and whoever hashes them must mean the same length.
+        // Splitting and hashing of blocks must use the same length.
         manifest.block_tokens = manifest.block_tokens.max(1);
-        Ok(Tenants { manifest, by_salt, without_salt })
+        Ok(Tenants { manifest, secrets_by_salt: by_salt, default_secret: without_salt })
     }
 
-    /// Tokens of a block.
+    /// Tokens per block.
     #[must_use]
     pub fn block_tokens(&self) -> u32 {
         self.manifest.block_tokens
     }
 
-    /// Who hashes prefixes of this adapter and salt; making one costs a table of keys. Nobody where no tenant has the salt, or the adapter's
-    /// name is none.
+    /// Creates a hasher for this adapter and salt, which costs a table of keys. `None` if no tenant
+    /// has the salt or the adapter's name is too long.
     #[must_use]
     pub fn hasher(&self, adapter: Option<&str>, salt: Option<&str>) -> Option<PrefixHasher> {
         if adapter.is_some_and(|adapter| adapter.len() > ADAPTER_BYTES_MAX) {
             return None;
         }
         let secret = match salt {
-            Some(salt) => self.by_salt.get(salt)?,
-            None => &self.without_salt,
+            Some(salt) => self.secrets_by_salt.get(salt)?,
+            None => &self.default_secret,
         };
         let mut manifest = self.manifest.clone();
         manifest.adapter = adapter.unwrap_or(&manifest.adapter).to_owned();
@@ -91,8 +94,8 @@ impl Tenants {
     }
 }
 
-/// A secret, as 64 hexadecimal digits in a file of its own.
-fn secret(key: &'static str, path: &Path) -> Result<[u8; SECRET_BYTES], ConfigError> {
+/// Reads a secret of 64 hexadecimal digits from its own file.
+fn read_secret(key: &'static str, path: &Path) -> Result<[u8; SECRET_BYTES], ConfigError> {
     let refuse = |problem: String| Err(ConfigError { key, problem });
     let text = match std::fs::read_to_string(path) {
         Ok(text) => text,
@@ -115,7 +118,7 @@ fn secret(key: &'static str, path: &Path) -> Result<[u8; SECRET_BYTES], ConfigEr
     Ok(std::array::from_fn(|at| digits[2 * at] << 4 | digits[2 * at + 1]))
 }
 
-/// Who hashes prefixes of one engine, by adapter and salt; made when one is first heard of.
+/// Hashers of one engine by adapter and salt, created on first use.
 #[derive(Debug)]
 pub(super) struct Hashers {
     tenants: Arc<Tenants>,
@@ -133,19 +136,20 @@ impl Hashers {
         self.tenants.block_tokens() as usize
     }
 
-    /// One that [`Hashers::of`] named.
+    /// A hasher by the number from [`Hashers::get_or_create`].
     pub(super) fn hasher(&self, number: u16) -> &PrefixHasher {
         &self.list[usize::from(number)]
     }
 
-    /// It is another process: it has prefixes of other adapters and salts.
+    /// Forgets all hashers, since a new process uses other adapters and salts.
     pub(super) fn forget(&mut self) {
         self.list.clear();
         self.by_names.clear();
     }
 
-    /// Who hashes prefixes of this adapter and salt; nobody where no tenant has the salt, the adapter's name is none, or there are too many.
-    pub(super) fn of(&mut self, adapter: Option<&str>, salt: Option<&str>) -> Option<u16> {
+    /// Number of the hasher for this adapter and salt. `None` if no tenant has the salt, the
+    /// adapter's name is too long, or there are too many.
+    pub(super) fn get_or_create(&mut self, adapter: Option<&str>, salt: Option<&str>) -> Option<u16> {
         let names = (adapter.map(str::to_owned), salt.map(str::to_owned));
         if let Some(number) = self.by_names.get(&names) {
             return Some(*number);

@@ -1,8 +1,8 @@
-//! Appended entries on their way from the leader: a head that says what they are, and their commands beside it.
+//! Encoding of append calls: a small head, with the commands out of line.
 //!
-//! A command is megabytes at most and a head some tens of bytes. Commands are taken from the log and put into the
-//! message, and out of the message into the log, without passing through a serializer. Not here: sending
-//! and receiving (`append_stream.rs`; heartbeats: `network.rs`, `service.rs`).
+//! A command can be megabytes and a head is tens of bytes. Commands move between log and message
+//! without passing through a serializer. Not here: sending and receiving (`append_stream.rs`;
+//! heartbeats: `network.rs`, `service.rs`).
 
 use bytes::Bytes;
 use kvfleet_proto::pb;
@@ -14,28 +14,28 @@ use serde::{Deserialize, Serialize};
 use super::network::Envelope;
 use super::{Entry, LogId, Payload, Proposal, TypeConfig, Vote};
 
-/// An append call, but for its commands.
+/// An append call without its commands.
 #[derive(Serialize, Deserialize)]
-struct Head {
+struct AppendHead {
     vote: Vote,
     prev_log_id: Option<LogId>,
     leader_commit: Option<LogId>,
-    entries: Vec<(LogId, Kind)>,
+    entries: Vec<(LogId, EntryKind)>,
 }
 
-/// What an entry holds.
+/// Contents of an entry.
 #[derive(Serialize, Deserialize)]
-enum Kind {
+enum EntryKind {
     Blank,
     Membership(Membership<u64, BasicNode>),
-    /// The next of the commands beside the head.
+    /// The next of the message's commands.
     Command,
 }
 
-/// Puts a call into a message.
+/// Encodes a call as a message.
 ///
 /// # Errors
-/// When a part of openraft's does not encode.
+/// If a part of openraft's does not encode.
 pub(super) fn to_frame(
     envelope: &Envelope,
     call: AppendEntriesRequest<TypeConfig>,
@@ -43,34 +43,34 @@ pub(super) fn to_frame(
     let AppendEntriesRequest { vote, prev_log_id, leader_commit, entries } = call;
     let mut commands = Vec::with_capacity(entries.len());
     let entries = entries.into_iter().map(|entry| (entry.log_id, kind_of(entry.payload, &mut commands)));
-    let head = Head { vote, prev_log_id, leader_commit, entries: entries.collect() };
+    let head = AppendHead { vote, prev_log_id, leader_commit, entries: entries.collect() };
     Ok(pb::RaftFrame { commands, ..envelope.frame(rmp_serde::to_vec(&head)?) })
 }
 
-fn kind_of(payload: Payload, commands: &mut Vec<Bytes>) -> Kind {
+fn kind_of(payload: Payload, commands: &mut Vec<Bytes>) -> EntryKind {
     match payload {
-        Payload::Blank => Kind::Blank,
-        Payload::Membership(members) => Kind::Membership(members),
+        Payload::Blank => EntryKind::Blank,
+        Payload::Membership(members) => EntryKind::Membership(members),
         Payload::Normal(Proposal(command)) => {
             commands.push(command);
-            Kind::Command
+            EntryKind::Command
         }
     }
 }
 
-/// Takes a call out of a message.
+/// Decodes a call from a message.
 ///
 /// # Errors
-/// What is wrong with it: bytes that are no head, or commands that are not as many as the head names.
+/// If the head does not decode, or the number of commands does not match it.
 pub(super) fn from_frame(frame: pb::RaftFrame) -> Result<AppendEntriesRequest<TypeConfig>, String> {
-    let head: Head = rmp_serde::from_slice(&frame.payload).map_err(|error| error.to_string())?;
+    let head: AppendHead = rmp_serde::from_slice(&frame.payload).map_err(|error| error.to_string())?;
     let given = frame.commands.len();
     let mut commands = frame.commands.into_iter();
     let entries = head.entries.into_iter().map(|(log_id, kind)| {
         let payload = match kind {
-            Kind::Blank => Payload::Blank,
-            Kind::Membership(members) => Payload::Membership(members),
-            Kind::Command => Payload::Normal(Proposal(commands.next()?)),
+            EntryKind::Blank => Payload::Blank,
+            EntryKind::Membership(members) => Payload::Membership(members),
+            EntryKind::Command => Payload::Normal(Proposal(commands.next()?)),
         };
         Some(Entry { log_id, payload })
     });
@@ -82,7 +82,7 @@ pub(super) fn from_frame(frame: pb::RaftFrame) -> Result<AppendEntriesRequest<Ty
             leader_commit: head.leader_commit,
             entries,
         }),
-        _ => Err(format!("{given} commands are not as many as its entries name")),
+        _ => Err(format!("{given} commands do not match the number in its entries")),
     }
 }
 
@@ -94,7 +94,7 @@ mod tests {
 
     use openraft::vote::RaftLeaderIdExt;
 
-    use super::super::{Cluster, LeaderId};
+    use super::super::{ClusterIdentity, LeaderId};
     use super::*;
 
     fn log_id(index: u64) -> LogId {
@@ -122,12 +122,13 @@ mod tests {
     }
 
     fn frame() -> pb::RaftFrame {
-        let envelope = Envelope { cluster: Arc::new(Cluster { name: "test".into(), shards: 2 }), group: 1 };
+        let envelope =
+            Envelope { cluster: Arc::new(ClusterIdentity { name: "test".into(), shards: 2 }), group: 1 };
         to_frame(&envelope, call()).unwrap()
     }
 
     #[test]
-    fn a_call_survives_its_message() {
+    fn a_call_roundtrips_through_its_message() {
         let AppendEntriesRequest { vote, prev_log_id, leader_commit, entries } = from_frame(frame()).unwrap();
         let sent = call();
         assert_eq!((vote, prev_log_id, leader_commit), (sent.vote, sent.prev_log_id, sent.leader_commit));
@@ -142,12 +143,12 @@ mod tests {
         many.commands.push(Bytes::from_static(b"more"));
         for (frame, given) in [(few, 2), (many, 4)] {
             let error = from_frame(frame).unwrap_err();
-            assert_eq!(error, format!("{given} commands are not as many as its entries name"));
+            assert_eq!(error, format!("{given} commands do not match the number in its entries"));
         }
     }
 
     #[test]
-    fn a_cut_head_is_refused_wherever_it_is_cut() {
+    fn a_truncated_head_is_refused() {
         let whole = frame();
         for bytes in 0..whole.payload.len() {
             let cut = pb::RaftFrame { payload: whole.payload.slice(..bytes), ..whole.clone() };

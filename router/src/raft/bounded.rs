@@ -1,7 +1,7 @@
-//! Taking items up to an amount of bytes. Not here: which amount; each caller names its own limit.
+//! Takes items up to a total size in bytes. Not here: the limits, which each caller names.
 
-/// The first items whose sizes add up to at most `limit` bytes, and the first one in any case, so that
-/// an item above the limit still moves.
+/// The first items with a total size of at most `limit` bytes. The first item is always included,
+/// so that one above the limit still moves.
 pub(crate) fn take_bytes<T>(
     items: impl Iterator<Item = T>,
     limit: u64,

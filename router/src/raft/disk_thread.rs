@@ -1,10 +1,11 @@
-//! The one thread that writes the log: it gathers what waits, of all Raft groups, and commits it at once.
+//! The writer thread of the log: it gathers pending changes of all Raft groups and commits them at
+//! once.
 //!
-//! Group commit: while one frame is being synced, appends pile up in the channel; the next
-//! frame takes them all, so a thousand appends cost one sync. Order in the channel is order on
-//! disk, for votes, appends, truncations and purges alike. After a failed commit the thread answers
-//! every later request with the same error: a log that lost one write must not take the next one.
-//! Not here: what is readable from memory (`log_store.rs`) and how frames look (`log/`).
+//! Group commit: while one frame is synced, appends queue up, and the next frame takes them all, so
+//! a thousand appends cost one sync. Queue order is disk order, for votes, appends, truncations and
+//! purges alike. After a failed commit the thread answers every later request with the same error:
+//! a log that lost one write must not take the next one. Not here: reads from memory
+//! (`log_store.rs`) and the format of frames (`log/`).
 
 use std::collections::BTreeMap;
 use std::io;
@@ -15,83 +16,84 @@ use openraft::storage::IOFlushed;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
-use super::log::{Change, Disk};
+use super::log::{Change, DiskLog};
 use super::{LogId, TypeConfig};
 
-/// Requests waiting for the disk. openraft sends one append per group of entries, so this is far above
-/// what it keeps in flight; above it the sender waits, which is the back pressure we want.
+/// Requests queued for the disk, far above the appends that openraft keeps in flight. Senders wait
+/// at the limit, which gives back pressure.
 const QUEUE_REQUESTS_MAX: usize = 1024;
 
-/// Requests in one frame: bounds the memory and the time of a single sync.
+/// Requests in one frame: bounds memory and time of a single sync.
 const BATCH_REQUESTS_MAX: usize = 512;
 
-/// Bytes of commands after which a frame takes no further request, for the same reason.
+/// Command bytes after which a frame takes no further request, for the same reason.
 const BATCH_BYTES_MAX: u64 = 8 << 20;
 
-/// Who is told when a request is durable.
-pub(crate) enum Done {
+/// Receiver of a request's durability.
+pub(crate) enum DurableCallback {
     /// openraft, for appended entries.
     Flushed(IOFlushed<TypeConfig>),
-    /// A caller that waits.
+    /// A waiting caller.
     Reply(oneshot::Sender<io::Result<()>>),
-    /// Nobody: order on disk is all that matters.
-    Nobody,
+    /// No receiver: only the order on disk matters.
+    Ignored,
 }
 
-impl Done {
+impl DurableCallback {
     fn complete(self, result: io::Result<()>) {
         match self {
-            Done::Flushed(callback) => callback.io_completed(result),
-            // The waiting side may have gone away with the router; the write stands either way.
-            Done::Reply(reply) => drop(reply.send(result)),
-            Done::Nobody => {}
+            DurableCallback::Flushed(callback) => callback.io_completed(result),
+            // The waiting side may be gone with the router; the write is valid either way.
+            DurableCallback::Reply(reply) => drop(reply.send(result)),
+            DurableCallback::Ignored => {}
         }
     }
 }
 
-struct Request {
+struct DiskRequest {
     group: u16,
     change: Change,
-    done: Done,
+    done: DurableCallback,
 }
 
-/// Where the requests of one Raft group go. When the last sender is gone the thread writes what waits and
+/// Request queue of one Raft group. When the last sender is gone, the thread writes the rest and
 /// ends.
 #[derive(Clone)]
 pub(crate) struct DiskQueue {
     group: u16,
-    sender: mpsc::Sender<Request>,
-    committed: Arc<Mutex<Committed>>,
+    sender: mpsc::Sender<DiskRequest>,
+    committed: Arc<Mutex<CommittedPointers>>,
 }
 
 impl DiskQueue {
-    /// Starts the thread for so many groups; the queues come by group. Join the handle after dropping every
-    /// queue, to know the file is closed.
-    pub(crate) fn start(disk: Disk, groups: u16) -> io::Result<(Vec<DiskQueue>, thread::JoinHandle<()>)> {
+    /// Starts the thread for this number of groups; returns one queue per group. Join the handle
+    /// after dropping every queue, so that the file is closed.
+    pub(crate) fn start(disk: DiskLog, groups: u16) -> io::Result<(Vec<DiskQueue>, thread::JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel(QUEUE_REQUESTS_MAX);
-        let committed = Arc::<Mutex<Committed>>::default();
-        let noted = Arc::clone(&committed);
-        let thread =
-            thread::Builder::new().name("raft-log".into()).spawn(move || run(disk, receiver, &noted))?;
+        let committed = Arc::<Mutex<CommittedPointers>>::default();
+        let pending_pointers = Arc::clone(&committed);
+        let thread = thread::Builder::new()
+            .name("raft-log".into())
+            .spawn(move || run(disk, receiver, &pending_pointers))?;
         let queue = |group| DiskQueue { group, sender: sender.clone(), committed: Arc::clone(&committed) };
         Ok(((0..groups).map(queue).collect(), thread))
     }
 
-    /// Puts a change in line; `done` hears when it is durable.
-    pub(crate) async fn send(&self, change: Change, done: Done) -> io::Result<()> {
-        self.sender.send(Request { group: self.group, change, done }).await.map_err(|_| gone())
+    /// Queues a change; `done` is called when it is durable.
+    pub(crate) async fn send(&self, change: Change, done: DurableCallback) -> io::Result<()> {
+        self.sender.send(DiskRequest { group: self.group, change, done }).await.map_err(|_| gone())
     }
 
-    /// Notes up to where the group is committed. It needs no sync and wakes nobody: it rides with the next batch, since
-    /// losing it costs a restarted router a moment of catching up and nothing else.
+    /// Records the group's committed index. It is written with the next batch without a sync of its
+    /// own: losing it only costs a restarted router some catching up.
     pub(crate) fn note_committed(&self, last: Option<LogId>) {
         self.committed.lock().insert(self.group, last);
     }
 
-    /// Puts a change in line and waits until it is durable.
+    /// Queues a change and waits until it is durable.
     pub(crate) async fn send_durable(&self, change: Change) -> io::Result<()> {
         let (reply, durable) = oneshot::channel();
-        self.send(change, Done::Reply(reply)).await?;
+        self.send(change, DurableCallback::Reply(reply)).await?;
         durable.await.map_err(|_| gone())?
     }
 }
@@ -100,14 +102,18 @@ fn gone() -> io::Error {
     io::Error::other("the raft log thread has ended")
 }
 
-/// Committed pointers that wait for a batch, by group.
-type Committed = BTreeMap<u16, Option<LogId>>;
+/// Committed indexes that wait for a batch, by group.
+type CommittedPointers = BTreeMap<u16, Option<LogId>>;
 
-fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>, noted: &Mutex<Committed>) {
+fn run(
+    mut disk: DiskLog,
+    mut requests: mpsc::Receiver<DiskRequest>,
+    pending_pointers: &Mutex<CommittedPointers>,
+) {
     let mut failed: Option<(io::ErrorKind, String)> = None;
     while let Some(first) = requests.blocking_recv() {
-        // Taken before the batch: the entries it is about were put in line before it was noted.
-        let committed = std::mem::take(&mut *noted.lock());
+        // Taken before the batch: the entries it refers to were queued before it was recorded.
+        let committed = std::mem::take(&mut *pending_pointers.lock());
         let batch = gather(first, &mut requests);
         let result = match &failed {
             Some((kind, text)) => Err(io::Error::new(*kind, text.clone())),
@@ -118,23 +124,23 @@ fn run(mut disk: Disk, mut requests: mpsc::Receiver<Request>, noted: &Mutex<Comm
             failed = Some((error.kind(), error.to_string()));
         }
         for request in batch {
-            request.done.complete(copy(&result));
+            request.done.complete(clone_result(&result));
         }
         if failed.is_none() {
             disk.prepare();
         }
     }
-    let committed = std::mem::take(&mut *noted.lock());
+    let committed = std::mem::take(&mut *pending_pointers.lock());
     if !committed.is_empty()
         && failed.is_none()
         && let Err(error) = write(&mut disk, &[], committed)
     {
-        tracing::warn!(%error, "committed pointers were not saved; the next start learns them from the leaders");
+        tracing::warn!(%error, "committed indexes were not saved; the next start learns them from the leaders");
     }
 }
 
-/// Takes what waits.
-fn gather(first: Request, requests: &mut mpsc::Receiver<Request>) -> Vec<Request> {
+/// Gathers queued requests up to the limits of a frame.
+fn gather(first: DiskRequest, requests: &mut mpsc::Receiver<DiskRequest>) -> Vec<DiskRequest> {
     let mut bytes = first.change.command_bytes();
     let mut batch = vec![first];
     while batch.len() < BATCH_REQUESTS_MAX
@@ -147,14 +153,14 @@ fn gather(first: Request, requests: &mut mpsc::Receiver<Request>) -> Vec<Request
     batch
 }
 
-fn write(disk: &mut Disk, batch: &[Request], committed: Committed) -> io::Result<()> {
+fn write(disk: &mut DiskLog, batch: &[DiskRequest], committed: CommittedPointers) -> io::Result<()> {
     let pointers: Vec<_> =
         committed.into_iter().map(|(group, last)| (group, Change::Committed(last))).collect();
     let changes = batch.iter().map(|request| (request.group, &request.change));
     disk.commit(changes.chain(pointers.iter().map(|(group, change)| (*group, change))))
 }
 
-fn copy(result: &io::Result<()>) -> io::Result<()> {
+fn clone_result(result: &io::Result<()>) -> io::Result<()> {
     match result {
         Ok(()) => Ok(()),
         Err(error) => Err(io::Error::new(error.kind(), error.to_string())),

@@ -1,6 +1,6 @@
-//! What the rest of the router may ask of consensus: propose, who leads, how far it is.
+//! The router's interface to consensus: propose, leadership, progress.
 //!
-//! Not here: the protocol (openraft), and retries that a client can do better itself.
+//! Not here: the protocol (openraft), and retries that a client can do better.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -17,30 +17,30 @@ use openraft::{ChangeMembers, ReadPolicy};
 
 use super::{LogId, Proposal, Raft, StoredMembership, TypeConfig, Vote};
 
-/// How long a proposal is tried again while a fresh leader has not yet been confirmed by a quorum.
-/// openraft refuses writes of a leader whose lease is not valid; right after an election that is the
-/// rule and lasts about one heartbeat.
-const LEASE_PATIENCE: Duration = Duration::from_secs(2);
+/// Longest retry of a proposal while a new leader is not confirmed by a quorum. openraft refuses
+/// writes of a leader without a valid lease; after an election that lasts about one heartbeat.
+const LEASE_WAIT_MAX: Duration = Duration::from_secs(2);
 
-/// Pause between two such tries: a tenth of a heartbeat.
+/// Pause between two retries: a tenth of a heartbeat.
 const LEASE_PAUSE: Duration = Duration::from_millis(10);
 
-/// After so long a snapshot that has not come is asked for again: one that was refused, or that failed, comes no more.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// Time after which a missing snapshot is requested again, since a refused or failed one is not
+/// retried.
+const SNAPSHOT_RETRY: Duration = Duration::from_secs(1);
 
-/// Time between two looks at whether consensus has stopped: the process ends then, which may take that long.
-const FAILED_LOOK: Duration = Duration::from_millis(100);
+/// Interval between checks of whether consensus has stopped; the process may end this much later.
+const FAILURE_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Why a proposal has no answer.
+/// Error of a proposal.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ProposeError {
     /// Another router leads, or none does.
     #[error("not the leader")]
-    NotLeader(Option<LeaderAt>),
-    /// The leader changed under way: the command may or may not have taken effect.
-    #[error("the leader changed while the command was under way; ask for the state before trying again")]
-    Unknown(Option<LeaderAt>),
-    /// A change of members cannot be made now.
+    NotLeader(Option<LeaderAddress>),
+    /// The leader changed meanwhile: the command may or may not have taken effect.
+    #[error("the leader changed while the command was in flight; check the state before a retry")]
+    Unknown(Option<LeaderAddress>),
+    /// The members cannot be changed now.
     #[error("the members cannot be changed now: {0}; ask again")]
     Members(String),
     /// This router's consensus has stopped.
@@ -48,34 +48,34 @@ pub(crate) enum ProposeError {
     Stopped(String),
 }
 
-/// Where the leader is.
+/// Number and address of the leader.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct LeaderAt {
+pub(crate) struct LeaderAddress {
     pub(crate) router: u64,
     pub(crate) address: String,
 }
 
-/// When the leader was last heard: by a follower through its append calls.
+/// When a follower last heard from its leader through append calls.
 #[derive(Debug)]
-pub(crate) struct Contact {
+pub(crate) struct LeaderContact {
     started: Instant,
     /// Microseconds after `started`; 0 before the first contact.
-    heard_us: AtomicU64,
+    last_us: AtomicU64,
 }
 
-impl Contact {
-    pub(crate) fn new() -> Contact {
-        Contact { started: Instant::now(), heard_us: AtomicU64::new(0) }
+impl LeaderContact {
+    pub(crate) fn new() -> LeaderContact {
+        LeaderContact { started: Instant::now(), last_us: AtomicU64::new(0) }
     }
 
-    /// A leader spoke just now.
-    pub(crate) fn heard(&self) {
+    /// Records a message of the leader.
+    pub(crate) fn record(&self) {
         let now = u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX);
-        self.heard_us.store(now.max(1), Ordering::Relaxed);
+        self.last_us.store(now.max(1), Ordering::Relaxed);
     }
 
     fn age(&self) -> Option<Duration> {
-        let heard = self.heard_us.load(Ordering::Relaxed);
+        let heard = self.last_us.load(Ordering::Relaxed);
         (heard > 0).then(|| self.started.elapsed().saturating_sub(Duration::from_micros(heard)))
     }
 }
@@ -83,43 +83,44 @@ impl Contact {
 /// A change of the members of a group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum MemberChange {
-    /// A new router follows without a vote.
-    Learn { router: u64, address: String },
-    /// A learner gets a vote.
-    Vote(u64),
-    /// A router is no member any more.
+    /// Adds a router as a learner, without a vote.
+    AddLearner { router: u64, address: String },
+    /// Makes a learner a voter.
+    PromoteVoter(u64),
+    /// Removes a router.
     Remove(u64),
 }
 
-/// A reading of where consensus stands.
+/// State of consensus at one moment.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Standing {
+pub(crate) struct ConsensusStatus {
     pub(crate) term: u64,
-    pub(crate) leader: Option<LeaderAt>,
+    pub(crate) leader: Option<LeaderAddress>,
     pub(crate) last_log_index: u64,
     pub(crate) snapshot_index: u64,
-    /// Every member with its address; whether it only learns.
+    /// Every member with its address, and whether it is a learner.
     pub(crate) members: Vec<(u64, String, bool)>,
-    /// Last index known on each voter; only the leader knows.
+    /// Last matching index of each member; known to the leader only.
     pub(crate) matched: BTreeMap<u64, u64>,
 }
 
-/// Handle on this router's part of one Raft group.
+/// Handle of this router's part in one Raft group.
 #[derive(Clone)]
 pub(crate) struct Consensus {
     group: u16,
     raft: Raft,
-    contact: Arc<Contact>,
-    /// Silence of its quorum after which a leader must expect that another one was elected.
-    office: Duration,
+    contact: Arc<LeaderContact>,
+    /// Time without contact to its quorum after which a leader must expect that another was
+    /// elected.
+    leader_lease: Duration,
 }
 
-/// Answer of a submitted proposal, when it comes.
-pub(crate) type Pending = tokio::sync::oneshot::Receiver<ClientWriteResult<TypeConfig>>;
+/// Receiver of a submitted proposal's result.
+pub(crate) type PendingProposal = tokio::sync::oneshot::Receiver<ClientWriteResult<TypeConfig>>;
 
 impl Consensus {
-    pub(crate) fn new(group: u16, raft: Raft, office: Duration) -> Consensus {
-        Consensus { group, raft, contact: Arc::new(Contact::new()), office }
+    pub(crate) fn new(group: u16, raft: Raft, leader_lease: Duration) -> Consensus {
+        Consensus { group, raft, contact: Arc::new(LeaderContact::new()), leader_lease }
     }
 
     /// Number of the group.
@@ -127,9 +128,9 @@ impl Consensus {
         self.group
     }
 
-    /// The leader of the group spoke just now.
-    pub(crate) fn heard(&self) {
-        self.contact.heard();
+    /// Records a message of the group's leader.
+    pub(crate) fn record_leader_contact(&self) {
+        self.contact.record();
     }
 
     pub(crate) fn raft(&self) -> &Raft {
@@ -145,23 +146,23 @@ impl Consensus {
         self.raft.is_leader()
     }
 
-    /// Whether this router leads and its quorum confirmed it lately. openraft keeps a leader that is cut
-    /// off in the role until it hears of another: nodes must not wait for it that long.
-    pub(crate) fn holds_office(&self) -> bool {
-        self.is_leader() && self.contact_age().is_some_and(|age| age < self.office)
+    /// Whether this router leads and its quorum confirmed it recently. openraft keeps an isolated
+    /// leader in its role until it hears of another; nodes must not wait that long.
+    pub(crate) fn holds_leader_lease(&self) -> bool {
+        self.is_leader() && self.contact_age().is_some_and(|age| age < self.leader_lease)
     }
 
-    /// Who leads, as far as this router knows.
-    pub(crate) fn leader(&self) -> Option<LeaderAt> {
+    /// The leader, as far as this router knows.
+    pub(crate) fn leader(&self) -> Option<LeaderAddress> {
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
         let router = metrics.current_leader?;
         let address = metrics.membership_config.get_node(&router).map(|node| node.addr.clone())?;
-        Some(LeaderAt { router, address })
+        Some(LeaderAddress { router, address })
     }
 
-    /// Time since a leader confirmed this replica: its own quorum when it leads, the leader's last call
-    /// when it follows; `None` before the first time.
+    /// Time since a leader confirmed this replica: its own quorum if it leads, the leader's last
+    /// call if it follows. `None` before the first time.
     pub(crate) fn contact_age(&self) -> Option<Duration> {
         if !self.is_leader() {
             return self.contact.age();
@@ -175,28 +176,28 @@ impl Consensus {
         Some(acked.into_inner().elapsed())
     }
 
-    /// Whether this router leads and has applied everything that was committed before now. Waits for a
-    /// quorum to confirm it; gives up with the patience of a proposal.
+    /// Whether this router leads and has applied everything committed before the call. Waits for a
+    /// quorum, up to [`LEASE_WAIT_MAX`].
     pub(crate) async fn caught_up(&self) -> bool {
         let confirmed = self.raft.ensure_linearizable(ReadPolicy::ReadIndex);
-        matches!(tokio::time::timeout(LEASE_PATIENCE, confirmed).await, Ok(Ok(_)))
+        matches!(tokio::time::timeout(LEASE_WAIT_MAX, confirmed).await, Ok(Ok(_)))
     }
 
-    /// An entry that a read must have seen to be linearizable; none unless this router leads and a quorum
-    /// confirms it in time.
-    pub(crate) async fn read_index_here(&self) -> Option<u64> {
+    /// Index of the entry that a linearizable read must include; `None` unless this router leads
+    /// and a quorum confirms it in time.
+    pub(crate) async fn local_read_index(&self) -> Option<u64> {
         let asked = self.raft.get_read_linearizer(ReadPolicy::ReadIndex);
-        let linearizer = tokio::time::timeout(LEASE_PATIENCE, asked).await.ok()?.ok()?;
+        let linearizer = tokio::time::timeout(LEASE_WAIT_MAX, asked).await.ok()?.ok()?;
         Some(linearizer.read_log_id().index())
     }
 
     /// Term, leader and progress.
-    pub(crate) fn standing(&self) -> Standing {
+    pub(crate) fn status(&self) -> ConsensusStatus {
         let leader = self.leader();
         let metrics = self.raft.metrics();
         let metrics = metrics.borrow_watched();
         let matched = metrics.replication.iter().flatten();
-        Standing {
+        ConsensusStatus {
             term: metrics.current_term,
             leader,
             last_log_index: metrics.last_log_index.unwrap_or(0),
@@ -206,21 +207,21 @@ impl Consensus {
         }
     }
 
-    /// The vote that this router stands by: of its leader, or for a candidate.
+    /// This router's current vote: for its leader, or for a candidate.
     pub(crate) fn vote(&self) -> Vote {
         self.raft.metrics().borrow_watched().vote
     }
 
-    /// Asks for a snapshot now.
+    /// Requests a snapshot now.
     pub(crate) async fn snapshot_now(&self) {
         if let Err(error) = self.raft.trigger().snapshot().await {
             tracing::warn!(%error, "a snapshot was not started");
         }
     }
 
-    /// Waits until a snapshot on this router's disk reaches this entry, and asks for one, again and again, once it
-    /// could; false when consensus stops before.
-    pub(crate) async fn has_on_disk(&self, entry: LogId) -> bool {
+    /// Waits until a snapshot on disk covers this entry, and requests one repeatedly once the entry
+    /// is applied. Returns false if consensus stops first.
+    pub(crate) async fn wait_snapshot_covers(&self, entry: LogId) -> bool {
         let mut metrics = self.raft.metrics();
         let mut asked = None;
         loop {
@@ -231,36 +232,36 @@ impl Consensus {
             if snapshot >= Some(entry) {
                 return true;
             }
-            if applied >= Some(entry) && asked.is_none_or(|at: Instant| at.elapsed() >= ASK_AGAIN) {
+            if applied >= Some(entry) && asked.is_none_or(|at: Instant| at.elapsed() >= SNAPSHOT_RETRY) {
                 asked = Some(Instant::now());
                 self.snapshot_now().await;
             }
-            if let Ok(Err(_)) = tokio::time::timeout(ASK_AGAIN, metrics.changed()).await {
+            if let Ok(Err(_)) = tokio::time::timeout(SNAPSHOT_RETRY, metrics.changed()).await {
                 return false;
             }
         }
     }
 
-    /// Campaigns no more: this router is about to go.
-    pub(crate) fn stand_aside(&self) {
+    /// Stops campaigning, since this router is about to leave.
+    pub(crate) fn stop_campaigning(&self) {
         self.raft.runtime_config().elect(false);
     }
 
-    /// Whether another router could lead instead.
-    pub(crate) fn has_heir(&self) -> bool {
-        self.standing().members.iter().any(|(id, _, learns)| *id != self.id() && !learns)
+    /// Whether another voter could lead instead.
+    pub(crate) fn has_other_voter(&self) -> bool {
+        self.status().members.iter().any(|(id, _, learns)| *id != self.id() && !learns)
     }
 
-    /// Gives leadership to the voter that is furthest, and waits until it is gone.
+    /// Transfers leadership to the most advanced voter and waits until it is gone.
     pub(crate) async fn hand_over(&self) {
-        let standing = self.standing();
-        let is_voter = |id: u64| standing.members.iter().any(|(member, _, learns)| *member == id && !learns);
-        let others = standing.matched.iter().filter(|(id, _)| **id != self.id() && is_voter(**id));
+        let status = self.status();
+        let is_voter = |id: u64| status.members.iter().any(|(member, _, learns)| *member == id && !learns);
+        let others = status.matched.iter().filter(|(id, _)| **id != self.id() && is_voter(**id));
         let Some((to, _)) = others.max_by_key(|(_, index)| **index) else { return };
         self.transfer(*to).await;
     }
 
-    /// Gives leadership to this voter, and waits until it is gone. The caller bounds the wait.
+    /// Transfers leadership to this voter and waits until it is gone. The caller bounds the wait.
     pub(crate) async fn transfer(&self, to: u64) {
         if self.raft.trigger().transfer_leader(to).await.is_err() {
             return;
@@ -269,21 +270,21 @@ impl Consensus {
         while self.raft.is_leader() && metrics.changed().await.is_ok() {}
     }
 
-    /// Changes the members and waits until that is committed; gives its log index.
+    /// Changes the members and waits for the commit; returns its log index.
     ///
     /// # Errors
-    /// See [`ProposeError`]; a change that is under way already is `Stopped` with its reason.
+    /// See [`ProposeError`]; a change that is in progress already is `Members` with its reason.
     pub(crate) async fn change_member(&self, change: MemberChange) -> Result<u64, ProposeError> {
         let answer = match change {
-            MemberChange::Learn { router, address } => {
+            MemberChange::AddLearner { router, address } => {
                 self.raft.add_learner(router, BasicNode::new(address), false).await
             }
-            MemberChange::Vote(router) => {
+            MemberChange::PromoteVoter(router) => {
                 let vote = ChangeMembers::AddVoterIds([router].into());
                 self.raft.change_membership(vote, true).await
             }
             MemberChange::Remove(router) => {
-                let is_voter = self.standing().members.iter().any(|(id, _, learns)| *id == router && !learns);
+                let is_voter = self.status().members.iter().any(|(id, _, learns)| *id == router && !learns);
                 if is_voter {
                     let gone = ChangeMembers::RemoveVoters([router].into());
                     self.raft.change_membership(gone, false).await
@@ -296,25 +297,25 @@ impl Consensus {
         answer.map(|response| response.log_id.index()).map_err(propose_error)
     }
 
-    /// Resolves when consensus has stopped for good, with the reason. Looks now and then: who waits for the metrics
-    /// to change is woken several times by every entry.
+    /// Resolves with the reason when consensus has stopped for good. Polls, since waiting on the
+    /// metrics would wake several times per entry.
     pub(crate) async fn failed(&self) -> String {
         let metrics = self.raft.metrics();
         loop {
             if let Err(fatal) = &metrics.borrow_watched().running_state {
                 return fatal.to_string();
             }
-            tokio::time::sleep(FAILED_LOOK).await;
+            tokio::time::sleep(FAILURE_POLL_INTERVAL).await;
         }
     }
 
-    /// Proposes and waits until the command is applied here.
+    /// Proposes a command and waits until it is applied here.
     ///
     /// # Errors
-    /// See [`ProposeError`]; after `Unknown` the caller must look before it tries again.
+    /// See [`ProposeError`]; after `Unknown` the caller must check the state before a retry.
     pub(crate) async fn propose(&self, command: &Command) -> Result<(u64, Applied), ProposeError> {
-        let proposal = Proposal::of(command);
-        let deadline = Instant::now() + LEASE_PATIENCE;
+        let proposal = Proposal::encode(command);
+        let deadline = Instant::now() + LEASE_WAIT_MAX;
         loop {
             let error = match self.raft.client_write(proposal.clone()).await {
                 Ok(response) => {
@@ -331,18 +332,18 @@ impl Consensus {
         }
     }
 
-    /// Puts a command in line and returns at once: two submits are applied in the order of the calls.
+    /// Queues a command and returns at once: submitted commands are applied in order.
     ///
     /// # Errors
-    /// Only when consensus has stopped; everything else comes through the receiver.
-    pub(crate) async fn submit(&self, command: &Command) -> Result<Pending, ProposeError> {
+    /// Only if consensus has stopped; other errors come through the receiver.
+    pub(crate) async fn submit(&self, command: &Command) -> Result<PendingProposal, ProposeError> {
         let (responder, _committed, complete) = ProgressResponder::new();
-        let sent = self.raft.client_write_ff(Proposal::of(command), Some(responder)).await;
+        let sent = self.raft.client_write_ff(Proposal::encode(command), Some(responder)).await;
         sent.map(|()| complete).map_err(|fatal| ProposeError::Stopped(fatal.to_string()))
     }
 
-    /// What a submitted command answered.
-    pub(crate) async fn answer(pending: Pending) -> Result<Applied, ProposeError> {
+    /// Awaits the result of a submitted command.
+    pub(crate) async fn await_result(pending: PendingProposal) -> Result<Applied, ProposeError> {
         match pending.await {
             Ok(Ok(response)) => response.data.0.ok_or_else(no_answer),
             Ok(Err(error)) => Err(propose_error(RaftError::APIError(error))),
@@ -357,7 +358,7 @@ fn members(membership: &StoredMembership) -> Vec<(u64, String, bool)> {
 }
 
 fn no_answer() -> ProposeError {
-    ProposeError::Stopped("a command was applied without an answer".into())
+    ProposeError::Stopped("a command was applied without a result".into())
 }
 
 type WriteError = RaftError<TypeConfig, ClientWriteError<TypeConfig>>;
@@ -382,7 +383,7 @@ fn propose_error(error: WriteError) -> ProposeError {
     }
 }
 
-fn leader_of(forward: ForwardToLeader<TypeConfig>) -> Option<LeaderAt> {
+fn leader_of(forward: ForwardToLeader<TypeConfig>) -> Option<LeaderAddress> {
     let BasicNode { addr: address } = forward.leader_node?;
-    Some(LeaderAt { router: forward.leader_id?, address })
+    Some(LeaderAddress { router: forward.leader_id?, address })
 }

@@ -1,8 +1,8 @@
-//! A snapshot that comes in: each chunk is checked and restored as it arrives, and written down beside.
+//! Receives a snapshot: each chunk is checked, restored and written to a file on arrival.
 //!
-//! So an install costs one pass over the bytes, and the first wrong chunk ends it. Memory: the index that is being
-//! restored, one chunk, and what the caller queues. Not here: the stream (`service.rs`) and the swap
-//! (`state_machine.rs`).
+//! So an install costs one pass over the bytes, and the first wrong chunk ends it. Memory: the
+//! restored index, one chunk, and the caller's queue. Not here: the stream (`service.rs`) and the
+//! swap (`state_machine.rs`).
 
 use std::io;
 use std::path::Path;
@@ -15,12 +15,12 @@ use bytes::Bytes;
 use kv_core::index::{Index, IndexLimits, Restore};
 
 use super::SnapshotMeta;
-use super::snapshot_file::{ChunkError, Frames, Stored, Writer, Written};
+use super::snapshot_file::{ChunkDecoder, ChunkError, FinishedSnapshot, SnapshotFile, SnapshotWriter};
 
-/// Chunks that wait for the disk while the index is being restored from later ones.
+/// Chunks queued for the disk while the index is restored from later ones.
 const CHUNKS_WAITING_MAX: usize = 32;
 
-/// Why an incoming snapshot is refused.
+/// Error of an incoming snapshot.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum IntakeError {
     /// Its bytes are wrong.
@@ -28,9 +28,9 @@ pub(crate) enum IntakeError {
     Damaged {
         /// The group.
         group: u16,
-        /// Which chunk, counted from 0.
+        /// The chunk, counted from 0.
         chunk: u64,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
     /// Its end is missing.
@@ -40,22 +40,22 @@ pub(crate) enum IntakeError {
     Cut {
         /// The group.
         group: u16,
-        /// Which chunk, counted from 0.
+        /// The chunk, counted from 0.
         chunk: u64,
     },
-    /// It cannot be written down.
+    /// It cannot be written to disk.
     #[error(
-        "the snapshot of group {group} cannot be written down: {source}; make room or check the disk, it is sent again"
+        "the snapshot of group {group} cannot be written to disk: {source}; make room or check the disk, it is sent again"
     )]
     Disk {
         /// The group.
         group: u16,
-        /// What the system said.
+        /// The operating system's error.
         source: io::Error,
     },
 }
 
-/// Where snapshots of one group come in. Clones share the numbers of their files.
+/// Receives snapshots of one group. Clones share the file numbers.
 #[derive(Clone)]
 pub(crate) struct Intake {
     pub(crate) directory: Arc<Path>,
@@ -69,33 +69,33 @@ impl Intake {
         Intake { directory: Arc::from(directory), group, limits, files: Arc::default() }
     }
 
-    /// What the index of the group may hold.
+    /// Limits of the group's index.
     pub(crate) fn limits(&self) -> IndexLimits {
         self.limits
     }
 
-    /// A new file of the group. Blocking.
-    pub(crate) fn writer(&self, meta: SnapshotMeta) -> io::Result<Writer> {
+    /// Creates a new file of the group. Blocking.
+    pub(crate) fn writer(&self, meta: SnapshotMeta) -> io::Result<SnapshotWriter> {
         let number = self.files.fetch_add(1, Ordering::Relaxed);
-        Writer::new(&self.directory, self.group, number, meta)
+        SnapshotWriter::new(&self.directory, self.group, number, meta)
     }
 
-    /// Begins to take a snapshot in. Blocking, like all of it.
-    pub(crate) fn begin(&self, meta: SnapshotMeta) -> Result<Incoming, IntakeError> {
+    /// Starts to receive a snapshot. Blocking, as are its methods.
+    pub(crate) fn begin(&self, meta: SnapshotMeta) -> Result<IncomingSnapshot, IntakeError> {
         let group = self.group;
-        let writing = self.writer(meta).and_then(Writing::start);
+        let writing = self.writer(meta).and_then(FileWriterThread::start);
         let writing = writing.map_err(|source| IntakeError::Disk { group, source })?;
-        Ok(Incoming {
+        Ok(IncomingSnapshot {
             group,
             chunks: 0,
-            frames: Frames::default(),
+            frames: ChunkDecoder::default(),
             restore: Restore::new(self.limits),
             writing,
         })
     }
 
-    /// Reads the index of a file, checking every chunk. Blocking.
-    pub(crate) fn restore(&self, stored: &Stored) -> Result<Index, ChunkError> {
+    /// Reads the index of a file and checks every chunk. Blocking.
+    pub(crate) fn restore(&self, stored: &SnapshotFile) -> Result<Index, ChunkError> {
         let mut restore = Restore::new(self.limits);
         for chunk in stored.chunks() {
             restore.push(&chunk?).map_err(|error| ChunkError::Damaged(error.to_string()))?;
@@ -104,17 +104,17 @@ impl Intake {
     }
 }
 
-/// A snapshot that is coming in.
-pub(crate) struct Incoming {
+/// A snapshot that is being received.
+pub(crate) struct IncomingSnapshot {
     group: u16,
     chunks: u64,
-    frames: Frames,
+    frames: ChunkDecoder,
     restore: Restore,
-    writing: Writing,
+    writing: FileWriterThread,
 }
 
-impl Incoming {
-    /// Takes the next bytes: every chunk that is whole with them is checked, restored and written down.
+impl IncomingSnapshot {
+    /// Takes the next bytes; every complete chunk is checked, restored and written.
     pub(crate) fn push(&mut self, bytes: &[u8]) -> Result<(), IntakeError> {
         self.frames.push(bytes);
         while let Some(chunk) = self.frames.next().map_err(|what| self.damaged(what))? {
@@ -123,22 +123,22 @@ impl Incoming {
         Ok(())
     }
 
-    /// Takes a whole chunk.
+    /// Takes a complete chunk.
     pub(crate) fn chunk(&mut self, chunk: Bytes) -> Result<(), IntakeError> {
         self.restore.push(&chunk).map_err(|error| self.damaged(error.to_string()))?;
         self.chunks += 1;
         self.writing.chunk(chunk).map_err(|source| IntakeError::Disk { group: self.group, source })
     }
 
-    /// The snapshot, once every byte was given; durable, but not yet under its name.
-    pub(crate) fn finish(self) -> Result<Received, IntakeError> {
-        let Incoming { group, chunks: chunk, frames, restore, writing } = self;
-        if frames.left() > 0 {
+    /// The snapshot, once all bytes were given; durable, but still under its temporary name.
+    pub(crate) fn finish(self) -> Result<ReceivedSnapshot, IntakeError> {
+        let IncomingSnapshot { group, chunks: chunk, frames, restore, writing } = self;
+        if frames.pending_bytes() > 0 {
             return Err(IntakeError::Cut { group, chunk });
         }
         let index = restore.finish().map_err(|_| IntakeError::Cut { group, chunk })?;
         let written = writing.finish().map_err(|source| IntakeError::Disk { group, source })?;
-        Ok(Received { index, written })
+        Ok(ReceivedSnapshot { index, file: written })
     }
 
     fn damaged(&self, what: String) -> IntakeError {
@@ -146,58 +146,58 @@ impl Incoming {
     }
 }
 
-/// A snapshot that came in whole.
+/// A completely received snapshot.
 #[derive(Debug)]
-pub(crate) struct Received {
+pub(crate) struct ReceivedSnapshot {
     pub(crate) index: Index,
-    pub(crate) written: Written,
+    pub(crate) file: FinishedSnapshot,
 }
 
-/// The thread that writes the file, so that the disk and the processor work at the same time. When this is dropped
-/// before the end, the thread is gone and its file with it.
-struct Writing {
-    /// Chunks, and nothing for the end.
+/// The thread that writes the file, so that disk and processor work in parallel. If this is dropped
+/// early, the thread ends and its file is removed.
+struct FileWriterThread {
+    /// Chunks, and `None` for the end.
     chunks: Option<SyncSender<Option<Bytes>>>,
-    thread: Option<JoinHandle<io::Result<Written>>>,
+    thread: Option<JoinHandle<io::Result<FinishedSnapshot>>>,
 }
 
-impl Writing {
-    fn start(writer: Writer) -> io::Result<Writing> {
+impl FileWriterThread {
+    fn start(writer: SnapshotWriter) -> io::Result<FileWriterThread> {
         let (chunks, waiting) = sync_channel(CHUNKS_WAITING_MAX);
         let write = move || write(writer, &waiting);
         let thread = thread::Builder::new().name("snapshot-file".into()).spawn(write)?;
-        Ok(Writing { chunks: Some(chunks), thread: Some(thread) })
+        Ok(FileWriterThread { chunks: Some(chunks), thread: Some(thread) })
     }
 
     fn chunk(&mut self, chunk: Bytes) -> io::Result<()> {
         self.send(Some(chunk))
     }
 
-    fn finish(mut self) -> io::Result<Written> {
+    fn finish(mut self) -> io::Result<FinishedSnapshot> {
         self.send(None)?;
         self.join()
     }
 
     fn send(&mut self, chunk: Option<Bytes>) -> io::Result<()> {
         let sent = self.chunks.as_ref().is_some_and(|chunks| chunks.send(chunk).is_ok());
-        // It takes no more because it failed, and says why.
+        // The thread has failed; its result says why.
         if sent { Ok(()) } else { self.join().map(drop) }
     }
 
-    fn join(&mut self) -> io::Result<Written> {
+    fn join(&mut self) -> io::Result<FinishedSnapshot> {
         self.chunks = None;
         let thread = self.thread.take().ok_or_else(|| io::Error::other("writing failed before"))?;
         thread.join().map_err(|_| io::Error::other("the thread that writes it panicked"))?
     }
 }
 
-impl Drop for Writing {
+impl Drop for FileWriterThread {
     fn drop(&mut self) {
         drop(self.join());
     }
 }
 
-fn write(mut writer: Writer, chunks: &Receiver<Option<Bytes>>) -> io::Result<Written> {
+fn write(mut writer: SnapshotWriter, chunks: &Receiver<Option<Bytes>>) -> io::Result<FinishedSnapshot> {
     loop {
         match chunks.recv() {
             Ok(Some(chunk)) => writer.chunk(&chunk)?,

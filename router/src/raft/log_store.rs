@@ -1,8 +1,9 @@
-//! The log as openraft sees it: entries readable from memory at once, durable when the disk says so.
+//! The log for openraft: entries are readable from memory at once, and durable when the disk
+//! confirms.
 //!
-//! openraft 0.10 requires that an entry can be read the moment `append` returns; durability comes later
-//! through the callback. So memory is the log since the last purge, and the disk (`log/`) follows in
-//! the same order. Not here: any decision about which entries are right; that is openraft's.
+//! openraft 0.10 requires that an entry is readable when `append` returns; durability follows
+//! through the callback. So memory holds the log since the last purge, and the disk (`log/`)
+//! follows in the same order. Not here: decisions about entries, which are openraft's.
 
 use std::collections::VecDeque;
 use std::fmt::Debug;
@@ -16,16 +17,16 @@ use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use parking_lot::{Mutex, RwLock};
 
 use super::bounded::take_bytes;
-use super::disk_thread::{DiskQueue, Done};
-use super::log::{Change, Disk, Recovered};
+use super::disk_thread::{DiskQueue, DurableCallback};
+use super::log::{Change, DiskLog, RecoveredLog};
 use super::{Entry, LogId, Payload, TypeConfig, Vote};
 
-/// Bytes of entries handed to one replication message: small enough to fit the peers' message limit
-/// with room, large enough that a follower that lags catches up at line speed. One entry always goes.
+/// Entry bytes of one replication message: fits the message limit with margin, and lets a lagging
+/// follower catch up at line speed. One entry always goes.
 pub(crate) const REPLICATION_BYTES_MAX: usize = 1 << 20;
 
 #[derive(Debug, Default)]
-struct Memory {
+struct MemoryLog {
     entries: VecDeque<Entry>,
     bytes: u64,
     purged: Option<LogId>,
@@ -33,14 +34,14 @@ struct Memory {
     vote: Option<Vote>,
 }
 
-impl Memory {
-    fn of(recovered: Recovered) -> Memory {
+impl MemoryLog {
+    fn from_recovered(recovered: RecoveredLog) -> MemoryLog {
         let bytes = recovered.entries.iter().map(entry_bytes).sum();
-        let Recovered { vote, purged, committed, entries } = recovered;
-        Memory { entries, bytes, purged, committed, vote }
+        let RecoveredLog { vote, purged, committed, entries } = recovered;
+        MemoryLog { entries, bytes, purged, committed, vote }
     }
 
-    /// Index of the first entry held, or of the next one when none is.
+    /// Index of the first held entry, or of the next one if none is held.
     fn first_index(&self) -> u64 {
         match self.entries.front() {
             Some(entry) => entry.log_id.index(),
@@ -90,7 +91,7 @@ impl Memory {
     }
 }
 
-/// Memory an entry stands for, near enough to bound the log by it.
+/// Approximate memory of an entry, for the log's limit.
 fn entry_bytes(entry: &Entry) -> u64 {
     let payload = match &entry.payload {
         Payload::Normal(proposal) => proposal.0.len(),
@@ -99,14 +100,14 @@ fn entry_bytes(entry: &Entry) -> u64 {
     (payload + size_of::<Entry>()) as u64
 }
 
-/// The log of one Raft group. Clones share the same log: openraft's readers are clones.
+/// The log of one Raft group. Clones share it: openraft's readers are clones.
 #[derive(Clone)]
 pub(crate) struct LogStore {
-    memory: Arc<RwLock<Memory>>,
+    memory: Arc<RwLock<MemoryLog>>,
     disk: DiskQueue,
 }
 
-/// Joins the writing thread once every [`LogStore`] is gone, so that the file is closed for sure.
+/// Joins the writer thread after every [`LogStore`] is gone, so that the file is closed.
 pub(crate) struct LogGuard {
     thread: Mutex<Option<thread::JoinHandle<()>>>,
 }
@@ -123,29 +124,31 @@ impl LogGuard {
 }
 
 impl LogStore {
-    /// The logs on an open file that held `recovered`, by group.
-    pub(crate) fn on(disk: Disk, recovered: Vec<Recovered>) -> io::Result<(Vec<LogStore>, LogGuard)> {
+    /// Logs by group on an open file with the `recovered` contents.
+    pub(crate) fn open(disk: DiskLog, recovered: Vec<RecoveredLog>) -> io::Result<(Vec<LogStore>, LogGuard)> {
         let groups = u16::try_from(recovered.len()).map_err(io::Error::other)?;
         let (queues, thread) = DiskQueue::start(disk, groups)?;
-        let store =
-            |(disk, recovered)| LogStore { memory: Arc::new(RwLock::new(Memory::of(recovered))), disk };
+        let store = |(disk, recovered)| LogStore {
+            memory: Arc::new(RwLock::new(MemoryLog::from_recovered(recovered))),
+            disk,
+        };
         let stores = queues.into_iter().zip(recovered).map(store).collect();
         Ok((stores, LogGuard { thread: Mutex::new(Some(thread)) }))
     }
 
-    /// Whether this router ever voted or followed: every log but a new one holds a vote.
+    /// Whether this router ever voted or followed: every log except a new one holds a vote.
     pub(crate) fn has_vote(&self) -> bool {
         self.memory.read().vote.is_some()
     }
 
-    /// A reading of how many bytes of entries are held in memory, for the snapshot trigger. It does not
+    /// Returns a reader of the entry bytes held in memory, for the snapshot trigger. It does not
     /// keep the log open.
     pub(crate) fn bytes_held(&self) -> impl Fn() -> u64 + Send + Sync + 'static {
         let memory = Arc::clone(&self.memory);
         move || memory.read().bytes
     }
 
-    /// Entries that are held, of those asked for. It does not keep the log open.
+    /// Returns a reader of the held entries in a range. It does not keep the log open.
     pub(super) fn entries_held(&self) -> impl Fn(RangeInclusive<u64>) -> Vec<Entry> + Send + Sync + 'static {
         let memory = Arc::clone(&self.memory);
         move |range| memory.read().range(&range).cloned().collect()
@@ -211,7 +214,7 @@ impl RaftLogStorage<TypeConfig> for LogStore {
             let mut memory = self.memory.write();
             entries.iter().for_each(|entry| memory.push(entry.clone()));
         }
-        self.disk.send(Change::Append(entries), Done::Flushed(callback)).await
+        self.disk.send(Change::Append(entries), DurableCallback::Flushed(callback)).await
     }
 
     async fn truncate_after(&mut self, last_log_id: Option<LogId>) -> Result<(), io::Error> {
@@ -222,7 +225,7 @@ impl RaftLogStorage<TypeConfig> for LogStore {
 
     async fn purge(&mut self, log_id: LogId) -> Result<(), io::Error> {
         self.memory.write().purge(log_id);
-        // Nobody waits: an entry that is purged late is read again at start, and nothing else.
-        self.disk.send(Change::Purge(log_id), Done::Nobody).await
+        // No wait: an entry that is purged late is only read again at the next start.
+        self.disk.send(Change::Purge(log_id), DurableCallback::Ignored).await
     }
 }

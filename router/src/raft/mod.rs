@@ -1,10 +1,11 @@
-//! How openraft is wired: the types one log entry is made of, and the adapters in the files beside.
+//! The openraft integration: types of a log entry, and adapters in the sibling files.
 //!
-//! One process hosts all groups of a cluster: control and shards, each an openraft of its own with its own log
-//! and state machine, over one log on disk with one writing thread and one connection per peer.
+//! One process hosts all groups of a cluster: control and shards. Each is an openraft instance with
+//! its own log and state machine, over one log on disk with one writer thread, and one connection
+//! per peer.
 //!
-//! Not here: what a command does (`kv_core::index`), who proposes (`crate::ingest`, `crate::admin`),
-//! who reads (`crate::view`). No other folder of the program names openraft.
+//! Not here: the effect of a command (`kv_core::index`), proposers (`crate::ingest`,
+//! `crate::server::admin`), readers (`crate::view`). No other folder names openraft.
 
 pub(crate) mod append;
 pub(crate) mod append_stream;
@@ -15,17 +16,17 @@ pub(crate) mod handle;
 pub(crate) mod intake;
 pub(crate) mod log;
 pub(crate) mod log_store;
-mod making;
 pub(crate) mod network;
 #[cfg(feature = "probe")]
 pub(crate) mod probe;
 pub(crate) mod recover;
 pub(crate) mod repair;
-pub(crate) mod sending;
 pub(crate) mod service;
+mod snapshot_build;
 pub(crate) mod snapshot_file;
+pub(crate) mod snapshot_sender;
 pub(crate) mod state_machine;
-pub(crate) mod withheld;
+pub(crate) mod withheld_votes;
 
 #[cfg(test)]
 mod tests;
@@ -37,29 +38,29 @@ use kv_core::index::command::{Applied, Command};
 use openraft::impls::{BasicNode, leader_id_adv};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// The group that knows nodes, pins and quotas. The shards of the index are the groups from 1 on.
+/// The group that holds nodes, pins and quotas. Groups from 1 on are the shards of the index.
 pub(crate) const CONTROL: u16 = 0;
 
-/// What all routers of a cluster have in common; it never changes after the first start, and every message
-/// between routers names it.
+/// Identity shared by all routers of a cluster. It is fixed at the first start, and every message
+/// between routers carries it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Cluster {
+pub(crate) struct ClusterIdentity {
     pub(crate) name: String,
     pub(crate) shards: u16,
 }
 
-impl Cluster {
-    /// Raft groups: control, and one per shard.
+impl ClusterIdentity {
+    /// Number of Raft groups: control, and one per shard.
     pub(crate) fn groups(&self) -> u16 {
         self.shards + 1
     }
 }
 
 openraft::declare_raft_types!(
-    /// What openraft is instantiated with: commands as bytes in, [`Answer`] out, routers as voters.
+    /// The openraft types: commands as bytes in, [`ApplyResult`] out, routers as voters.
     pub(crate) TypeConfig:
         D = Proposal,
-        R = Answer,
+        R = ApplyResult,
         NodeId = u64,
         Node = BasicNode,
 );
@@ -76,13 +77,13 @@ pub(crate) type Snapshot =
     openraft::storage::Snapshot<CommittedLeaderId, u64, BasicNode, state_machine::SnapshotData>;
 pub(crate) type Raft = openraft::Raft<TypeConfig, state_machine::StateMachine>;
 
-/// A command as its encoded bytes: cheap to clone for every follower, opaque to openraft.
+/// A command in encoded form: cheap to clone per follower, opaque to openraft.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Proposal(pub(crate) Bytes);
 
 impl Proposal {
-    /// Encodes a command once; every replica applies these very bytes.
-    pub(crate) fn of(command: &Command) -> Proposal {
+    /// Encodes a command once; every replica applies exactly these bytes.
+    pub(crate) fn encode(command: &Command) -> Proposal {
         Proposal(Bytes::from(command.encode()))
     }
 }
@@ -129,22 +130,22 @@ impl serde::de::Visitor<'_> for ProposalBytes {
     }
 }
 
-/// What applying an entry answered; `None` for entries that carry no command. It goes back to the
-/// proposer on the same router and never crosses the wire: the serde impls exist because openraft
-/// bounds its response type by them, and they say so instead of inventing an encoding.
+/// Result of applying an entry; `None` for entries without a command. It goes to the proposer on
+/// the same router and is never sent. The serde impls exist because openraft requires them of its
+/// response type; they return an error.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Answer(pub(crate) Option<Applied>);
+pub(crate) struct ApplyResult(pub(crate) Option<Applied>);
 
-const ANSWERS_STAY: &str = "an answer stays on the router that proposed; it has no encoding";
+const NO_ENCODING: &str = "an apply result stays on the proposing router; it has no encoding";
 
-impl Serialize for Answer {
+impl Serialize for ApplyResult {
     fn serialize<S: Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
-        Err(serde::ser::Error::custom(ANSWERS_STAY))
+        Err(serde::ser::Error::custom(NO_ENCODING))
     }
 }
 
-impl<'de> Deserialize<'de> for Answer {
+impl<'de> Deserialize<'de> for ApplyResult {
     fn deserialize<D: Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
-        Err(serde::de::Error::custom(ANSWERS_STAY))
+        Err(serde::de::Error::custom(NO_ENCODING))
     }
 }

@@ -1,9 +1,9 @@
-//! Raft calls to the other routers: gRPC with mutual TLS, one lazily connected channel per peer, which all
-//! groups share.
+//! Raft calls to the other routers: gRPC with mutual TLS, one lazily connected channel per peer,
+//! shared by all groups.
 //!
-//! Payloads are MessagePack of openraft's own types, with the commands of entries beside them (`append.rs`). A
-//! snapshot travels as a stream of checksummed chunks. Not here: how its file is read (`sending.rs`), the receiving
-//! side (`service.rs`) and when to call (openraft).
+//! Payloads are MessagePack of openraft's types, with commands of entries out of line
+//! (`append.rs`). A snapshot is a stream of checksummed chunks. Not here: reading its file
+//! (`snapshot_sender.rs`), the receiving side (`service.rs`) and the decision to call (openraft).
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -15,10 +15,10 @@ use futures_util::future::{BoxFuture, Either, select};
 use futures_util::stream::{self, BoxStream};
 use futures_util::{FutureExt, Stream, StreamExt};
 use kv_core::index::SNAPSHOT_FORMAT;
-use kvfleet_proto::channel::{connect_lazily, endpoint};
+use kvfleet_net::channel::{connect_lazily, endpoint};
+use kvfleet_net::tls::Identity;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
-use kvfleet_proto::tls::Identity;
 use openraft::OptionalSend;
 use openraft::errors::{NetworkError, RPCError, ReplicationClosed, StreamingError, Unreachable};
 use openraft::impls::BasicNode;
@@ -34,43 +34,43 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tonic::transport::Channel;
 use tonic::{Code, Request, Status};
 
-use super::sending::{self, SENDING_MAX};
-use super::snapshot_file::Stored;
+use super::snapshot_file::SnapshotFile;
+use super::snapshot_sender::{self, SENDING_MAX};
 use super::state_machine::SnapshotData;
-use super::{Cluster, Snapshot, SnapshotMeta, TypeConfig, Vote, append, append_stream};
+use super::{ClusterIdentity, Snapshot, SnapshotMeta, TypeConfig, Vote, append, append_stream};
 
-/// Largest Raft message taken or sent: one replication message (`REPLICATION_BYTES_MAX`), whose single
-/// entry may itself be a full announce batch, with room for its envelope.
+/// Largest Raft message: one replication message (`REPLICATION_BYTES_MAX`), where a single entry
+/// may be a full announce batch, with room for its envelope.
 pub(crate) const RAFT_MESSAGE_BYTES_MAX: usize = 32 << 20;
 
-/// Time to open a connection before the peer counts as unreachable. Below the shortest election timeout,
-/// so that a dead peer does not cost a candidate its turn.
+/// Connect timeout, below the shortest election timeout, so that a dead peer does not cost a
+/// candidate its election.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
 
-/// Time for entries to be on a follower's disk, from the moment that those before them were. openraft would allow one
-/// heartbeat, as for a call without entries; a disk that syncs slowly or a processor that others use then made leaders send megabytes again that
-/// had arrived. Heartbeats are calls of their own, so a leader that waits here notices nothing later; a peer that
-/// vanished is noticed by [`KEEPALIVE`].
+/// Time for entries to reach a follower's disk, from the moment that the previous ones did.
+/// openraft would allow one heartbeat, and a slow disk or busy processor then made leaders resend
+/// megabytes that had arrived. Heartbeats are separate calls, so this delays no failure detection;
+/// [`KEEPALIVE`] detects a vanished peer.
 const APPEND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A ping on an idle connection, to notice a peer that vanished without a word.
+/// Ping interval of an idle connection, to detect a vanished peer.
 const KEEPALIVE: Duration = Duration::from_secs(2);
 
-/// Connections to the other routers, by address; all groups of a process share them.
+/// Connections to the other routers by address, shared by all groups of a process.
 #[derive(Clone)]
 pub(crate) struct Peers {
     identity: Identity,
     channels: Arc<Mutex<HashMap<String, Channel>>>,
-    /// Room for snapshots on their way out.
-    sending: Arc<Semaphore>,
+    /// Slots for outgoing snapshots.
+    send_slots: Arc<Semaphore>,
 }
 
 impl Peers {
     pub(crate) fn new(identity: Identity) -> Peers {
-        Peers { identity, channels: Arc::default(), sending: Arc::new(Semaphore::new(SENDING_MAX)) }
+        Peers { identity, channels: Arc::default(), send_slots: Arc::new(Semaphore::new(SENDING_MAX)) }
     }
 
-    /// A client of the router at this address; it connects when it is first used.
+    /// A client of the router at this address; it connects on first use.
     pub(crate) fn client(&self, address: &str) -> Result<RaftClient<Channel>, String> {
         let mut channels = self.channels.lock();
         let channel = match channels.get(address) {
@@ -86,12 +86,12 @@ impl Peers {
             .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX))
     }
 
-    /// Waits until it is a snapshot's turn to leave; none when the router stops.
-    pub(crate) async fn sending_turn(&self) -> Option<OwnedSemaphorePermit> {
-        Arc::clone(&self.sending).acquire_owned().await.ok()
+    /// Waits for a slot to send a snapshot; `None` if the router stops.
+    pub(crate) async fn acquire_send_slot(&self) -> Option<OwnedSemaphorePermit> {
+        Arc::clone(&self.send_slots).acquire_owned().await.ok()
     }
 
-    /// A connection of its own to this address, made when it is first used.
+    /// A separate channel to this address, connected on first use.
     pub(crate) fn channel(&self, address: &str) -> Result<Channel, String> {
         let endpoint = endpoint(address)
             .map_err(|error| format!("{address} is no address: {error}"))?
@@ -103,15 +103,15 @@ impl Peers {
     }
 }
 
-/// The envelope of one group's messages.
+/// Envelope of one group's messages.
 #[derive(Clone)]
 pub(crate) struct Envelope {
-    pub(crate) cluster: Arc<Cluster>,
+    pub(crate) cluster: Arc<ClusterIdentity>,
     pub(crate) group: u16,
 }
 
 impl Envelope {
-    /// A message around these bytes.
+    /// A message with this payload.
     pub(crate) fn frame(&self, payload: Vec<u8>) -> pb::RaftFrame {
         let (cluster, shards) = (self.cluster.name.clone(), self.cluster.shards.into());
         let payload = Bytes::from(payload);
@@ -119,7 +119,7 @@ impl Envelope {
     }
 }
 
-/// Makes a client per peer, for one group.
+/// Creates a client per peer, for one group.
 #[derive(Clone)]
 pub(crate) struct Network {
     pub(crate) peers: Peers,
@@ -127,29 +127,29 @@ pub(crate) struct Network {
 }
 
 impl RaftNetworkFactory<TypeConfig> for Network {
-    type Network = Peer;
+    type Network = PeerClient;
 
-    async fn new_client(&mut self, target: u64, node: &BasicNode) -> Peer {
-        let (client, sending) = (self.peers.client(&node.addr), Arc::clone(&self.peers.sending));
-        Peer { target, client, envelope: self.envelope.clone(), sending }
+    async fn new_client(&mut self, target: u64, node: &BasicNode) -> PeerClient {
+        let (client, sending) = (self.peers.client(&node.addr), Arc::clone(&self.peers.send_slots));
+        PeerClient { target, client, envelope: self.envelope.clone(), send_slots: sending }
     }
 }
 
-/// One peer of one group.
-pub(crate) struct Peer {
+/// Client of one peer in one group.
+pub(crate) struct PeerClient {
     target: u64,
     client: Result<RaftClient<Channel>, String>,
     envelope: Envelope,
-    sending: Arc<Semaphore>,
+    send_slots: Arc<Semaphore>,
 }
 
 type RpcError = RPCError<TypeConfig>;
 
 /// A follower's answers to a stream of append calls.
-type Answers<'s> =
+type AppendAnswers<'s> =
     BoxFuture<'s, Result<BoxStream<'s, Result<StreamAppendResult<TypeConfig>, RpcError>>, RpcError>>;
 
-impl Peer {
+impl PeerClient {
     fn client(&self) -> Result<RaftClient<Channel>, RpcError> {
         match &self.client {
             Ok(client) => Ok(client.clone()),
@@ -157,7 +157,7 @@ impl Peer {
         }
     }
 
-    /// A frame with a deadline.
+    /// A request with a deadline.
     fn request<T: Serialize>(
         &self,
         message: &T,
@@ -165,51 +165,54 @@ impl Peer {
     ) -> Result<Request<pb::RaftFrame>, RpcError> {
         let payload =
             rmp_serde::to_vec_named(message).map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
-        Ok(timed(self.envelope.frame(payload), deadline))
+        Ok(with_deadline(self.envelope.frame(payload), deadline))
     }
 
-    /// Sends a snapshot when it is its turn, and waits until it is installed.
+    /// Sends a snapshot once a slot is free, and waits until it is installed.
     async fn send(
         &self,
         head: &SnapshotHead,
-        stored: Arc<Stored>,
+        stored: Arc<SnapshotFile>,
         deadline: Duration,
     ) -> Result<SnapshotResponse<TypeConfig>, RpcError> {
         let group = self.envelope.group;
-        let turn = self.sending.acquire().await;
-        let _turn = turn.map_err(|closed| RPCError::Network(NetworkError::new(&closed)))?;
+        let slot = self.send_slots.acquire().await;
+        let _slot = slot.map_err(|closed| RPCError::Network(NetworkError::new(&closed)))?;
         let bytes = head.bytes;
         tracing::info!(group, peer = self.target, bytes, "sending a snapshot");
         let encoded =
             rmp_serde::to_vec_named(head).map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
-        let mut request = Request::new(sending::parts(&self.envelope, encoded, Arc::clone(&stored)));
+        let mut request = Request::new(snapshot_sender::parts(&self.envelope, encoded, Arc::clone(&stored)));
         request.set_timeout(deadline);
         let answer = self.client()?.snapshot(request).await;
         if stored.is_damaged() {
-            let what = "the snapshot on this router is damaged; it is made anew and sent again";
+            let what = "the snapshot on this router is damaged; it is rebuilt and sent again";
             return Err(RPCError::Network(NetworkError::from_string(what)));
         }
         if let Err(status) = &answer {
             let why = status.message();
             tracing::warn!(group, peer = self.target, why, "a snapshot did not arrive; it is sent again");
         }
-        reply(answer)
+        decode_reply(answer)
     }
 }
 
-fn timed(frame: pb::RaftFrame, deadline: Duration) -> Request<pb::RaftFrame> {
+fn with_deadline(frame: pb::RaftFrame, deadline: Duration) -> Request<pb::RaftFrame> {
     let mut request = Request::new(frame);
     request.set_timeout(deadline);
     request
 }
 
-fn reply<T: DeserializeOwned>(answer: Result<tonic::Response<pb::RaftFrame>, Status>) -> Result<T, RpcError> {
-    let frame = answer.map_err(|status| failed(&status))?.into_inner();
+fn decode_reply<T: DeserializeOwned>(
+    answer: Result<tonic::Response<pb::RaftFrame>, Status>,
+) -> Result<T, RpcError> {
+    let frame = answer.map_err(|status| rpc_error(&status))?.into_inner();
     rmp_serde::from_slice(&frame.payload).map_err(|error| RPCError::Network(NetworkError::new(&error)))
 }
 
-/// A peer that is not there is left alone for a while; anything else is tried again at once.
-pub(super) fn failed(status: &Status) -> RpcError {
+/// Error for openraft: an unreachable peer is left alone for a while; anything else is retried at
+/// once.
+pub(super) fn rpc_error(status: &Status) -> RpcError {
     match status.code() {
         Code::Unavailable | Code::Unimplemented => RPCError::Unreachable(Unreachable::new(status)),
         Code::FailedPrecondition => {
@@ -220,7 +223,7 @@ pub(super) fn failed(status: &Status) -> RpcError {
     }
 }
 
-impl RaftNetworkV2<TypeConfig> for Peer {
+impl RaftNetworkV2<TypeConfig> for PeerClient {
     type SnapshotData = SnapshotData;
 
     async fn append_entries(
@@ -231,18 +234,18 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         let deadline = if rpc.entries.is_empty() { option.hard_ttl() } else { APPEND_TIMEOUT };
         let frame = append::to_frame(&self.envelope, rpc);
         let frame = frame.map_err(|error| RPCError::Network(NetworkError::new(&error)))?;
-        reply(self.client()?.append(timed(frame, deadline)).await)
+        decode_reply(self.client()?.append(with_deadline(frame, deadline)).await)
     }
 
-    fn stream_append<'s, S>(&'s mut self, mut calls: S, option: RPCOption) -> Answers<'s>
+    fn stream_append<'s, S>(&'s mut self, mut calls: S, option: RPCOption) -> AppendAnswers<'s>
     where
         S: Stream<Item = AppendEntriesRequest<TypeConfig>> + OptionalSend + Unpin + 'static,
     {
         Box::pin(async move {
-            // openraft waits in here after a failure, so this comes before anything is sent.
+            // openraft pauses in here after a failure, so this comes before anything is sent.
             let Some(first) = calls.next().await else { return Ok(stream::empty().boxed()) };
             match calls.next().now_or_never() {
-                // A heartbeat or a question: not worth a stream.
+                // A heartbeat or a probe, not worth a stream.
                 Some(None) => stream_append_sequential(self, stream::iter([first]), option).await,
                 second => {
                     let calls = stream::iter([first].into_iter().chain(second.flatten())).chain(calls);
@@ -257,7 +260,7 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         rpc: VoteRequest<TypeConfig>,
         option: RPCOption,
     ) -> Result<VoteResponse<TypeConfig>, RpcError> {
-        reply(self.client()?.vote(self.request(&rpc, option.hard_ttl())?).await)
+        decode_reply(self.client()?.vote(self.request(&rpc, option.hard_ttl())?).await)
     }
 
     async fn pre_vote(
@@ -265,7 +268,7 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         rpc: VoteRequest<TypeConfig>,
         option: RPCOption,
     ) -> Result<VoteResponse<TypeConfig>, RpcError> {
-        reply(self.client()?.pre_vote(self.request(&rpc, option.hard_ttl())?).await)
+        decode_reply(self.client()?.pre_vote(self.request(&rpc, option.hard_ttl())?).await)
     }
 
     async fn full_snapshot(
@@ -275,8 +278,8 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         cancel: impl Future<Output = ReplicationClosed> + OptionalSend + 'static,
         option: RPCOption,
     ) -> Result<SnapshotResponse<TypeConfig>, StreamingError<TypeConfig>> {
-        let SnapshotData::Stored(stored) = snapshot.snapshot else {
-            return Err(NetworkError::from_string("a snapshot that comes in cannot go out").into());
+        let SnapshotData::File(stored) = snapshot.snapshot else {
+            return Err(NetworkError::from_string("a received snapshot cannot be sent").into());
         };
         let (format, bytes) = (SNAPSHOT_FORMAT, stored.bytes);
         let head = SnapshotHead { vote, meta: snapshot.meta, format, bytes };
@@ -292,7 +295,7 @@ impl RaftNetworkV2<TypeConfig> for Peer {
         rpc: TransferLeaderRequest<TypeConfig>,
         option: RPCOption,
     ) -> Result<TransferLeaderResponse<TypeConfig>, RpcError> {
-        reply(self.client()?.transfer_leader(self.request(&rpc, option.hard_ttl())?).await)
+        decode_reply(self.client()?.transfer_leader(self.request(&rpc, option.hard_ttl())?).await)
     }
 }
 
@@ -303,6 +306,6 @@ pub(crate) struct SnapshotHead {
     pub(crate) meta: SnapshotMeta,
     /// Format of its chunks.
     pub(crate) format: u32,
-    /// Bytes of data that follow.
+    /// Number of data bytes that follow.
     pub(crate) bytes: u64,
 }

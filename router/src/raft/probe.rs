@@ -1,5 +1,5 @@
-//! One replica of a group without a cluster around it, for benches: entries, snapshots and installs as a router does
-//! them, with the same files and the same stream of parts.
+//! One replica of a group without a cluster, for benches: entries, snapshots and installs as in a
+//! router, with the same files and the same stream of parts.
 //!
 //! Only with the feature `probe`. Not here: consensus, and the connection between two routers.
 
@@ -15,55 +15,55 @@ use openraft::vote::RaftLeaderIdExt;
 
 use super::intake::Intake;
 use super::network::Envelope;
-use super::sending::parts;
 use super::service::receive;
+use super::snapshot_sender::parts;
 use super::state_machine::{SnapshotData, StateMachine, apply_batch};
-use super::{Cluster, Entry, LeaderId, LogId, Payload, Proposal};
+use super::{ClusterIdentity, Entry, LeaderId, LogId, Payload, Proposal};
 
-/// The group it stands for.
+/// Number of the simulated group.
 const GROUP: u16 = 1;
 
 /// Longer than any part takes.
-const PART_MAX: Duration = Duration::from_secs(60);
+const PART_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A replica. Clones share it.
+/// A replica; clones share it.
 #[derive(Clone)]
-pub struct Replica {
+pub struct ReplicaProbe {
     machine: StateMachine,
 }
 
-impl Replica {
+impl ReplicaProbe {
     /// Opens a replica in a directory. Blocking.
     ///
     /// # Errors
-    /// When its snapshot cannot be read.
-    pub fn open(directory: &Path) -> io::Result<Replica> {
+    /// If its snapshot cannot be read.
+    pub fn open(directory: &Path) -> io::Result<ReplicaProbe> {
         let intake = Intake::new(directory, GROUP, IndexLimits::default());
-        Ok(Replica { machine: StateMachine::open(intake)? })
+        Ok(ReplicaProbe { machine: StateMachine::open(intake)? })
     }
 
-    /// Applies a command as the next entry of the log; gives how long that took. Blocking.
+    /// Applies a command as the next log entry; returns the time taken. Blocking.
     ///
     /// # Errors
-    /// When the command does not decode.
+    /// If the command does not decode.
     pub fn apply(&self, command: &Command) -> io::Result<Duration> {
         let published = self.machine.published();
         let index = published.read().applied_index() + 1;
-        let payload = Payload::Normal(Proposal::of(command));
+        let payload = Payload::Normal(Proposal::encode(command));
         let entry = Entry { log_id: LogId::new(LeaderId::new_committed(1, 1), index), payload };
         let start = Instant::now();
         apply_batch(&published, vec![(entry, None)])?;
         Ok(start.elapsed())
     }
 
-    /// Makes a snapshot of it on disk; gives its bytes. Blocking.
+    /// Writes a snapshot to disk; returns its size in bytes. Blocking.
     ///
     /// # Errors
-    /// What the file system says.
+    /// The file system's error.
     pub fn snapshot(&self) -> io::Result<u64> {
         match self.machine.build()?.snapshot {
-            SnapshotData::Stored(stored) => Ok(stored.bytes),
-            SnapshotData::Received(_) => Err(io::Error::other("a snapshot that was built did not come in")),
+            SnapshotData::File(stored) => Ok(stored.bytes),
+            SnapshotData::Received(_) => Err(io::Error::other("a built snapshot is not a file")),
         }
     }
 
@@ -73,20 +73,21 @@ impl Replica {
         self.machine.published().read().index.digest()
     }
 
-    /// Takes in the current snapshot of another replica and installs it, as a router does what a leader sends.
+    /// Receives and installs another replica's current snapshot, as a router does with one from its
+    /// leader.
     ///
     /// # Errors
-    /// When the other one has none, or it cannot be taken in.
-    pub async fn install_from(&self, other: &Replica) -> io::Result<()> {
+    /// If the other one has none, or it cannot be installed.
+    pub async fn install_from(&self, other: &ReplicaProbe) -> io::Result<()> {
         let snapshot = other.machine.current()?.ok_or_else(|| io::Error::other("there is no snapshot"))?;
-        let SnapshotData::Stored(stored) = snapshot.snapshot else {
-            return Err(io::Error::other("a snapshot that is kept did not come in"));
+        let SnapshotData::File(stored) = snapshot.snapshot else {
+            return Err(io::Error::other("a kept snapshot is not a file"));
         };
-        let cluster = Arc::new(Cluster { name: String::new(), shards: 1 });
+        let cluster = Arc::new(ClusterIdentity { name: String::new(), shards: 1 });
         let envelope = Envelope { cluster, group: GROUP };
         let mut parts = parts(&envelope, Vec::new(), Arc::clone(&stored)).skip(1).map(Ok);
         let intake = self.machine.intake();
-        let received = receive(&intake, snapshot.meta, stored.bytes, &mut parts, PART_MAX).await;
+        let received = receive(&intake, snapshot.meta, stored.bytes, &mut parts, PART_TIMEOUT).await;
         let data = SnapshotData::Received(Box::new(received.map_err(io::Error::other)?));
         let machine = self.machine.clone();
         tokio::task::spawn_blocking(move || machine.install(data)).await.map_err(io::Error::other)?

@@ -1,102 +1,103 @@
-//! Opens what is on disk. A snapshot that fails its check is set aside, never deleted and never served; the group
-//! comes back empty and its leader sends it again.
+//! Opens the data directory. A snapshot that fails its check is set aside, never deleted and never
+//! served; the group starts empty and its leader sends a new one.
 //!
-//! What the router may promise meanwhile is the point (docs/adr/0019). A lost snapshot leaves the last entry of the
-//! log and the vote known: the router follows, and votes again once it has that entry again. A lost log leaves
-//! neither known, so that even following could break a promise: the router refuses to start and must become a new
-//! member. Not here: the checks (`disk.rs`, `snapshot_file.rs`) and the withholding (`withheld.rs`).
+//! The issue is which promises the router may make meanwhile (docs/adr/0019). After a lost
+//! snapshot, the last log entry and the vote are still known: the router follows, and votes again
+//! once it has that entry. After a lost log neither is known, so even following could break a
+//! promise: the router refuses to start and must become a new member. Not here: the checks (`log/`,
+//! `snapshot_file.rs`) and the withheld votes (`withheld_votes.rs`).
 
 use std::path::Path;
 use std::sync::Arc;
 
 use super::LogId;
 use super::intake::Intake;
-use super::log::{Change, Disk, LOG_FOLDER, LogError, Owner, Recovered};
+use super::log::{Change, DiskLog, LOG_FOLDER, LogError, LogOwner, RecoveredLog};
 use super::log_store::{LogGuard, LogStore};
 use super::snapshot_file::{self, SnapshotFileError};
 use super::state_machine::StateMachine;
-use super::withheld::{WITHHELD_FILE, Withheld};
+use super::withheld_votes::{WITHHELD_FILE, WithheldVotes};
 use crate::error::StartError;
 
-/// What is there of every group, by number, and what is not any more.
-pub(crate) struct Opened {
+/// Stores of every group, by number, and the withheld votes.
+pub(crate) struct OpenedStores {
     pub(crate) stores: Vec<(LogStore, StateMachine)>,
     pub(crate) guard: LogGuard,
-    pub(crate) withheld: Arc<Withheld>,
+    pub(crate) withheld: Arc<WithheldVotes>,
 }
 
-/// What was found and set aside.
+/// Data that was found damaged and set aside.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Loss {
-    /// A snapshot of which the log still holds every entry.
+pub(crate) enum DataLoss {
+    /// A snapshot; the log still holds all its entries.
     #[error(
         "snapshot {path} was corrupted: {what}. It was set aside{aside}; the log holds all of it. Check the disk"
     )]
     Rebuilt {
         /// The file.
         path: String,
-        /// What is wrong.
+        /// The problem.
         what: String,
-        /// Where it is now.
+        /// Its new path.
         aside: String,
     },
-    /// A snapshot, and with it entries that the log does not hold any more.
+    /// A snapshot, with entries that the log no longer holds.
     #[error(
         "snapshot {path} was corrupted: {what}. It was set aside{aside}; the leader of group {group} sends another one, \
-         and until this router has again what it had it gives no vote in the group. Check the disk"
+         and until this router has caught up with its lost entries it gives no vote in the group. Check the disk"
     )]
     Snapshot {
         /// The file.
         path: String,
-        /// What is wrong.
+        /// The problem.
         what: String,
-        /// Where it is now, if it was there.
+        /// Its new path, if it existed.
         aside: String,
         /// The group.
         group: u16,
     },
 }
 
-/// Opens everything. `is_alone`: no other router can send what is lost. Blocking.
+/// Opens everything. `is_alone`: no other router can resend lost data. Blocking.
 ///
 /// # Errors
-/// [`StartError`]: what is not a loss, or a loss that nobody can make good.
+/// [`StartError`]: an error other than a loss, or a loss without a remedy.
 pub(crate) fn open(
     directory: &Path,
-    owner: &Owner,
+    owner: &LogOwner,
     intakes: &[Intake],
     is_alone: bool,
-) -> Result<(Opened, Vec<Loss>), StartError> {
+) -> Result<(OpenedStores, Vec<DataLoss>), StartError> {
     let failed = |source| StartError::from(SnapshotFileError::Io { path: directory.to_owned(), source });
     snapshot_file::remove_temporaries(directory).map_err(failed)?;
-    let (mut disk, mut recovered) = Disk::open(directory, owner)?;
-    let withheld = Withheld::open(directory)?;
-    let mut opening = Opening { directory, is_alone, withheld, losses: Vec::new() };
+    let (mut disk, mut recovered) = DiskLog::open(directory, owner)?;
+    let withheld = WithheldVotes::open(directory)?;
+    let mut recovery = RecoveryContext { directory, is_alone, withheld, losses: Vec::new() };
     let machines: Vec<_> = intakes.iter().cloned().map(StateMachine::open).collect();
-    opening.check_log_is_old(&machines, &recovered)?;
+    recovery.check_log_not_lost(&machines, &recovered)?;
     let parts = intakes.iter().zip(machines).zip(&mut recovered);
-    let machines = parts.map(|((intake, machine), log)| opening.machine(intake, machine, &mut disk, log));
+    let machines = parts.map(|((intake, machine), log)| recovery.machine(intake, machine, &mut disk, log));
     let machines = machines.collect::<Result<Vec<_>, StartError>>()?;
-    let Opening { withheld, losses, .. } = opening;
+    let RecoveryContext { withheld, losses, .. } = recovery;
     let log = |source| LogError::Io { path: directory.to_owned(), source };
-    let (logs, guard) = LogStore::on(disk, recovered).map_err(log)?;
+    let (logs, guard) = LogStore::open(disk, recovered).map_err(log)?;
     let stores = logs.into_iter().zip(machines).collect();
-    Ok((Opened { stores, guard, withheld: Arc::new(withheld) }, losses))
+    Ok((OpenedStores { stores, guard, withheld: Arc::new(withheld) }, losses))
 }
 
-struct Opening<'a> {
+struct RecoveryContext<'a> {
     directory: &'a Path,
     is_alone: bool,
-    withheld: Withheld,
-    losses: Vec<Loss>,
+    withheld: WithheldVotes,
+    losses: Vec<DataLoss>,
 }
 
-type Machine = Result<StateMachine, SnapshotFileError>;
+type OpenedMachine = Result<StateMachine, SnapshotFileError>;
 
-impl Opening<'_> {
-    /// A log that is new beside a snapshot is one that was lost: every other one holds a vote.
-    fn check_log_is_old(&self, machines: &[Machine], logs: &[Recovered]) -> Result<(), LogError> {
-        let has_snapshot = |machine: &Machine| match machine {
+impl RecoveryContext<'_> {
+    /// A new log beside a snapshot means that the log was lost, since every other log holds a vote.
+    fn check_log_not_lost(&self, machines: &[OpenedMachine], logs: &[RecoveredLog]) -> Result<(), LogError> {
+        let has_snapshot = |machine: &OpenedMachine| match machine {
             Ok(machine) => machine.published().read().applied.is_some(),
             Err(_) => true,
         };
@@ -110,16 +111,16 @@ impl Opening<'_> {
         }
     }
 
-    /// The machine of a group, empty when its snapshot is lost.
+    /// The state machine of a group, empty if its snapshot is lost.
     fn machine(
         &mut self,
         intake: &Intake,
-        machine: Machine,
-        disk: &mut Disk,
-        log: &mut Recovered,
+        machine: OpenedMachine,
+        disk: &mut DiskLog,
+        log: &mut RecoveredLog,
     ) -> Result<StateMachine, StartError> {
         let what = match machine {
-            Ok(machine) => match misses(&machine, log) {
+            Ok(machine) => match missing_entries(&machine, log) {
                 None => return Ok(machine),
                 Some(what) => what,
             },
@@ -130,7 +131,7 @@ impl Opening<'_> {
         match log.purged {
             None => {
                 let aside = set_aside(&path)?;
-                self.losses.push(Loss::Rebuilt { path: path.display().to_string(), what, aside });
+                self.losses.push(DataLoss::Rebuilt { path: path.display().to_string(), what, aside });
             }
             Some(_) if self.is_alone => return Err(SnapshotFileError::Corrupt { path, what }.into()),
             Some(purged) => self.lose_snapshot(intake.group, &path, what, disk, log, purged)?,
@@ -138,14 +139,14 @@ impl Opening<'_> {
         Ok(StateMachine::empty(intake.clone()))
     }
 
-    /// Begins a group anew: its log without the snapshot before it is of no use. The vote stays.
+    /// Resets a group except its vote: its log is useless without the lost snapshot.
     fn lose_snapshot(
         &mut self,
         group: u16,
         path: &Path,
         what: String,
-        disk: &mut Disk,
-        log: &mut Recovered,
+        disk: &mut DiskLog,
+        log: &mut RecoveredLog,
         purged: LogId,
     ) -> Result<(), StartError> {
         let last = log.entries.back().map_or(purged, |entry| entry.log_id);
@@ -154,22 +155,22 @@ impl Opening<'_> {
             .map_err(|source| SnapshotFileError::Io { path: self.directory.join(WITHHELD_FILE), source })?;
         let forgotten = disk.commit([(group, &Change::Forget)].into_iter());
         forgotten.map_err(|source| LogError::Io { path: self.directory.join(LOG_FOLDER), source })?;
-        *log = Recovered { vote: log.vote, ..Recovered::default() };
+        *log = RecoveredLog { vote: log.vote, ..RecoveredLog::default() };
         let aside = set_aside(path)?;
-        self.losses.push(Loss::Snapshot { path: path.display().to_string(), what, aside, group });
+        self.losses.push(DataLoss::Snapshot { path: path.display().to_string(), what, aside, group });
         Ok(())
     }
 }
 
-/// What is wrong when entries are neither in the snapshot nor in the log any more.
-fn misses(machine: &StateMachine, log: &Recovered) -> Option<String> {
+/// Describes entries that are in neither the snapshot nor the log; `None` if there are none.
+fn missing_entries(machine: &StateMachine, log: &RecoveredLog) -> Option<String> {
     let next = |entry: Option<LogId>| entry.map_or(0, |entry| entry.index() + 1);
     let (covered, begins) = (next(machine.published().read().applied), next(log.purged));
     (begins > covered)
         .then(|| format!("it ends before entry {covered}, but the log begins with entry {begins}"))
 }
 
-/// Renames a file that may be there; says where it is now.
+/// Renames a file if it exists; returns its new path as text.
 fn set_aside(path: &Path) -> Result<String, StartError> {
     match snapshot_file::set_aside(path) {
         Ok(aside) => Ok(format!(" as {}", aside.display())),

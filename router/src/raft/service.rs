@@ -1,8 +1,9 @@
-//! Raft calls from the other routers: checks who speaks, decodes, hands to the group's openraft, encodes.
+//! Raft calls from the other routers: validates the caller, decodes, passes to the group's
+//! openraft, encodes.
 //!
-//! Not here: any Raft rule. A message of another cluster, of another number of shards, or one that does not
-//! decode is refused; a snapshot is checked, restored and written down chunk by chunk as it arrives, under limits,
-//! before openraft sees it.
+//! Not here: any Raft rule. A message from another cluster, with another number of shards, or
+//! undecodable, is refused. A snapshot is checked, restored and written chunk by chunk on arrival,
+//! under limits, before openraft sees it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,46 +22,46 @@ use tonic::{Request, Response, Status, Streaming};
 
 use super::append_stream::{self, malformed};
 use super::handle::Consensus;
-use super::intake::{Intake, IntakeError, Received};
+use super::intake::{Intake, IntakeError, ReceivedSnapshot};
 use super::network::{Envelope, SnapshotHead};
-use super::repair::Repair;
+use super::repair::ReplicaRepair;
 use super::state_machine::SnapshotData;
-use super::withheld::Withheld;
-use super::{Cluster, Raft, Snapshot, SnapshotMeta, append};
+use super::withheld_votes::WithheldVotes;
+use super::{ClusterIdentity, Raft, Snapshot, SnapshotMeta, append};
+use crate::anti_entropy::digests::{DigestMark, compare_marks};
 use crate::groups::{Group, Groups};
-use crate::truth::digests::{Mark, compare_marks};
 
-/// Longest snapshot taken from a peer: above any index the product is sized for, below the memory of a router,
-/// so that a peer gone mad cannot end the process.
+/// Largest snapshot accepted from a peer: above any supported index, below a router's memory, so
+/// that a faulty peer cannot end the process.
 const SNAPSHOT_BYTES_MAX: u64 = 16 << 30;
 
-/// Snapshots taken in at once, of all groups. Each holds the index that it restores beside the one in use, so
-/// this bounds the memory of a router that lags in many groups at once; the others wait for their turn.
+/// Snapshots received at once, over all groups. Each holds a restored index beside the current one,
+/// so this bounds the memory of a router that lags in many groups; the others wait.
 const RECEIVING_MAX: usize = 2;
 
-/// Parts that arrived and wait to be restored; the sender then waits too.
+/// Received parts that wait to be restored; at the limit the sender waits too.
 const PARTS_WAITING_MAX: usize = 4;
 
-/// Longest pause between two parts: a sender that is gone must not keep its turn.
-pub(super) const PART_MAX: Duration = Duration::from_secs(10);
+/// Longest pause between two parts: a vanished sender must not keep its slot.
+pub(super) const PART_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The receiving side of Raft, for all groups of this router.
+/// Receiving side of Raft, for all groups of this router.
 pub(crate) struct RaftService {
-    cluster: Arc<Cluster>,
+    cluster: Arc<ClusterIdentity>,
     groups: Groups,
-    repairs: Vec<Arc<Repair>>,
-    withheld: Arc<Withheld>,
+    repairs: Vec<Arc<ReplicaRepair>>,
+    withheld: Arc<WithheldVotes>,
     receiving: Arc<Semaphore>,
     stop: CancellationToken,
 }
 
 impl RaftService {
-    /// `repairs` by number of group. Streams of calls end with `stop`.
+    /// `repairs` are ordered by group. Streams of calls end with `stop`.
     pub(crate) fn new(
-        cluster: Arc<Cluster>,
+        cluster: Arc<ClusterIdentity>,
         groups: Groups,
-        repairs: Vec<Arc<Repair>>,
-        withheld: Arc<Withheld>,
+        repairs: Vec<Arc<ReplicaRepair>>,
+        withheld: Arc<WithheldVotes>,
         stop: CancellationToken,
     ) -> RaftService {
         let receiving = Arc::new(Semaphore::new(RECEIVING_MAX));
@@ -68,16 +69,16 @@ impl RaftService {
     }
 
     fn group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Consensus, Status> {
-        self.whole_group(cluster, shards, group).map(|group| &group.consensus)
+        self.group_of(cluster, shards, group).map(|group| &group.consensus)
     }
 
-    fn whole_group(&self, cluster: &str, shards: u32, group: u32) -> Result<&Arc<Group>, Status> {
+    fn group_of(&self, cluster: &str, shards: u32, group: u32) -> Result<&Arc<Group>, Status> {
         self.same_cluster(cluster, shards)?;
         self.groups.get(group).ok_or_else(|| Status::invalid_argument(format!("there is no group {group}")))
     }
 
     fn same_cluster(&self, cluster: &str, shards: u32) -> Result<(), Status> {
-        let Cluster { name, shards: ours } = &*self.cluster;
+        let ClusterIdentity { name, shards: ours } = &*self.cluster;
         if cluster == name && shards == u32::from(*ours) {
             return Ok(());
         }
@@ -109,22 +110,22 @@ impl RaftService {
         Ok(Response::new(envelope.frame(payload)))
     }
 
-    /// Refuses what only a voter may answer where this router lost what it must not contradict.
-    fn may_vote(&self, group: &Consensus) -> Result<(), Status> {
-        if self.withheld.holds(group.group()) {
+    /// Fails if this router lost entries of the group, so that a vote could contradict them.
+    fn check_vote_allowed(&self, group: &Consensus) -> Result<(), Status> {
+        if self.withheld.is_withheld(group.group()) {
             return Err(Status::unavailable("this router lost entries of the group and gives no vote in it"));
         }
         Ok(())
     }
 
-    /// What the replica of a group is made of.
-    fn repair(&self, group: &Consensus) -> Result<&Arc<Repair>, Status> {
+    /// The repair of a group's replica.
+    fn repair(&self, group: &Consensus) -> Result<&Arc<ReplicaRepair>, Status> {
         let known = self.repairs.get(usize::from(group.group()));
         known.ok_or_else(|| Status::invalid_argument("there is no such group"))
     }
 }
 
-/// The head of a snapshot, if it may come in.
+/// The head of a snapshot, if it is acceptable.
 pub(super) fn check_head(part: &pb::SnapshotPart) -> Result<SnapshotHead, Status> {
     let (stored, computed) = (part.crc32c, crc32c::crc32c(&part.head));
     if stored != computed {
@@ -144,33 +145,33 @@ pub(super) fn check_head(part: &pb::SnapshotPart) -> Result<SnapshotHead, Status
     Ok(head)
 }
 
-/// Takes in all further parts, which must come to so many bytes. Ends at the first wrong chunk.
+/// Receives all further parts, with a total of `bytes`. Ends at the first wrong chunk.
 pub(super) async fn receive(
     intake: &Intake,
     meta: SnapshotMeta,
     bytes: u64,
     stream: &mut (impl Stream<Item = Result<pb::SnapshotPart, Status>> + Unpin),
     part_max: Duration,
-) -> Result<Received, Status> {
+) -> Result<ReceivedSnapshot, Status> {
     let (parts, waiting) = mpsc::channel(PARTS_WAITING_MAX);
     let intake = intake.clone();
-    let taking = tokio::task::spawn_blocking(move || take(&intake, meta, waiting));
+    let taking = tokio::task::spawn_blocking(move || receive_blocking(&intake, meta, waiting));
     let fed = feed(stream, parts, bytes, part_max).await;
     let taken =
-        taking.await.map_err(|error| Status::internal(format!("taking a snapshot in ended: {error}")))?;
+        taking.await.map_err(|error| Status::internal(format!("receiving a snapshot ended: {error}")))?;
     match (fed, taken) {
-        // What was wrong with the bytes says more than that they ended.
+        // An error in the bytes is more specific than their early end.
         (_, Err(error)) if !matches!(&error, IntakeError::Cut { .. }) => Err(refusal(&error)),
         (Err(status), _) => Err(status),
         (Ok(()), taken) => taken.map_err(|error| refusal(&error)),
     }
 }
 
-fn take(
+fn receive_blocking(
     intake: &Intake,
     meta: SnapshotMeta,
     mut waiting: mpsc::Receiver<Vec<u8>>,
-) -> Result<Received, IntakeError> {
+) -> Result<ReceivedSnapshot, IntakeError> {
     let mut incoming = intake.begin(meta)?;
     while let Some(bytes) = waiting.blocking_recv() {
         incoming.push(&bytes)?;
@@ -178,7 +179,7 @@ fn take(
     incoming.finish()
 }
 
-/// Hands on the data of all parts until the stream ends or nobody takes them.
+/// Forwards the data of all parts until the stream ends or the receiver is gone.
 async fn feed(
     stream: &mut (impl Stream<Item = Result<pb::SnapshotPart, Status>> + Unpin),
     parts: mpsc::Sender<Vec<u8>>,
@@ -220,10 +221,13 @@ fn refusal(error: &IntakeError) -> Status {
 
 #[tonic::async_trait]
 impl raft_server::Raft for RaftService {
-    async fn hello(&self, _: Request<pb::HelloRequest>) -> Result<Response<pb::HelloReply>, Status> {
-        let Cluster { name, shards } = &*self.cluster;
+    async fn handshake(
+        &self,
+        _: Request<pb::HandshakeRequest>,
+    ) -> Result<Response<pb::HandshakeReply>, Status> {
+        let ClusterIdentity { name, shards } = &*self.cluster;
         let router = self.groups.control().consensus.id();
-        Ok(Response::new(pb::HelloReply { cluster: name.clone(), shards: (*shards).into(), router }))
+        Ok(Response::new(pb::HandshakeReply { cluster: name.clone(), shards: (*shards).into(), router }))
     }
 
     async fn read_index(
@@ -232,7 +236,7 @@ impl raft_server::Raft for RaftService {
     ) -> Result<Response<pb::ReadIndexReply>, Status> {
         let frame = request.into_inner();
         let group = self.group(&frame.cluster, frame.shards, frame.group)?;
-        match group.read_index_here().await {
+        match group.local_read_index().await {
             Some(index) => Ok(Response::new(pb::ReadIndexReply { index })),
             None => Err(Status::unavailable("this router does not lead the group")),
         }
@@ -243,24 +247,24 @@ impl raft_server::Raft for RaftService {
         request: Request<pb::CompareRequest>,
     ) -> Result<Response<pb::CompareReply>, Status> {
         let request = request.into_inner();
-        let group = self.whole_group(&request.cluster, request.shards, request.group)?;
+        let group = self.group_of(&request.cluster, request.shards, request.group)?;
         let theirs = request.marks.iter().map(|mark| {
             let digest = mark.digest.as_slice().try_into();
             let digest = digest.map_err(|_| Status::invalid_argument("a digest has 16 bytes"))?;
-            Ok(Mark { index: mark.index, digest })
+            Ok(DigestMark { index: mark.index, digest })
         });
         let theirs = theirs.collect::<Result<Vec<_>, Status>>()?;
         let Some((ours, differs)) = compare_marks(&group.published.marks(), &theirs) else {
             return Ok(Response::new(pb::CompareReply::default()));
         };
         let (entry, known) = (ours.index, group.has_diverged());
-        // A difference counts only once the leader has heard the others too.
+        // A difference counts only after the leader has compared all replicas.
         if !differs || request.verdict() != pb::Verdict::None {
-            group.compared(entry, differs);
+            group.record_comparison(entry, differs);
         }
         if differs && !known && group.has_diverged() {
             let group = group.number();
-            tracing::error!(group, entry, "this replica differs from the leader's: it answers nothing");
+            tracing::error!(group, entry, "this replica differs from the leader's: it stops answering");
         }
         if differs && request.verdict() == pb::Verdict::Wrong {
             self.repair(&group.consensus)?.start(group, &self.receiving);
@@ -273,13 +277,13 @@ impl raft_server::Raft for RaftService {
 
     async fn state(&self, request: Request<pb::RaftFrame>) -> Result<Response<Self::StateStream>, Status> {
         let frame = request.into_inner();
-        let group = self.whole_group(&frame.cluster, frame.shards, frame.group)?;
-        if !group.consensus.holds_office() || group.has_diverged() {
+        let group = self.group_of(&frame.cluster, frame.shards, frame.group)?;
+        if !group.consensus.holds_leader_lease() || group.has_diverged() {
             return Err(Status::unavailable(
                 "this router does not lead the group, or differs from the others",
             ));
         }
-        let state = self.repair(&group.consensus)?.state(group).await?;
+        let state = self.repair(&group.consensus)?.stream_state(group).await?;
         Ok(Response::new(state.boxed()))
     }
 
@@ -288,9 +292,9 @@ impl raft_server::Raft for RaftService {
         let group = self.group(&frame.cluster, frame.shards, frame.group)?;
         let call = append::from_frame(frame).map_err(|error| malformed(&error))?;
         let result = group.raft().append_entries(call).await;
-        // Any answer but "your term is over" means that the caller is this router's leader.
+        // Any answer except "higher vote" means that the caller is this router's leader.
         if matches!(&result, Ok(reply) if !matches!(reply, AppendEntriesResponse::HigherVote(_))) {
-            group.heard();
+            group.record_leader_contact();
         }
         self.answer(group, result)
     }
@@ -304,23 +308,23 @@ impl raft_server::Raft for RaftService {
         let mut frames = request.into_inner();
         let first = tokio::select! {
             first = frames.message() => first?,
-            () = self.stop.cancelled() => return Err(Status::unavailable("this router stops")),
+            () = self.stop.cancelled() => return Err(Status::unavailable("this router is stopping")),
         };
         let first = first.ok_or_else(|| Status::invalid_argument("a stream without calls"))?;
-        let group = Arc::clone(self.whole_group(&first.cluster, first.shards, first.group)?);
+        let group = Arc::clone(self.group_of(&first.cluster, first.shards, first.group)?);
         let first = append::from_frame(first).map_err(|error| malformed(&error))?;
-        Ok(Response::new(append_stream::take(group, first, frames, self.stop.clone())))
+        Ok(Response::new(append_stream::serve(group, first, frames, self.stop.clone())))
     }
 
     async fn vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
-        self.may_vote(group)?;
+        self.check_vote_allowed(group)?;
         self.answer(group, group.raft().vote(message).await)
     }
 
     async fn pre_vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
-        self.may_vote(group)?;
+        self.check_vote_allowed(group)?;
         self.answer(group, group.raft().pre_vote(message).await)
     }
 
@@ -329,7 +333,7 @@ impl raft_server::Raft for RaftService {
         request: Request<pb::RaftFrame>,
     ) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
-        self.may_vote(group)?;
+        self.check_vote_allowed(group)?;
         self.answer(group, group.raft().handle_transfer_leader(message).await)
     }
 
@@ -344,14 +348,14 @@ impl raft_server::Raft for RaftService {
             .ok_or_else(|| Status::invalid_argument("a snapshot stream without parts"))?;
         let group = self.group(&first.cluster, first.shards, first.group)?;
         let head = check_head(&first)?;
-        let turn = self.receiving.acquire().await;
-        let _turn = turn.map_err(|_| Status::unavailable("this router stops"))?;
+        let slot = self.receiving.acquire().await;
+        let _slot = slot.map_err(|_| Status::unavailable("this router is stopping"))?;
         let received = receive(
             &self.repair(group)?.machine().intake(),
             head.meta.clone(),
             head.bytes,
             &mut stream,
-            PART_MAX,
+            PART_TIMEOUT,
         )
         .await?;
         let snapshot = Snapshot { meta: head.meta, snapshot: SnapshotData::Received(Box::new(received)) };

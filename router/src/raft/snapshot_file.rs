@@ -1,11 +1,15 @@
-//! The snapshot of a group on disk: one file, written and read chunk by chunk, replaced as a whole.
+//! The snapshot of a group on disk: one file, written and read in chunks, replaced as a whole.
 //!
-//! Layout, little endian: magic (8 bytes), version (u32), format of the chunks (u32), length of the head
-//! (u32), CRC32C of everything before it and of the head (u32), head (MessagePack of the snapshot's meta), then
-//! each chunk of the index (`kv_core::index`) after its length (u32). Every chunk has its own checksum, and the
-//! last one says that it is the last. Written to a temporary name, synced, renamed, directory synced: a crash
-//! leaves the old one or the new one, and temporaries are removed at start. Not here: what is done about a file
-//! that fails its check (`recover.rs`), and the state machine.
+//! Layout, little endian:
+//! - magic (8 bytes), version (u32), format of the chunks (u32), length of the head (u32).
+//! - CRC32C of everything before it and of the head (u32).
+//! - Head (MessagePack of the snapshot's meta).
+//! - Each chunk of the index (`kv_core::index`) after its length (u32).
+//!
+//! Every chunk has its own checksum, and the last one is marked as the last. The file is written to
+//! a temporary name, synced and renamed, and then the directory is synced. So a crash leaves the
+//! old or the new file, and temporaries are removed at start. Not here: handling of a file that
+//! fails its check (`recover.rs`), and the state machine.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -23,7 +27,7 @@ pub(crate) fn path_of(directory: &Path, group: u16) -> PathBuf {
     directory.join(format!("snapshot-{group}.kvf"))
 }
 
-/// End of the name of a file that is being written.
+/// Suffix of a file that is being written.
 const TEMPORARY: &str = ".new";
 
 const MAGIC: [u8; 8] = *b"KVFSNAP\n";
@@ -34,37 +38,37 @@ const CRC_AT: usize = 20;
 /// Longest head: a membership of thousands of routers.
 const HEAD_BYTES_MAX: u32 = 16 << 20;
 
-/// Longest chunk: runs end a chunk at 64 KiB, and what stands in one piece (all nodes and pins at the limits of
-/// an index, one run that thousands hold in shreds) stays below this. It bounds what a forged length can cost.
+/// Longest chunk. Runs end a chunk at 64 KiB, and indivisible parts stay below this: all nodes and
+/// pins at the limits of an index, or one run with thousands of fragmented holders. It bounds the
+/// cost of a forged length.
 pub(crate) const CHUNK_BYTES_MAX: u32 = 256 << 20;
 
-/// Bytes read at once.
+/// Bytes of one read.
 const READ_BYTES: usize = 8 * SNAPSHOT_CHUNK_BYTES;
 
-/// Bytes after which a file that is being written is pushed to the disk, so that the sync at the end waits for
-/// little.
+/// Unsynced bytes after which a file is synced, so that the final sync is short.
 const SYNC_BYTES: u64 = 32 << 20;
 
-/// Why the snapshot on disk is not served.
+/// Error of the snapshot on disk.
 #[derive(Debug, thiserror::Error)]
 pub enum SnapshotFileError {
-    /// The bytes are not those that were written.
+    /// The bytes differ from those that were written.
     #[error(
-        "snapshot {path} is corrupted: {what}. This router refuses to start: it is the only voter, and nobody else has \
-         what is in it. Restore its data directory from a copy, or start a new cluster with an empty one", path = path.display()
+        "snapshot {path} is corrupted: {what}. This router refuses to start: it is the only voter, and no other router has \
+         its contents. Restore its data directory from a copy, or start a new cluster with an empty one", path = path.display()
     )]
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         what: String,
     },
-    /// The file system refused.
+    /// A file system error.
     #[error("snapshot {path} cannot be read or written: {source}; check the disk and the permissions", path = path.display())]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The operating system's error.
         source: io::Error,
     },
 }
@@ -82,10 +86,10 @@ impl From<SnapshotFileError> for io::Error {
     }
 }
 
-/// Renames a file that is not to be used, so that somebody can look at it; gives its new name.
+/// Renames an unusable file, so that a person can inspect it; returns its new name.
 ///
 /// # Errors
-/// What the file system says.
+/// The file system's error.
 pub(crate) fn set_aside(path: &Path) -> io::Result<PathBuf> {
     let name = |number: u32| {
         let mut name = path.as_os_str().to_owned();
@@ -99,10 +103,10 @@ pub(crate) fn set_aside(path: &Path) -> io::Result<PathBuf> {
     Ok(free)
 }
 
-/// Removes what a killed process was writing. Nothing was ever acknowledged from it.
+/// Removes partial files of a killed process. They were never acknowledged.
 ///
 /// # Errors
-/// What the file system says.
+/// The file system's error.
 pub(crate) fn remove_temporaries(directory: &Path) -> io::Result<()> {
     for file in fs::read_dir(directory)? {
         let file = file?;
@@ -115,20 +119,20 @@ pub(crate) fn remove_temporaries(directory: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// A file that is being written; it goes when nobody makes it the snapshot.
+/// A file that is being written; removed unless it becomes the snapshot.
 #[derive(Debug)]
-pub(crate) struct Temporary(PathBuf);
+pub(crate) struct TemporaryFile(PathBuf);
 
-impl Drop for Temporary {
+impl Drop for TemporaryFile {
     fn drop(&mut self) {
-        // It may have been renamed; what stays is removed at the next start.
+        // It may have been renamed; a leftover is removed at the next start.
         drop(fs::remove_file(&self.0));
     }
 }
 
 /// A snapshot file that is being written.
-pub(crate) struct Writer {
-    temporary: Temporary,
+pub(crate) struct SnapshotWriter {
+    temporary: TemporaryFile,
     file: File,
     meta: SnapshotMeta,
     data_at: u64,
@@ -136,9 +140,14 @@ pub(crate) struct Writer {
     unsynced: u64,
 }
 
-impl Writer {
-    /// Begins a file of a group; `number` tells files of one group apart that are written at once. Blocking.
-    pub(crate) fn new(directory: &Path, group: u16, number: u64, meta: SnapshotMeta) -> io::Result<Writer> {
+impl SnapshotWriter {
+    /// Starts a file of a group; `number` distinguishes concurrent files of one group. Blocking.
+    pub(crate) fn new(
+        directory: &Path,
+        group: u16,
+        number: u64,
+        meta: SnapshotMeta,
+    ) -> io::Result<SnapshotWriter> {
         let path = directory.join(format!("snapshot-{group}.kvf.{number}{TEMPORARY}"));
         let head = rmp_serde::to_vec_named(&meta).map_err(io::Error::other)?;
         let mut start = Vec::with_capacity(FIXED_BYTES + head.len());
@@ -150,9 +159,9 @@ impl Writer {
         start.extend_from_slice(&crc.to_le_bytes());
         start.extend_from_slice(&head);
         let mut file = File::options().read(true).write(true).create(true).truncate(true).open(&path)?;
-        let temporary = Temporary(path);
+        let temporary = TemporaryFile(path);
         file.write_all(&start)?;
-        Ok(Writer { temporary, file, meta, data_at: start.len() as u64, bytes: 0, unsynced: 0 })
+        Ok(SnapshotWriter { temporary, file, meta, data_at: start.len() as u64, bytes: 0, unsynced: 0 })
     }
 
     /// Appends a chunk. Blocking.
@@ -170,36 +179,36 @@ impl Writer {
         Ok(())
     }
 
-    /// Makes everything durable; only the name is missing. Blocking.
-    pub(crate) fn finish(self) -> io::Result<Written> {
+    /// Makes everything durable except the name. Blocking.
+    pub(crate) fn finish(self) -> io::Result<FinishedSnapshot> {
         self.file.sync_all()?;
-        let Writer { temporary, file, meta, data_at, bytes, .. } = self;
-        Ok(Written {
+        let SnapshotWriter { temporary, file, meta, data_at, bytes, .. } = self;
+        Ok(FinishedSnapshot {
             temporary,
-            stored: Stored { file, meta, data_at, bytes, is_damaged: AtomicBool::new(false) },
+            stored: SnapshotFile { file, meta, data_at, bytes, is_damaged: AtomicBool::new(false) },
         })
     }
 }
 
-/// A whole snapshot file that still has its temporary name.
+/// A complete snapshot file under its temporary name.
 #[derive(Debug)]
-pub(crate) struct Written {
-    temporary: Temporary,
-    pub(crate) stored: Stored,
+pub(crate) struct FinishedSnapshot {
+    temporary: TemporaryFile,
+    pub(crate) stored: SnapshotFile,
 }
 
-impl Written {
-    /// Gives the file its name, in place of the one that had it. Blocking.
-    pub(crate) fn publish(self, directory: &Path, group: u16) -> io::Result<Stored> {
+impl FinishedSnapshot {
+    /// Renames the file over the current snapshot. Blocking.
+    pub(crate) fn publish(self, directory: &Path, group: u16) -> io::Result<SnapshotFile> {
         fs::rename(&self.temporary.0, path_of(directory, group))?;
         File::open(directory)?.sync_all()?;
         Ok(self.stored)
     }
 }
 
-/// A snapshot file, open. It stays legible when another one has taken its name.
+/// An open snapshot file. It stays readable after another one takes its name.
 #[derive(Debug)]
-pub(crate) struct Stored {
+pub(crate) struct SnapshotFile {
     file: File,
     pub(crate) meta: SnapshotMeta,
     data_at: u64,
@@ -208,9 +217,9 @@ pub(crate) struct Stored {
     is_damaged: AtomicBool,
 }
 
-impl Stored {
-    /// Opens a group's snapshot and checks its head; `None` when there is none. Blocking.
-    pub(crate) fn open(directory: &Path, group: u16) -> Result<Option<Stored>, SnapshotFileError> {
+impl SnapshotFile {
+    /// Opens a group's snapshot and checks its head; `None` if there is none. Blocking.
+    pub(crate) fn open(directory: &Path, group: u16) -> Result<Option<SnapshotFile>, SnapshotFileError> {
         let path = path_of(directory, group);
         let opened = File::open(&path).and_then(|file| {
             let bytes = file.metadata()?.len();
@@ -219,7 +228,13 @@ impl Stored {
         match opened {
             Ok((Ok((meta, data_at)), file, bytes)) => {
                 let is_damaged = AtomicBool::new(false);
-                Ok(Some(Stored { file, meta, data_at, bytes: bytes.saturating_sub(data_at), is_damaged }))
+                Ok(Some(SnapshotFile {
+                    file,
+                    meta,
+                    data_at,
+                    bytes: bytes.saturating_sub(data_at),
+                    is_damaged,
+                }))
             }
             Ok((Err(what), ..)) => Err(SnapshotFileError::Corrupt { path, what }),
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
@@ -227,29 +242,29 @@ impl Stored {
         }
     }
 
-    /// The chunks in order, as they are on disk: whoever takes them checks them. Blocking.
-    pub(crate) fn chunks(&self) -> Chunks<'_> {
-        Chunks {
+    /// The chunks in order, unchecked: the caller checks them. Blocking.
+    pub(crate) fn chunks(&self) -> SnapshotChunks<'_> {
+        SnapshotChunks {
             stored: self,
             at: 0,
-            frames: Frames::default(),
+            frames: ChunkDecoder::default(),
             read: vec![0; READ_BYTES],
             has_failed: false,
         }
     }
 
-    /// Says that a chunk did not match its checksum: the file is not to be sent again.
-    pub(crate) fn found_damaged(&self) {
+    /// Records that a chunk did not match its checksum, so that the file is not sent again.
+    pub(crate) fn mark_damaged(&self) {
         self.is_damaged.store(true, Ordering::Relaxed);
     }
 
-    /// Whether somebody found it so.
+    /// Whether the file was found damaged.
     pub(crate) fn is_damaged(&self) -> bool {
         self.is_damaged.load(Ordering::Relaxed)
     }
 }
 
-/// Meta of the file and where its chunks begin, or what is wrong.
+/// Meta of the file and the offset of its chunks, or the problem.
 fn read_head(file: &File) -> io::Result<Result<(SnapshotMeta, u64), String>> {
     let mut fixed = Vec::new();
     file.take(FIXED_BYTES as u64).read_to_end(&mut fixed)?;
@@ -281,19 +296,19 @@ fn checksum(fixed: &[u8], head: &[u8]) -> u32 {
     crc32c::crc32c_append(crc32c::crc32c(fixed), head)
 }
 
-/// Chunks cut out of bytes that come piece by piece.
+/// Cuts chunks out of bytes that arrive in pieces.
 #[derive(Debug, Default)]
-pub(crate) struct Frames {
+pub(crate) struct ChunkDecoder {
     pending: BytesMut,
 }
 
-impl Frames {
-    /// Takes more bytes.
+impl ChunkDecoder {
+    /// Adds bytes.
     pub(crate) fn push(&mut self, bytes: &[u8]) {
         self.pending.extend_from_slice(bytes);
     }
 
-    /// The next chunk that is there; an error for a length that no chunk has.
+    /// The next complete chunk; an error for an invalid length.
     pub(crate) fn next(&mut self) -> Result<Option<BytesMut>, String> {
         let Some(length) = self.pending.first_chunk() else { return Ok(None) };
         let length = u32::from_le_bytes(*length);
@@ -307,31 +322,31 @@ impl Frames {
         Ok(Some(self.pending.split_to(length as usize)))
     }
 
-    /// Bytes that are no chunk yet.
-    pub(crate) fn left(&self) -> usize {
+    /// Bytes of an incomplete chunk.
+    pub(crate) fn pending_bytes(&self) -> usize {
         self.pending.len()
     }
 }
 
-/// Why the next chunk of a file cannot be had.
+/// Error of reading a chunk.
 #[derive(Debug)]
 pub(crate) enum ChunkError {
     /// Its bytes are cut wrong.
     Damaged(String),
-    /// The file system refused.
+    /// A file system error.
     Io(io::Error),
 }
 
 /// The chunks of a file.
-pub(crate) struct Chunks<'a> {
-    stored: &'a Stored,
+pub(crate) struct SnapshotChunks<'a> {
+    stored: &'a SnapshotFile,
     at: u64,
-    frames: Frames,
+    frames: ChunkDecoder,
     read: Vec<u8>,
     has_failed: bool,
 }
 
-impl Chunks<'_> {
+impl SnapshotChunks<'_> {
     fn read(&mut self) -> Result<Option<BytesMut>, ChunkError> {
         loop {
             if let Some(chunk) = self.frames.next().map_err(ChunkError::Damaged)? {
@@ -339,9 +354,9 @@ impl Chunks<'_> {
             }
             let read = self.stored.file.read_at(&mut self.read, self.stored.data_at + self.at);
             match read.map_err(ChunkError::Io)? {
-                0 if self.frames.left() == 0 => return Ok(None),
+                0 if self.frames.pending_bytes() == 0 => return Ok(None),
                 0 => {
-                    let left = self.frames.left();
+                    let left = self.frames.pending_bytes();
                     return Err(ChunkError::Damaged(format!("it ends {left} bytes into a chunk")));
                 }
                 read => {
@@ -353,7 +368,7 @@ impl Chunks<'_> {
     }
 }
 
-impl Iterator for Chunks<'_> {
+impl Iterator for SnapshotChunks<'_> {
     type Item = Result<BytesMut, ChunkError>;
 
     fn next(&mut self) -> Option<Self::Item> {

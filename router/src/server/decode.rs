@@ -1,37 +1,43 @@
-//! Whether a request may begin to decode, asked once its prompt is computed.
+//! Decode admission: whether a request may begin to decode, asked after its prefill.
 //!
-//! Not here: the prediction (`kv_core::schedule`), and who is turned away when it comes (`route.rs`).
+//! Not here: the prediction (`kv_core::schedule`), and admission on arrival (`route.rs`).
 
 use kv_core::id::InstanceId;
 use kvfleet_proto::pb;
 
-use super::{Shared, millis};
+use super::{ServerState, millis};
 
-/// Answers an instance where a request runs; where nobody asked for a limit or nothing is known of what decodes there, it may.
-pub(super) fn may(shared: &Shared, asked: pb::MayDecodeRequest) -> pb::MayDecodeReply {
-    let pb::MayDecodeRequest { request, instance, tbt_max_us } = asked;
+/// Answers the instance that runs a request. Allowed if no limit applies or the instance's decode
+/// load is unknown.
+pub(super) fn admit(shared: &ServerState, asked: pb::AdmitDecodeRequest) -> pb::AdmitDecodeReply {
+    let pb::AdmitDecodeRequest { request, instance, tbt_max_us } = asked;
     let instance = InstanceId(instance);
-    // What the router is set to was counted when it was decided; of a request that is not known nothing was promised.
+    // The router's own limit was applied at the decision; an unknown request has no limit.
     let limit_us = match tbt_max_us {
-        0 => shared.recall.lock().limit_us(request, instance),
+        0 => shared.decision_log.lock().tbt_limit_us(request, instance),
         said => said,
     };
     answer(shared, (instance, true), limit_us)
 }
 
-/// Answers whoever sends a request on to an instance, by the limit that it was decided with, wherever it was sent then.
-pub(crate) fn may_there(shared: &Shared, request: u64, instance: InstanceId) -> pb::MayDecodeReply {
-    let limit_us = shared.recall.lock().of(request).map_or(0, |decided| decided.tbt_max_us);
+/// Answers a caller that wants to send a routed request to another instance, under the limit of its
+/// decision.
+pub(crate) fn admit_on(shared: &ServerState, request: u64, instance: InstanceId) -> pb::AdmitDecodeReply {
+    let limit_us = shared.decision_log.lock().get(request).map_or(0, |decided| decided.tbt_max_us);
     answer(shared, (instance, false), limit_us)
 }
 
-fn answer(shared: &Shared, (instance, runs_there): (InstanceId, bool), limit_us: u64) -> pb::MayDecodeReply {
-    let answer = shared.fleet.may_decode((instance, runs_there), limit_us, shared.clock.now());
-    shared.metrics.decode_asked(answer.is_ok());
+fn answer(
+    shared: &ServerState,
+    (instance, pinned_instance): (InstanceId, bool),
+    limit_us: u64,
+) -> pb::AdmitDecodeReply {
+    let answer = shared.fleet.admit_decode((instance, pinned_instance), limit_us, shared.clock.now());
+    shared.metrics.record_decode_admission(answer.is_ok());
     match answer {
-        Ok(tbt_us) => pb::MayDecodeReply { may: true, tbt_us, ..pb::MayDecodeReply::default() },
-        Err((tbt_us, rejection)) => pb::MayDecodeReply {
-            may: false,
+        Ok(tbt_us) => pb::AdmitDecodeReply { admitted: true, tbt_us, ..pb::AdmitDecodeReply::default() },
+        Err((tbt_us, rejection)) => pb::AdmitDecodeReply {
+            admitted: false,
             tbt_us,
             reason: rejection.reason.to_string(),
             retry_after_ms: millis(rejection.retry_after),

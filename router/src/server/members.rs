@@ -1,7 +1,8 @@
-//! Membership and leadership of one group: one change each, answered after commit, on the group's leader.
+//! Membership and leadership of one group: one change each, answered by the group's leader after
+//! commit.
 //!
-//! A change names its group; whoever changes the whole cluster asks for control first and then for every shard
-//! (`kvfleet members`), and may ask again for what was begun. Not here: the protocol (openraft).
+//! A change names its group. A change of the whole cluster covers control first and then every
+//! shard (`kvfleet members`), and may be repeated. Not here: the protocol (openraft).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,36 +10,36 @@ use std::time::Duration;
 use kvfleet_proto::pb;
 use tonic::{Request, Status};
 
-use super::{Shared, check, leader_only, not_leader, not_proposed};
+use super::{ServerState, check, leader_only, not_leader, not_proposed};
 use crate::groups::Group;
 use crate::raft::handle::MemberChange;
 
-/// Time for a router that is to be added to say who it is.
-const HELLO_MAX: Duration = Duration::from_secs(2);
+/// Timeout of the handshake with a router to add.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Longest a transfer of leadership may take; an idle one takes under a millisecond.
-const TRANSFER_MAX: Duration = Duration::from_secs(2);
+/// Timeout of a leadership transfer; an idle one takes under a millisecond.
+const TRANSFER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Changes the membership of one group.
 pub(super) async fn change(
-    shared: &Arc<Shared>,
+    shared: &Arc<ServerState>,
     request: &pb::ChangeMemberRequest,
 ) -> Result<pb::ChangeMemberReply, Status> {
     let group = shared.group(request.group)?;
     leader_only(group)?;
-    let standing = group.consensus.standing();
-    let member = standing.members.iter().find(|(id, _, _)| *id == request.router);
-    let learns = member.map(|(_, _, learns)| *learns);
-    let change = match (request.change, learns) {
+    let status = group.consensus.status();
+    let member = status.members.iter().find(|(id, _, _)| *id == request.router);
+    let is_learner = member.map(|(_, _, learns)| *learns);
+    let change = match (request.change, is_learner) {
         (1, Some(_)) | (2, Some(false)) | (3, None) => {
             let applied_index = group.published.read().applied_index();
             return Ok(pb::ChangeMemberReply { applied_index, changed: false });
         }
         (1, None) => {
-            greet(shared, request).await?;
-            MemberChange::Learn { router: request.router, address: request.address.clone() }
+            handshake(shared, request).await?;
+            MemberChange::AddLearner { router: request.router, address: request.address.clone() }
         }
-        (2, Some(true)) => MemberChange::Vote(request.router),
+        (2, Some(true)) => MemberChange::PromoteVoter(request.router),
         (2, None) => {
             return Err(check::invalid(format!(
                 "router {} is no member of group {}: add it as a learner first",
@@ -65,8 +66,8 @@ pub(super) async fn change(
     Ok(pb::ChangeMemberReply { applied_index, changed: true })
 }
 
-/// Asks a router that is to be added who it is, and refuses one that cannot be what was meant.
-async fn greet(shared: &Shared, request: &pb::ChangeMemberRequest) -> Result<(), Status> {
+/// Asks a router to add for its identity, and refuses one that does not match.
+async fn handshake(shared: &ServerState, request: &pb::ChangeMemberRequest) -> Result<(), Status> {
     let (router, address) = (request.router, &request.address);
     let refuse = |why: String| Err(check::invalid(why));
     if router == 0 || address.is_empty() {
@@ -80,9 +81,9 @@ async fn greet(shared: &Shared, request: &pb::ChangeMemberRequest) -> Result<(),
         ))
     };
     let mut client = shared.peers.client(address).map_err(|why| silent(&why))?;
-    let mut hello = Request::new(pb::HelloRequest {});
-    hello.set_timeout(HELLO_MAX);
-    let them = client.hello(hello).await.map_err(|status| silent(status.message()))?.into_inner();
+    let mut hello = Request::new(pb::HandshakeRequest {});
+    hello.set_timeout(HANDSHAKE_TIMEOUT);
+    let them = client.handshake(hello).await.map_err(|status| silent(status.message()))?.into_inner();
     if them.router != router {
         let got = them.router;
         return refuse(format!(
@@ -107,11 +108,11 @@ async fn greet(shared: &Shared, request: &pb::ChangeMemberRequest) -> Result<(),
     Ok(())
 }
 
-/// A group must keep a voter, and its leader goes in order.
-fn check_removal(group: &Group, router: u64, learns: bool) -> Result<(), Status> {
-    let standing = group.consensus.standing();
-    let voters = standing.members.iter().filter(|(_, _, learns)| !learns).count();
-    if !learns && voters == 1 {
+/// A group must keep a voter, and its leader must transfer first.
+fn check_removal(group: &Group, router: u64, is_learner: bool) -> Result<(), Status> {
+    let status = group.consensus.status();
+    let voters = status.members.iter().filter(|(_, _, learns)| !learns).count();
+    if !is_learner && voters == 1 {
         return Err(check::invalid(format!(
             "router {router} is the only voter of group {}: add another one first",
             group.number()
@@ -126,9 +127,9 @@ fn check_removal(group: &Group, router: u64, learns: bool) -> Result<(), Status>
     Ok(())
 }
 
-/// Gives leadership of one group to another voter.
+/// Transfers leadership of one group to another voter.
 pub(super) async fn transfer(
-    shared: &Arc<Shared>,
+    shared: &Arc<ServerState>,
     request: &pb::TransferLeadRequest,
 ) -> Result<pb::TransferLeadReply, Status> {
     let group = shared.group(request.group)?;
@@ -137,16 +138,16 @@ pub(super) async fn transfer(
     if consensus.id() == request.to {
         return Ok(pb::TransferLeadReply { changed: false });
     }
-    let standing = consensus.standing();
-    if !standing.members.iter().any(|(id, _, learns)| *id == request.to && !learns) {
+    let status = consensus.status();
+    if !status.members.iter().any(|(id, _, learns)| *id == request.to && !learns) {
         return Err(check::invalid(format!(
             "router {} is no voter of group {}: only a voter can lead",
             request.to, request.group
         )));
     }
-    if tokio::time::timeout(TRANSFER_MAX, consensus.transfer(request.to)).await.is_err() {
+    if tokio::time::timeout(TRANSFER_TIMEOUT, consensus.transfer(request.to)).await.is_err() {
         return Err(Status::unavailable(format!(
-            "router {} did not take over group {} within {TRANSFER_MAX:?}; see whether it is reachable and level",
+            "router {} did not take over group {} within {TRANSFER_TIMEOUT:?}; check that it is reachable and has caught up",
             request.to, request.group
         )));
     }

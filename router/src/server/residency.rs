@@ -1,7 +1,8 @@
-//! ReportResidency: what the engine of an instance has in GPU memory, and what this router is missing of it.
+//! ReportResidency: blocks in the GPU memory of an instance's engine, and the batches that this
+//! router lacks.
 //!
-//! The whole call is checked before any of it counts. Between two batches readers go first. Not here: what a batch
-//! does (`crate::view::residency`).
+//! The whole call is validated before any of it is applied. Between two batches readers go first.
+//! Not here: the effect of a batch (`crate::view::residency`).
 
 use kv_core::id::{InstanceId, Tier};
 use kv_core::index::command::Change;
@@ -10,87 +11,89 @@ use kvfleet_proto::{convert, pb};
 use parking_lot::RwLockWriteGuard;
 use tonic::Status;
 
-use super::{Shared, check, millis};
-use crate::view::residency::{BATCH_BLOCKS_MAX, Batch, Refused, Standing, Taken};
+use super::{ServerState, check, millis};
+use crate::view::residency::{BATCH_BLOCKS_MAX, Batch, BatchOutcome, ReporterStatus, ResidencyError};
 
-/// Batches in one call: some hundred a second, of a reporter that was held up for seconds.
+/// Batches in one call: about a hundred a second from a reporter that stalled for seconds.
 const BATCHES_MAX: usize = 1_024;
 
 /// Blocks of all batches of one call: 1 MiB of hashes.
 const CALL_BLOCKS_MAX: usize = 65_536;
 
-/// Largest number of a batch: nine thousand years at a thousand a second. What is above it was never counted to.
+/// Largest batch number, unreachable by counting.
 const SEQ_MAX: u64 = 1 << 48;
 
-/// Takes a report.
-pub(super) fn report(shared: &Shared, request: &pb::ResidencyRequest) -> Result<pb::ResidencyReply, Status> {
-    let batches = batches(request)?;
+/// Handles a report.
+pub(super) fn report(
+    shared: &ServerState,
+    request: &pb::ResidencyRequest,
+) -> Result<pb::ResidencyReply, Status> {
+    let batches = parse_batches(request)?;
     let (instance, epoch) = (InstanceId(request.instance), request.epoch);
     let now = shared.clock.now();
-    if let Some(later) = shared.fleet.started(instance).filter(|started| *started > epoch) {
-        shared.metrics.residency_batches("outdated", batches.len());
-        return Ok(outdated(later));
+    if let Some(later) = shared.fleet.started_us(instance).filter(|started| *started > epoch) {
+        shared.metrics.record_residency_batches("outdated", batches.len());
+        return Ok(outdated_reply(later));
     }
     let mut reply = pb::ResidencyReply::default();
     for batch in batches {
         let mut residency = shared.residency.write();
-        let taken = residency.take(instance, epoch, batch, now);
+        let taken = residency.apply_batch(instance, epoch, batch, now);
         RwLockWriteGuard::unlock_fair(residency);
-        let outcome = match taken.map_err(|refused| refuse(shared, refused))? {
-            Taken::Applied { unlisted } => {
+        let outcome = match taken.map_err(|refused| refuse_batch(shared, refused))? {
+            BatchOutcome::Applied { unlisted } => {
                 reply.unlisted_blocks += unlisted;
                 "applied"
             }
-            Taken::Duplicate => {
+            BatchOutcome::Duplicate => {
                 reply.duplicate_batches += 1;
                 "duplicate"
             }
-            Taken::Gap => "gap",
-            Taken::Outdated { .. } => "outdated",
+            BatchOutcome::Gap => "gap",
+            BatchOutcome::Outdated { .. } => "outdated",
         };
-        shared.metrics.residency_batches(outcome, 1);
+        shared.metrics.record_residency_batches(outcome, 1);
     }
-    shared.metrics.residency_unlisted(reply.unlisted_blocks);
-    let concluded = shared.residency.write().conclude(instance, epoch, request.last_seq, now);
-    let standing = concluded.map_err(|refused| refuse(shared, refused))?;
-    let standing =
-        standing.ok_or_else(|| Status::internal("an instance that has just spoken is not known"))?;
-    if standing.epoch > epoch {
-        return Ok(outdated(standing.epoch));
+    shared.metrics.record_unlisted_residency(reply.unlisted_blocks);
+    let concluded = shared.residency.write().finish_report(instance, epoch, request.last_seq, now);
+    let status = concluded.map_err(|refused| refuse_batch(shared, refused))?;
+    let status = status.ok_or_else(|| Status::internal("an instance vanished during its own report"))?;
+    if status.epoch > epoch {
+        return Ok(outdated_reply(status.epoch));
     }
-    if standing.uncertain {
-        shared.metrics.replay_asked();
-        reply.body = Some(Reply::Replay(pb::Replay { from: standing.seq + 1 }));
+    if status.uncertain {
+        shared.metrics.record_replay_request();
+        reply.body = Some(Reply::Replay(pb::Replay { from: status.seq + 1 }));
     } else {
-        reply.body = Some(Reply::Ack(pb::Ack { seq: standing.seq }));
+        reply.body = Some(Reply::Ack(pb::Ack { seq: status.seq }));
     }
     Ok(reply)
 }
 
-/// How fresh what is known of an instance is.
-pub(super) fn standing_to_pb(standing: &Standing) -> pb::Residency {
+/// Status of an instance's residency reports.
+pub(super) fn standing_to_pb(status: &ReporterStatus) -> pb::Residency {
     pb::Residency {
-        instance: standing.instance.0,
-        epoch: standing.epoch,
-        seq: standing.seq,
-        age_ms: millis(standing.age),
-        uncertain: standing.uncertain,
-        blocks: standing.blocks,
+        instance: status.instance.0,
+        epoch: status.epoch,
+        seq: status.seq,
+        age_ms: millis(status.age),
+        uncertain: status.uncertain,
+        blocks: status.blocks,
     }
 }
 
-fn outdated(epoch: u64) -> pb::ResidencyReply {
+fn outdated_reply(epoch: u64) -> pb::ResidencyReply {
     let body = Some(Reply::Outdated(pb::Outdated { epoch }));
     pb::ResidencyReply { body, ..pb::ResidencyReply::default() }
 }
 
-fn refuse(shared: &Shared, refused: Refused) -> Status {
-    shared.metrics.residency_batches("refused", 1);
+fn refuse_batch(shared: &ServerState, refused: ResidencyError) -> Status {
+    shared.metrics.record_residency_batches("refused", 1);
     Status::resource_exhausted(refused.to_string())
 }
 
-/// Reads all batches, within limits.
-fn batches(request: &pb::ResidencyRequest) -> Result<Vec<Batch>, Status> {
+/// Parses all batches, within limits.
+fn parse_batches(request: &pb::ResidencyRequest) -> Result<Vec<Batch>, Status> {
     check::at_most("number of batches", request.batches.len(), BATCHES_MAX)?;
     let newest = request.batches.iter().map(|batch| batch.seq).max().unwrap_or(0);
     let last = request.last_seq;
@@ -101,13 +104,13 @@ fn batches(request: &pb::ResidencyRequest) -> Result<Vec<Batch>, Status> {
         let text = format!("last_seq is {last}, the limit is {SEQ_MAX}: number batches one by one, from 1");
         return Err(check::invalid(text));
     }
-    let batches = request.batches.iter().map(batch).collect::<Result<Vec<_>, _>>()?;
+    let batches = request.batches.iter().map(parse_batch).collect::<Result<Vec<_>, _>>()?;
     let blocks = batches.iter().flat_map(|batch| &batch.changes).map(blocks_of).sum();
     check::at_most("number of blocks in one report", blocks, CALL_BLOCKS_MAX)?;
     Ok(batches)
 }
 
-fn batch(batch: &pb::Batch) -> Result<Batch, Status> {
+fn parse_batch(batch: &pb::Batch) -> Result<Batch, Status> {
     if batch.seq == 0 {
         return Err(check::invalid("batch.seq is 0: batches are numbered from 1"));
     }

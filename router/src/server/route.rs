@@ -1,6 +1,6 @@
-//! Route: look up, choose, note, answer. Report: take the load that choosing needs.
+//! Route: look up, choose, count, answer. Report: take an instance's load.
 //!
-//! Not here: the choice (`kv_core::schedule`) and the load's bookkeeping (`crate::view::fleet`).
+//! Not here: the choice (`kv_core::schedule`) and load accounting (`crate::view::fleet`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,140 +10,144 @@ use kv_core::id::{
 };
 use kv_core::index::Index;
 use kv_core::schedule::{
-    self, Candidate, Coming, Decision, Decoding, Domain, Eligible, Fleet, Handover, Held, LinkKey, LinkPath,
-    LinkSample, Load, Part, Prediction, RejectReason, Rejection, Resident, Role, RouteRequest, Source, Unfit,
+    self, Candidate, Decision, DecodeReport, Domain, Fleet, Handover, InFlightPrefix, InstanceFilter,
+    InstanceRole, LinkKey, LinkPath, LinkSample, Load, Placement, Prediction, PrefixLocations, RejectReason,
+    Rejection, ResidentPrefix, RouteRequest, Source, UnfitReason,
 };
-use kvfleet_proto::tls::callers::Caller;
-use kvfleet_proto::{convert, pb, trace_context};
+use kvfleet_net::tls::callers::Caller;
+use kvfleet_net::trace_context;
+use kvfleet_proto::{convert, pb};
 use smallvec::SmallVec;
 use tonic::Status;
 use tracing::Instrument;
 
 use super::lookup::{data_address, freshness, holder_to_pb, ready, resident};
-use super::why::{self, Known};
-use super::{Shared, check, fresh, millis, moved};
-use crate::metrics::Routed;
-use crate::view::fleet::{Addresses, Claim, INSTANCES_MAX, Receipt, Report};
+use super::why::{self, DecisionContext};
+use super::{ServerState, check, fresh, millis, moved_requests};
+use crate::metrics::RouteOutcome;
+use crate::view::fleet::{Claim, DecisionAddresses, INSTANCES_MAX, LoadReport, Receipt};
 use crate::view::holders;
-use crate::view::links::{Measured, SAMPLES_MAX};
-use crate::view::residency::Standing;
+use crate::view::links::{LinkMeasurement, SAMPLES_MAX};
+use crate::view::residency::ReporterStatus;
 
-/// What whoever asks within the process says of a request besides.
+/// Hints about a request from a caller inside the process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Besides {
-    /// Instances that cannot run it, and why.
-    pub unfit: Vec<(InstanceId, Unfit)>,
-    /// Whether it was decided before, under the same number, and does not run there: what was counted of it is taken back.
-    pub again: bool,
-    /// Under which identities its prompt may have been hashed in this process, so that the router can tell when none of them is the nodes'; none where
-    /// that is not known.
+pub struct RouteHints {
+    /// Instances that cannot run it, with the reason.
+    pub unfit: Vec<(InstanceId, UnfitReason)>,
+    /// Whether it was routed before under the same number and does not run there: its counted load
+    /// is removed.
+    pub is_retry: bool,
+    /// Identities that its prompt may be hashed under in this process, so that the router can
+    /// detect that none is the nodes'. Empty if unknown.
     pub hashed_under: Arc<[IdentityDigest]>,
 }
 
-/// Answers a route call, under a span that continues the caller's trace.
+/// Answers a route call, in a span that continues the caller's trace.
 pub(crate) async fn route(
-    shared: &Shared,
+    shared: &ServerState,
     caller: &Caller,
     request: pb::RouteRequest,
-    besides: Besides,
+    hints: RouteHints,
 ) -> Result<pb::RouteReply, Status> {
-    caller.may_name(TenantId(request.tenant))?;
+    caller.require_tenant(TenantId(request.tenant))?;
     let span = tracing::info_span!("route", request = request.request, tenant = request.tenant);
     trace_context::set_parent(&span, &request.traceparent);
-    decide(shared, caller, request, besides).instrument(span).await
+    decide(shared, caller, request, hints).instrument(span).await
 }
 
 async fn decide(
-    shared: &Shared,
+    shared: &ServerState,
     caller: &Caller,
     request: pb::RouteRequest,
-    Besides { mut unfit, again, hashed_under }: Besides,
+    RouteHints { mut unfit, is_retry: again, hashed_under }: RouteHints,
 ) -> Result<pb::RouteReply, Status> {
     let hashes = check::hashes("hashes", &request.hashes)?;
     let (ttft_max_us, tbt_max_us) = (ttft_max_us(shared, &request), tbt_max_us(shared, &request));
-    let asked = RouteRequest { ttft_max_us, tbt_max_us, ..asked(&request, &hashes)? };
-    may_narrow(caller, &request)?;
-    fresh::may(shared, caller, request.fresh)?;
+    let asked = RouteRequest { ttft_max_us, tbt_max_us, ..parse_request(&request, &hashes)? };
+    check_candidates(caller, &request)?;
+    fresh::check_allowed(shared, caller, request.fresh)?;
     ready(shared, &hashes, &request.after, request.fresh).await?;
-    if let Some((ours, theirs)) = foreign(shared, &request.identity)? {
-        // Behind a pointer, since it hardly ever happens and every call would carry it.
+    if let Some((ours, theirs)) = identity_mismatch(shared, &request.identity)? {
+        // Boxed, since it is rare and would enlarge every call's future.
         return Err(Box::pin(other_identity(shared, ours, theirs)).await);
     }
     let control = shared.control().published.read();
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
     if again {
-        moved::take_back(shared, (&asked, &hashes), request.text, now);
+        moved_requests::uncount(shared, (&asked, &hashes), request.text, now);
     }
-    let resident = residents(shared, &asked, (&hashes, request.text), now);
-    // What comes to where it runs may be what it brings itself.
-    let coming = match request.runs_there {
+    let resident = resident_prefixes(shared, &asked, (&hashes, request.text), now);
+    // For a request that runs there already, blocks in flight may be its own.
+    let in_flight = match request.pinned_instance {
         true => SmallVec::new(),
-        false => coming(shared, (&asked, request.text), &hashes, now),
+        false => in_flight_prefixes(shared, (&asked, request.text), &hashes, now),
     };
-    let held = Held { matched: &matched, resident: &resident, coming: &coming };
-    let (among, without) = eligible(&request);
+    let held = PrefixLocations { matched: &matched, resident: &resident, in_flight: &in_flight };
+    let (candidates, excluded) = eligible(&request);
     unfit.sort_unstable_by_key(|(instance, _)| *instance);
-    let runs_there = request.runs_there;
-    let eligible = Eligible { among: among.as_deref(), without: &without, unfit: &unfit, runs_there };
+    let (candidates, is_pinned) = (candidates.as_deref(), request.pinned_instance);
+    let eligible = InstanceFilter { candidates, excluded: &excluded, unfit: &unfit, is_pinned };
     let choose = |fleet: &Fleet, standing| {
-        let asked = RouteRequest { standing, ..asked };
-        schedule::choose_among(&asked, held, eligible, fleet, now)
+        let asked = RouteRequest { queue_priority: standing, ..asked };
+        schedule::choose_filtered(&asked, held, eligible, fleet, now)
     };
-    let chosen = match request.runs_there {
-        true => shared.fleet.plan(choose),
+    let chosen = match request.pinned_instance {
+        true => shared.fleet.decide_running(choose),
         false => shared.fleet.decide(claim(caller, &request, ttft_max_us), now, choose),
     };
     let held_blocks = holders::end_blocks(&matched);
     if let Ok((decision, _)) = &chosen
-        && !request.runs_there
+        && !request.pinned_instance
     {
-        sent(shared, (&asked, &hashes, held_blocks), request.text, decision, now);
+        record_sent(shared, (&asked, &hashes, held_blocks), request.text, decision, now);
     }
     let (control_index, is_text) = (&control.index, request.text);
-    let is_tenants = caller.share().is_some();
-    let known = Known {
+    let is_tenant = caller.share_tenant().is_some();
+    let known = DecisionContext {
         request: &asked,
         hashes: &hashes,
         control: control_index,
         held_blocks,
         is_text,
-        is_foreign: !is_text && is_foreign(shared, control_index, (&hashes, &hashed_under)),
-        is_tenants,
+        is_foreign: !is_text && hashes_are_foreign(shared, control_index, (&hashes, &hashed_under)),
+        is_tenants: is_tenant,
     };
-    // Whoever sent it has the story of that, and of who else could have taken it.
-    if !(request.runs_there && request.sent_there) {
-        // What runs there was counted when it was sent, and of a tenant's perhaps a part.
-        let counted_at = (!request.runs_there && !is_tenants).then_some(now);
-        why::remember(shared, &known, &chosen, counted_at);
+    // The sender's decision log has this request and its alternatives.
+    if !(request.pinned_instance && request.prior_instance) {
+        // A running request was counted when it was sent; a tenant's may be counted only in part.
+        let counted_at = (!request.pinned_instance && !is_tenant).then_some(now);
+        why::record(shared, &known, &chosen, counted_at);
     }
-    let answer = answer(shared, control_index, chosen, (is_tenants, now))?;
+    let answer = answer(shared, control_index, chosen, (is_tenant, now))?;
     drop(control);
     Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
 }
 
-/// A turn as engines compare it, in Unix time. That of who leads, or goes before others, is before now.
-fn turn_ms(now_ms: u64, turn: Timestamp, now: Timestamp) -> u64 {
-    now_ms.saturating_add(millis(turn.since(now))).saturating_sub(millis(now.since(turn)))
+/// The priority deadline as Unix time, for comparison by engines. It is before now for a request
+/// ahead of others.
+fn priority_deadline_ms(now_ms: u64, deadline: Timestamp, now: Timestamp) -> u64 {
+    now_ms.saturating_add(millis(deadline.since(now))).saturating_sub(millis(now.since(deadline)))
 }
 
-/// What was chosen, in the words of the protocol.
+/// The protocol form of the choice.
 fn answer(
-    shared: &Shared,
+    shared: &ServerState,
     index: &Index,
-    chosen: Result<(Decision, Addresses), Rejection>,
+    chosen: Result<(Decision, DecisionAddresses), Rejection>,
     (is_tenants, now): (bool, Timestamp),
 ) -> Result<pb::route_reply::Answer, Status> {
     match chosen {
         Ok((decision, addresses)) => {
-            let turn_ms = turn_ms(shared.unix.now_ms(), decision.turn, now);
-            let mut decision = decision_to_pb(index, &decision, (addresses, turn_ms));
+            let deadline_ms = priority_deadline_ms(shared.unix.now_ms(), decision.priority_deadline, now);
+            let mut decision = decision_to_pb(index, &decision, (addresses, deadline_ms));
             if is_tenants {
-                own_only(&mut decision);
+                hide_other_candidates(&mut decision);
             }
             Ok(pb::route_reply::Answer::Decision(decision))
         }
-        Err(Rejection { reason: RejectReason::NoInstance, .. }) if now < shared.reported_by => {
+        Err(Rejection { reason: RejectReason::NoInstance, .. }) if now < shared.reports_due => {
             Err(Status::unavailable(
                 "no instance has reported to this router since it came back; ask another one",
             ))
@@ -152,169 +156,187 @@ fn answer(
     }
 }
 
-/// Counts for those that follow: what its instance will have, who waits there, and what it reads from afar.
-fn sent(
-    shared: &Shared,
+/// Records a sent request for later decisions: expected prefixes, queued work, and remote reads.
+fn record_sent(
+    shared: &ServerState,
     (asked, hashes, held_blocks): (&RouteRequest, &[BlockHash], u32),
     is_text: bool,
     decision: &Decision,
     now: Timestamp,
 ) {
-    expect(shared, (asked, hashes), is_text, decision, now);
+    record_expected(shared, (asked, hashes), is_text, decision, now);
     if is_text {
         return;
     }
-    let own = shared.fleet.ask(|fleet| fleet.own_node(decision.instance));
+    let own = shared.fleet.with_fleet(|fleet| fleet.own_node(decision.instance));
     let from_own = decision.sources.iter().filter(|source| Some(source.node) == own);
     let own_blocks = from_own.map(|source| source.len_blocks).sum::<u32>();
-    shared.metrics.to_fetch(own_blocks, decision.fetch_blocks.saturating_sub(own_blocks));
-    if let Some(hot) = &shared.hot {
-        hot.sent(asked, hashes, decision, held_blocks);
+    shared.metrics.record_planned_fetches(own_blocks, decision.fetch_blocks.saturating_sub(own_blocks));
+    if let Some(hot) = &shared.remote_reads {
+        hot.record(asked, hashes, decision, held_blocks);
     }
 }
 
-/// What its instance will have, and who waits there.
-pub(super) fn expect(
-    shared: &Shared,
+/// Records the prefixes expected on the instance, and the queued request.
+pub(super) fn record_expected(
+    shared: &ServerState,
     (asked, hashes): (&RouteRequest, &[BlockHash]),
     is_text: bool,
     decision: &Decision,
     now: Timestamp,
 ) {
     if is_text {
-        // No node has blocks of text.
-        shared.sent.lock().sent(asked, hashes, decision, now);
-        let told = (decision, room_tokens(shared, decision.instance));
-        return shared.guessed.lock().sent(asked, hashes, told, now);
+        // Nodes hold no text blocks.
+        shared.in_flight_prefixes.lock().record(asked, hashes, decision, now);
+        let told = (decision, kv_capacity_tokens(shared, decision.instance));
+        return shared.inferred_prefixes.lock().record(asked, hashes, told, now);
     }
-    if keeps_prefixes(shared, decision.instance, now) {
-        shared.sent.lock().sent(asked, hashes, decision, now);
+    if reports_residency(shared, decision.instance, now) {
+        shared.in_flight_prefixes.lock().record(asked, hashes, decision, now);
     }
-    if let Some(waits) = &shared.waits {
-        waits.lock().sent(asked.tenant, decision, hashes, now);
+    if let Some(waits) = &shared.queued_requests {
+        waits.lock().record(asked.tenant, decision, hashes, now);
     }
 }
 
-/// What instances have in GPU memory of a prompt, as far as they said, or by a guess where it was read as text.
-pub(super) fn residents(
-    shared: &Shared,
+/// Leading blocks of a prompt that instances have in GPU memory: as reported, or inferred if the
+/// prompt was read as text.
+pub(super) fn resident_prefixes(
+    shared: &ServerState,
     asked: &RouteRequest,
     (hashes, is_text): (&[BlockHash], bool),
     now: Timestamp,
-) -> Vec<Resident> {
+) -> Vec<ResidentPrefix> {
     match is_text {
-        true => guessed(shared, asked, hashes, now),
-        false => resident(shared, hashes).iter().map(of_instance).collect(),
+        true => inferred_prefixes(shared, asked, hashes, now),
+        false => resident(shared, hashes).iter().map(resident_prefix).collect(),
     }
 }
 
-/// Whether an instance tells what it has in GPU memory. Of one that does not, nobody knows that it keeps anything there.
-fn keeps_prefixes(shared: &Shared, instance: InstanceId, now: Timestamp) -> bool {
-    shared.residency.read().standing(instance, now).is_some()
+/// Whether an instance reports its GPU memory. Otherwise it is unknown whether it keeps prefixes at
+/// all.
+fn reports_residency(shared: &ServerState, instance: InstanceId, now: Timestamp) -> bool {
+    shared.residency.read().status(instance, now).is_some()
 }
 
-/// Instances that compute leading blocks of the request for others.
-fn coming(
-    shared: &Shared,
+/// Instances that are computing leading blocks of the request for other requests.
+fn in_flight_prefixes(
+    shared: &ServerState,
     (asked, is_text): (&RouteRequest, bool),
     hashes: &[BlockHash],
     now: Timestamp,
-) -> SmallVec<[Coming; 4]> {
-    let mut all = shared.sent.lock().of(asked, hashes, now);
-    all.retain(|coming| is_text || keeps_prefixes(shared, coming.instance, now));
+) -> SmallVec<[InFlightPrefix; 4]> {
+    let mut all = shared.in_flight_prefixes.lock().lookup(asked, hashes, now);
+    all.retain(|in_flight| is_text || reports_residency(shared, in_flight.instance, now));
     all
 }
 
-/// What instances probably have in GPU memory of a prompt that was read as text.
-fn guessed(shared: &Shared, asked: &RouteRequest, hashes: &[BlockHash], now: Timestamp) -> Vec<Resident> {
-    shared.guessed.lock().of(asked, hashes, |instance| room_tokens(shared, instance), now)
+/// Inferred resident prefixes of a prompt that was read as text.
+fn inferred_prefixes(
+    shared: &ServerState,
+    asked: &RouteRequest,
+    hashes: &[BlockHash],
+    now: Timestamp,
+) -> Vec<ResidentPrefix> {
+    shared.inferred_prefixes.lock().lookup(
+        asked,
+        hashes,
+        |instance| kv_capacity_tokens(shared, instance),
+        now,
+    )
 }
 
-/// Tokens that an instance's GPU memory holds; 0 where that is not known.
-fn room_tokens(shared: &Shared, instance: InstanceId) -> u64 {
-    shared.fleet.ask(|fleet| fleet.instance(instance).map_or(0, |instance| instance.load.kv_tokens_max()))
+/// KV capacity of an instance in tokens; 0 if unknown.
+fn kv_capacity_tokens(shared: &ServerState, instance: InstanceId) -> u64 {
+    shared
+        .fleet
+        .with_fleet(|fleet| fleet.instance(instance).map_or(0, |instance| instance.load.kv_tokens_max()))
 }
 
-/// What is asked for a request. A tenant's holder puts its requests before nobody's.
+/// Tenant, priority and limit of a request. A caller with a tenant certificate cannot raise its
+/// priority above 0.
 fn claim(caller: &Caller, request: &pb::RouteRequest, ttft_max_us: u64) -> Claim {
-    let share = caller.share();
+    let share = caller.share_tenant();
     let priority = if share.is_some() { request.priority.min(0) } else { request.priority };
     let ttft_max_us = (ttft_max_us > 0).then_some(ttft_max_us);
-    // More names on one certificate are no more shares.
+    // Other tenant names on one certificate give no further shares.
     Claim { share, tenant: share.unwrap_or(TenantId(request.tenant)), priority, ttft_max_us }
 }
 
-/// Until when a first token must be out. A request may ask for less time than the router allows, and not for more.
-fn ttft_max_us(shared: &Shared, request: &pb::RouteRequest) -> u64 {
+/// TTFT limit of a request: the tighter of its own and the router's.
+fn ttft_max_us(shared: &ServerState, request: &pb::RouteRequest) -> u64 {
     let limits = [request.ttft_max_ms, shared.ttft_max_ms].into_iter().filter(|limit| *limit > 0);
     limits.min().unwrap_or_default().saturating_mul(1_000)
 }
 
-/// The same of the time between tokens.
-fn tbt_max_us(shared: &Shared, request: &pb::RouteRequest) -> u64 {
+/// The same for the time between tokens.
+fn tbt_max_us(shared: &ServerState, request: &pb::RouteRequest) -> u64 {
     let limits = [request.tbt_max_us, shared.tbt_max_us].into_iter().filter(|limit| *limit > 0);
     limits.min().unwrap_or_default()
 }
 
-/// Instances that a tenant's request may leave out: where it failed, and tried again.
-const TENANT_WITHOUT_MAX: usize = 8;
+/// Instances that a tenant's request may exclude, after failures.
+const TENANT_EXCLUDED_MAX: usize = 8;
 
-/// Whoever names one instance after the other is told how busy each is, which is not for tenants.
-fn may_narrow(caller: &Caller, request: &pb::RouteRequest) -> Result<(), Status> {
-    if caller.share().is_none() {
+/// By naming instances one by one a caller could learn their load, which tenants must not.
+fn check_candidates(caller: &Caller, request: &pb::RouteRequest) -> Result<(), Status> {
+    if caller.share_tenant().is_none() {
         return Ok(());
     }
-    if request.among.is_some() {
+    if request.candidates.is_some() {
         return Err(Status::permission_denied(
             "`among` is for the cluster's own processes: leave it out, or use a certificate with the subject alternative name \"kvfleet\"",
         ));
     }
-    check::at_most("number of instances in `without`", request.without.len(), TENANT_WITHOUT_MAX)
+    check::at_most("number of instances in `without`", request.excluded.len(), TENANT_EXCLUDED_MAX)
 }
 
-/// Which instances may be chosen, and which of them not, in order.
+/// Candidate instances and excluded instances, both sorted.
 fn eligible(request: &pb::RouteRequest) -> (Option<Vec<InstanceId>>, Vec<InstanceId>) {
     let all = |numbers: &[u32]| {
         let mut all: Vec<_> = numbers.iter().copied().map(InstanceId).collect();
         all.sort_unstable();
         all
     };
-    (request.among.as_ref().map(|among| all(&among.instances)), all(&request.without))
+    (request.candidates.as_ref().map(|among| all(&among.instances)), all(&request.excluded))
 }
 
-/// What is uncertain counts here: most of it is right, and what is not is computed again.
-fn of_instance(standing: &Standing) -> Resident {
-    Resident { instance: standing.instance, blocks: u32::try_from(standing.blocks).unwrap_or(u32::MAX) }
+/// Uncertain blocks count: most are still there, and the others are recomputed.
+fn resident_prefix(status: &ReporterStatus) -> ResidentPrefix {
+    ResidentPrefix { instance: status.instance, blocks: u32::try_from(status.blocks).unwrap_or(u32::MAX) }
 }
 
 /// How a call ended, for the metrics.
-pub(crate) fn outcome(answer: &Result<pb::RouteReply, Status>) -> Routed {
+pub(crate) fn outcome(answer: &Result<pb::RouteReply, Status>) -> RouteOutcome {
     match answer.as_ref().map(|reply| &reply.answer) {
-        Ok(Some(pb::route_reply::Answer::Decision(_))) => Routed::Chosen,
-        Ok(_) => Routed::Rejected,
-        Err(_) => Routed::Invalid,
+        Ok(Some(pb::route_reply::Answer::Decision(_))) => RouteOutcome::Chosen,
+        Ok(_) => RouteOutcome::Rejected,
+        Err(_) => RouteOutcome::Invalid,
     }
 }
 
-pub(super) fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<RouteRequest, Status> {
+pub(super) fn parse_request(
+    request: &pb::RouteRequest,
+    hashes: &[BlockHash],
+) -> Result<RouteRequest, Status> {
     if !(1..=check::BLOCK_TOKENS_MAX).contains(&request.block_tokens) {
         let (got, limit) = (request.block_tokens, check::BLOCK_TOKENS_MAX);
         return Err(check::invalid(format!("block_tokens is {got}, expected 1 to {limit}")));
     }
     check::input_tokens(request.input_tokens)?;
-    // It may have to wait from here on, with all that is in it.
+    // The request may wait from here on, with all its contents.
     check::at_most("length of traceparent", request.traceparent.len(), check::TEXT_BYTES_MAX)?;
     if !request.identity.is_empty() {
         convert::identity_field("identity", &request.identity).map_err(check::invalid)?;
     }
-    let among = request.among.as_ref().map_or(0, |among| among.instances.len());
-    if request.runs_there && among != 1 {
+    let among = request.candidates.as_ref().map_or(0, |among| among.instances.len());
+    if request.pinned_instance && among != 1 {
         return Err(check::invalid(format!(
-            "`runs_there` with {among} instances in `among`: name the one where the request runs"
+            "`pinned_instance` with {among} instances in `among`: name the one where the request runs"
         )));
     }
     check::at_most("number of instances in `among`", among, INSTANCES_MAX)?;
-    check::at_most("number of instances in `without`", request.without.len(), INSTANCES_MAX)?;
+    check::at_most("number of instances in `without`", request.excluded.len(), INSTANCES_MAX)?;
     let blocks = u32::try_from(hashes.len()).map_err(check::invalid)?;
     Ok(RouteRequest {
         request: RequestId(request.request),
@@ -327,37 +349,40 @@ pub(super) fn asked(request: &pb::RouteRequest, hashes: &[BlockHash]) -> Result<
         output_tokens: request.output_tokens,
         ttft_max_us: 0,
         tbt_max_us: request.tbt_max_us,
-        standing: schedule::Standing::default(),
-        is_text: request.text,
+        queue_priority: schedule::QueuePriority::default(),
+        is_untokenized: request.text,
     })
 }
 
-/// The cluster's identity and the request's, if they differ. Which weights of it the instance has loaded is for the nodes to ask, of whoever fetches
-/// and saves: frontends that name the manifest need not be told of a change.
-fn foreign(shared: &Shared, identity: &[u8]) -> Result<Option<(IdentityDigest, IdentityDigest)>, Status> {
+/// The cluster's identity and the request's, if they differ. Weights are not compared here: nodes
+/// check them on fetch and save, so that frontends need not follow a change.
+fn identity_mismatch(
+    shared: &ServerState,
+    identity: &[u8],
+) -> Result<Option<(IdentityDigest, IdentityDigest)>, Status> {
     if identity.is_empty() {
         return Ok(None);
     }
     let theirs = convert::identity_field("identity", identity).map_err(check::invalid)?;
     let identity = shared.control().published.read().index.identity();
-    let other = identity.filter(|ours| theirs.generation_over(*ours).is_none());
+    let other = identity.filter(|ours| theirs.generation_relative_to(*ours).is_none());
     Ok(other.map(|ours| (ours, theirs)))
 }
 
 /// Whether these hashes are of another identity than the nodes'.
-fn is_foreign(
-    shared: &Shared,
+fn hashes_are_foreign(
+    shared: &ServerState,
     index: &Index,
     (hashes, hashed_under): (&[BlockHash], &[IdentityDigest]),
 ) -> bool {
-    // Of no hashes nothing can be said: a prompt under a salt that no tenant has comes without.
+    // Unknown without hashes, for example for a prompt with an unknown salt.
     let nodes = index.identity().filter(|_| !hashes.is_empty());
-    nodes.is_some_and(|nodes| shared.manifests.are_foreign(hashed_under, nodes))
+    nodes.is_some_and(|nodes| shared.manifests.are_foreign_hashes(hashed_under, nodes))
 }
 
-/// A request of another identity can have no hit here; saying so beats a silent miss.
-async fn other_identity(shared: &Shared, ours: IdentityDigest, theirs: IdentityDigest) -> Status {
-    let fields = shared.manifests.differing(theirs).await.map(|fields| format!(" in {fields}"));
+/// A request of another identity can have no hit; an error is better than silent misses.
+async fn other_identity(shared: &ServerState, ours: IdentityDigest, theirs: IdentityDigest) -> Status {
+    let fields = shared.manifests.differences_from_nodes(theirs).await.map(|fields| format!(" in {fields}"));
     check::invalid(format!(
         "identity {theirs} differs from the cluster's {ours}{}: use the model manifest the nodes were started with",
         fields.unwrap_or_default()
@@ -367,7 +392,10 @@ async fn other_identity(shared: &Shared, ours: IdentityDigest, theirs: IdentityD
 fn decision_to_pb(
     index: &Index,
     decision: &Decision,
-    (Addresses { instance: instance_address, partner }, turn_ms): (Addresses, u64),
+    (DecisionAddresses { instance: instance_address, decode_instance: partner }, priority_deadline_ms): (
+        DecisionAddresses,
+        u64,
+    ),
 ) -> pb::Decision {
     pb::Decision {
         instance: decision.instance.0,
@@ -380,15 +408,15 @@ fn decision_to_pb(
         candidates: decision.candidates.iter().map(candidate_to_pb).collect(),
         reasons: decision.reasons.iter().map(ToString::to_string).collect(),
         resident_blocks: decision.resident_blocks,
-        turn_ms,
+        priority_deadline_ms,
         handover: decision
             .handover
             .map(|handover| pb::Handover { address: partner, ..handover_to_pb(&handover) }),
     }
 }
 
-/// A tenant is told what it is to do, and not how busy all others are.
-fn own_only(decision: &mut pb::Decision) {
+/// Removes the other candidates, so that a tenant does not learn their load.
+fn hide_other_candidates(decision: &mut pb::Decision) {
     let chosen = decision.instance;
     decision.candidates.retain(|candidate| candidate.instance == chosen);
 }
@@ -405,13 +433,21 @@ fn source_to_pb(index: &Index, source: &Source) -> pb::Source {
 }
 
 pub(super) fn prediction_to_pb(predicted: &Prediction) -> pb::Prediction {
-    let Prediction { queue_us, transfer_us, prefill_us, passed_us, room_us, tbt_us, prompt: _ } = *predicted;
+    let Prediction {
+        queue_us,
+        transfer_us,
+        prefill_us,
+        overtaking_us: passed_us,
+        kv_wait_us: room_us,
+        tbt_us,
+        prompt: _,
+    } = *predicted;
     let queue_us = queue_us.saturating_add(passed_us).saturating_add(room_us);
-    pb::Prediction { queue_us, transfer_us, prefill_us, room_us, tbt_us }
+    pb::Prediction { queue_us, transfer_us, prefill_us, kv_wait_us: room_us, tbt_us }
 }
 
 fn handover_to_pb(handover: &Handover) -> pb::Handover {
-    pb::Handover { instance: handover.instance.0, address: String::new(), us: handover.us }
+    pb::Handover { instance: handover.instance.0, address: String::new(), us: handover.handover_us }
 }
 
 fn candidate_to_pb(candidate: &Candidate) -> pb::Candidate {
@@ -430,7 +466,7 @@ fn rejection_to_pb(rejection: &Rejection) -> pb::Rejected {
     pb::Rejected {
         reason: rejection.reason.to_string(),
         retry_after_ms: millis(rejection.retry_after),
-        nobody: matches!(
+        no_instance: matches!(
             rejection.reason,
             NoInstance | AllStale { .. } | NoneEligible { .. } | NoPair { .. }
         ),
@@ -438,27 +474,27 @@ fn rejection_to_pb(rejection: &Rejection) -> pb::Rejected {
 }
 
 /// Takes a load report.
-pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::ReportReply, Status> {
+pub(crate) fn report(shared: &ServerState, request: pb::ReportRequest) -> Result<pb::ReportReply, Status> {
     check::at_most("length of address", request.address.len(), check::TEXT_BYTES_MAX)?;
     if request.address.is_empty() && !request.leaving {
         return Err(check::invalid("address is empty: say where the instance takes requests, host:port"));
     }
     let part = part(&request)?;
-    // There only for what is told to people: a report is not lost for one that cannot be read.
+    // Used for explanations only: an unreadable manifest does not lose the report.
     let manifest = request.manifest.and_then(|manifest| convert::manifest_from_pb(manifest).ok());
     check::at_most("number of link samples", request.links.len(), SAMPLES_MAX)?;
     let (instance, now) = (InstanceId(request.instance), shared.clock.now());
-    // An instance that leaves has ended what it said in this life.
+    // A leaving instance ends its residency under this start.
     let counts_from = request.started_us.saturating_add(u64::from(request.leaving));
-    let report = Report {
+    let report = LoadReport {
         instance,
         address: request.address,
         node: request.has_node.then_some(NodeId(request.node)),
-        fetches: !request.fetches_nothing,
-        orders: request.keeps_order,
+        fetches: !request.cannot_fetch,
+        orders_queue: request.orders_by_deadline,
         part,
-        load: Load::reported(request.queue_tokens, request.running, request.waiting).with_decoding(
-            Decoding {
+        load: Load::reported(request.queue_tokens, request.running, request.waiting).with_decode_report(
+            DecodeReport {
                 kv_tokens_max: request.kv_tokens_max,
                 kv_tokens: request.kv_tokens,
                 tbt_us: request.tbt_us,
@@ -468,7 +504,7 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
         sequence: request.sequence,
         started_us: request.started_us,
         leaving: request.leaving,
-        links: request.links.iter().map(measured_from_pb).collect(),
+        links: request.links.iter().map(measurement_from_pb).collect(),
     };
     match shared.fleet.report(report, now) {
         Receipt::Full => {
@@ -477,38 +513,38 @@ pub(crate) fn report(shared: &Shared, request: pb::ReportRequest) -> Result<pb::
             )));
         }
         Receipt::Accepted => {
-            shared.guessed.lock().lives(instance, counts_from, now);
-            shared.manifests.reported(instance, manifest.filter(|_| !request.leaving));
-            why::came(shared, instance, &request.outcomes);
-            let standing = shared.residency.read().standing(instance, now);
-            if standing.is_some_and(|standing| standing.epoch < counts_from) {
-                shared.residency.write().started(instance, counts_from, now);
+            shared.inferred_prefixes.lock().set_incarnation(instance, counts_from, now);
+            shared.manifests.record_instance(instance, manifest.filter(|_| !request.leaving));
+            why::record_outcomes(shared, instance, &request.outcomes);
+            let status = shared.residency.read().status(instance, now);
+            if status.is_some_and(|standing| standing.epoch < counts_from) {
+                shared.residency.write().observe_start(instance, counts_from, now);
             }
         }
-        Receipt::Old => {}
+        Receipt::Stale => {}
     }
     Ok(pb::ReportReply { freshness: Some(freshness(shared, &[], 0)) })
 }
 
-/// What an instance does, and where it stands.
-fn part(report: &pb::ReportRequest) -> Result<Part, Status> {
-    let role = Role::from_number(report.role).ok_or_else(|| {
+/// Role and topology domain of an instance.
+fn part(report: &pb::ReportRequest) -> Result<Placement, Status> {
+    let role = InstanceRole::from_number(report.role).ok_or_else(|| {
         check::invalid(format!("role is {}: 0 is all of a request, 1 prefill, 2 decode", report.role))
     })?;
-    check::at_most("length of place", report.place.len(), check::TEXT_BYTES_MAX)?;
-    let wrong = |error| check::invalid(format!("place {:?}: {error}", report.place));
-    Ok(Part { role, domain: Domain::parse(&report.place).map_err(wrong)? })
+    check::at_most("length of place", report.topology.len(), check::TEXT_BYTES_MAX)?;
+    let wrong = |error| check::invalid(format!("place {:?}: {error}", report.topology));
+    Ok(Placement { role, domain: Domain::parse(&report.topology).map_err(wrong)? })
 }
 
-fn measured_from_pb(link: &pb::LinkSample) -> Measured {
+fn measurement_from_pb(link: &pb::LinkSample) -> LinkMeasurement {
     let sample = LinkSample {
         fetches: link.fetches,
         latency: Duration::from_micros(link.latency_us),
         bytes: link.bytes,
         stream: Duration::from_micros(link.stream_us),
     };
-    // What a later release calls by another number counts for what is coarser.
+    // Unknown numbers of a later release count for the coarser key.
     let tier = link.tier.checked_sub(1).and_then(|tier| u8::try_from(tier).ok()).and_then(Tier::from_u8);
     let path = LinkPath::from_number(link.path);
-    Measured { node: NodeId(link.node), epoch: Epoch(link.epoch), sample, key: LinkKey { path, tier } }
+    LinkMeasurement { node: NodeId(link.node), epoch: Epoch(link.epoch), sample, key: LinkKey { path, tier } }
 }

@@ -1,6 +1,6 @@
-//! Status: where this router stands and what it knows.
+//! Status: state and knowledge of this router.
 //!
-//! Not here: metrics (`crate::metrics`), which are sampled; this is asked.
+//! Not here: metrics (`crate::metrics`), which are sampled; a status is requested.
 
 use std::sync::Arc;
 
@@ -10,21 +10,21 @@ use kvfleet_proto::pb;
 use tonic::Status;
 
 use super::residency::standing_to_pb;
-use super::{Shared, millis};
+use super::{ServerState, millis};
 use crate::groups::Group;
 use crate::view::holders;
 use crate::view::links::LinkRate;
 
 /// Answers a status call. Digests walk the index, so it runs on a blocking thread.
-pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Status> {
+pub(super) async fn status(shared: &Arc<ServerState>) -> Result<pb::StatusReply, Status> {
     let here = Arc::clone(shared);
     let looked = tokio::task::spawn_blocking(move || {
         let groups: Vec<pb::GroupStatus> =
             here.groups.all().iter().map(|group| group_status(&here, group)).collect();
         let now_ms = here.unix.now_ms();
-        let (nodes, pins, generation) = here.control().published.whole(|replica| {
+        let (nodes, pins, generation) = here.control().published.read_whole(|replica| {
             let index = &replica.index;
-            (index.nodes().cloned().collect::<Vec<_>>(), pins(index, now_ms), index.generation())
+            (index.nodes().cloned().collect::<Vec<_>>(), summarize_pins(index, now_ms), index.generation())
         });
         let nodes = nodes.iter().map(|node| node_status(&here, node)).collect::<Vec<_>>();
         (groups, nodes, pins, generation)
@@ -58,17 +58,18 @@ pub(super) async fn status(shared: &Arc<Shared>) -> Result<pb::StatusReply, Stat
 
 /// Pins in force.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Pins {
+struct PinSummary {
     all: u64,
     soft: u64,
-    /// Until the next is over.
+    /// Milliseconds until the next pin expires; `None` if none does.
     next_end_ms: Option<u64>,
 }
 
-/// The pins in force at this Unix time in milliseconds: one that is over is none, also while the index still has it.
-fn pins(index: &Index, now_ms: u64) -> Pins {
-    let mut pins = Pins::default();
-    for pin in index.pins().filter(|pin| !pin.is_over(now_ms)) {
+/// Summary of the pins in force at this Unix time in milliseconds; expired pins in the index do not
+/// count.
+fn summarize_pins(index: &Index, now_ms: u64) -> PinSummary {
+    let mut pins = PinSummary::default();
+    for pin in index.pins().filter(|pin| !pin.is_expired(now_ms)) {
         pins.all += 1;
         pins.soft += u64::from(pin.kind == PinKind::Soft);
         let left_ms = pin.ends_ms.map(|ends_ms| ends_ms - now_ms);
@@ -77,26 +78,26 @@ fn pins(index: &Index, now_ms: u64) -> Pins {
     pins
 }
 
-fn group_status(shared: &Shared, group: &Group) -> pb::GroupStatus {
+fn group_status(shared: &ServerState, group: &Group) -> pb::GroupStatus {
     let (applied_index, digest, stats) = group
         .published
-        .whole(|replica| (replica.applied_index(), replica.index.digest(), replica.index.stats()));
-    let standing = group.consensus.standing();
-    let (leader, leader_address) = standing.leader.map_or((0, String::new()), |at| (at.router, at.address));
-    let members = standing.members.into_iter().map(|(router, address, learner)| pb::Voter {
+        .read_whole(|replica| (replica.applied_index(), replica.index.digest(), replica.index.stats()));
+    let status = group.consensus.status();
+    let (leader, leader_address) = status.leader.map_or((0, String::new()), |at| (at.router, at.address));
+    let members = status.members.into_iter().map(|(router, address, learner)| pb::Voter {
         router,
         address,
         learner,
-        matched_index: standing.matched.get(&router).copied().unwrap_or(0),
+        matched_index: status.matched.get(&router).copied().unwrap_or(0),
     });
     pb::GroupStatus {
         group: group.number().into(),
-        term: standing.term,
+        term: status.term,
         leader,
         leader_address,
-        last_log_index: standing.last_log_index,
+        last_log_index: status.last_log_index,
         applied_index,
-        snapshot_index: standing.snapshot_index,
+        snapshot_index: status.snapshot_index,
         digest: digest.to_vec(),
         blocks: stats.blocks,
         copies: stats.copies,
@@ -104,23 +105,23 @@ fn group_status(shared: &Shared, group: &Group) -> pb::GroupStatus {
         age_ms: group.consensus.contact_age().map_or(u64::MAX, millis),
         agreed_index: group.agreed_index(),
         diverged: group.has_diverged(),
-        drifts: shared.truth.drifts(group.number()),
+        drifts: shared.anti_entropy.drifts(group.number()),
         repairs_failed: group.repairs_failed(),
     }
 }
 
-fn node_status(shared: &Shared, state: &NodeState) -> pb::NodeStatus {
-    let silent = shared.silence.lock().silent(state.record.node, state.epoch, shared.clock.now());
+fn node_status(shared: &ServerState, state: &NodeState) -> pb::NodeStatus {
+    let silent = shared.silence.lock().silence_of(state.record.node, state.epoch, shared.clock.now());
     pb::NodeStatus {
         node: state.record.node.0,
         epoch: state.epoch.0,
         live: state.live,
         data_address: state.record.data_address.clone(),
         control_address: state.record.control_address.clone(),
-        blocks: holders::blocks_of(&shared.groups, state),
+        blocks: holders::node_blocks(&shared.groups, state),
         silent_ms: silent.map_or(0, millis),
         host: state.record.host.clone(),
-        truth: shared.truth.score(state.record.node).map(|score| pb::Truth {
+        audit: shared.anti_entropy.score(state.record.node).map(|score| pb::AuditStats {
             claimed_blocks: score.claimed,
             claimed_wrong: score.claimed_wrong,
             held_blocks: score.held,
@@ -130,8 +131,8 @@ fn node_status(shared: &Shared, state: &NodeState) -> pb::NodeStatus {
     }
 }
 
-fn links(shared: &Shared) -> Vec<pb::LinkStatus> {
-    let status = |LinkRate { node, is_own, key, lane }: LinkRate| pb::LinkStatus {
+fn links(shared: &ServerState) -> Vec<pb::LinkStatus> {
+    let status = |LinkRate { node, is_own, key, stats: lane }: LinkRate| pb::LinkStatus {
         node: node.0,
         own: is_own,
         path: key.path.map_or(0, |path| path as u32),
@@ -142,7 +143,7 @@ fn links(shared: &Shared) -> Vec<pb::LinkStatus> {
     shared.fleet.link_rates(shared.clock.now()).into_iter().map(status).collect()
 }
 
-fn instances(shared: &Shared) -> Vec<pb::InstanceStatus> {
+fn instances(shared: &ServerState) -> Vec<pb::InstanceStatus> {
     let now = shared.clock.now();
     let residency = shared.residency.read();
     let known = shared.fleet.instances().into_iter();
@@ -155,7 +156,7 @@ fn instances(shared: &Shared) -> Vec<pb::InstanceStatus> {
             report_age_ms: millis(now.since(known.instance.reported_at)),
             node: known.instance.node.unwrap_or_default().0,
             has_node: known.instance.node.is_some(),
-            residency: residency.standing(known.instance.id, now).as_ref().map(standing_to_pb),
+            residency: residency.status(known.instance.id, now).as_ref().map(standing_to_pb),
         })
         .collect()
 }

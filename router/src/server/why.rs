@@ -1,96 +1,106 @@
-//! Why a request ran where it did and what it missed; and what instances tell of the requests they served.
+//! Explains where a request ran and why blocks were missing; records outcomes that instances
+//! report.
 //!
-//! Not here: the reasons (`kv_core::schedule::missing`) and what is remembered (`crate::view::recall`).
+//! Not here: the reasons (`kv_core::schedule::missing`) and the records
+//! (`crate::view::decision_log`).
 
 use std::time::Duration;
 
 use kv_core::id::{BlockHash, InstanceId, NodeId, Timestamp};
 use kv_core::index::Index;
 use kv_core::schedule::{
-    Counted, Decision, Found, Missing, Paced, Rejection, RouteRequest, Told, Why, missing,
+    Decision, DecodeObservation, FetchFailure, MissReason, MissingRun, PrefixCoverage, Rejection,
+    RouteRecord, RouteRequest, explain_missing,
 };
 use kvfleet_proto::pb;
 
-use super::{Shared, millis};
-use crate::view::fleet::Addresses;
+use super::{ServerState, millis};
+use crate::view::decision_log::{
+    AnswerStats, DecisionRecord, EndUpdate, OutcomeUpdate, Placement, RouteAnswer, SentRequest, ServedOutcome,
+};
+use crate::view::fleet::DecisionAddresses;
 use crate::view::holders;
-use crate::view::recall::{Answer, Came, Decided, Ended, Outcome, Said, Sent, Where};
 
-/// Outcomes of one report, and misses of one outcome, that are read.
+/// Limit on outcomes of one report, and on misses of one outcome.
 const OUTCOMES_MAX: usize = 256;
 
-/// What was known when a request was decided.
-pub(super) struct Known<'a> {
+/// Facts known at a decision.
+pub(super) struct DecisionContext<'a> {
     pub(super) request: &'a RouteRequest,
     pub(super) hashes: &'a [BlockHash],
-    /// Which nodes live.
+    /// Index of the control group, for live nodes.
     pub(super) control: &'a Index,
-    /// Blocks that live nodes hold, from the first on.
+    /// Leading blocks that live nodes hold.
     pub(super) held_blocks: u32,
-    /// Whether its blocks are pieces of text, which nobody holds and nobody misses.
+    /// Whether its blocks are pieces of text, which nodes never hold.
     pub(super) is_text: bool,
     /// Whether its hashes are of another identity than the nodes'.
     pub(super) is_foreign: bool,
-    /// Whether it comes with a certificate of its tenant's own.
+    /// Whether its caller has a tenant certificate.
     pub(super) is_tenants: bool,
 }
 
-/// The limit between tokens whose keeping the end of a request will show, of what was asked for and the router's own. What a tenant asks for beyond that one may be what
-/// nothing can keep, and would take room from all others.
-fn taught_us(asked_us: u64, own_us: u64, is_tenants: bool) -> u64 {
+/// The TBT limit that the end of a request teaches about: the looser of its own and the router's. 0
+/// for none, and for a tenant's limit without one of the router: it may be impossible to meet and
+/// would cost all others capacity.
+fn learned_limit_us(asked_us: u64, own_us: u64, is_tenant: bool) -> u64 {
     match asked_us {
         0 => 0,
-        _ if is_tenants && own_us == 0 => 0,
+        _ if is_tenant && own_us == 0 => 0,
         asked_us => asked_us.max(own_us),
     }
 }
 
-/// Remembers what was decided, and when it was counted, if it was; counts what is missing.
-pub(super) fn remember(
-    shared: &Shared,
-    known: &Known<'_>,
-    chosen: &Result<(Decision, Addresses), Rejection>,
+/// Records a decision and the time it was counted, if it was; counts missing blocks.
+pub(super) fn record(
+    shared: &ServerState,
+    known: &DecisionContext<'_>,
+    chosen: &Result<(Decision, DecisionAddresses), Rejection>,
     counted_at: Option<Timestamp>,
 ) {
-    let counted_as = |(decision, _): &(Decision, Addresses)| Some(Counted::of(decision, counted_at?));
+    let counted_as =
+        |(decision, _): &(Decision, DecisionAddresses)| Some(RouteRecord::of(decision, counted_at?));
     let counted = chosen.as_ref().ok().and_then(counted_as);
     let (answer, missing) = match chosen {
-        Err(rejection) => (Answer::Rejected(rejection.to_string()), Vec::new()),
+        Err(rejection) => (RouteAnswer::Rejected(rejection.to_string()), Vec::new()),
         Ok((decision, _)) => {
             let missing = if known.is_text { Vec::new() } else { missing_of(shared, known, decision) };
-            shared.metrics.missing(&missing);
-            let sent = Sent { to: Where::of(decision), reasons: decision.reasons.clone() };
-            (Answer::Sent(sent), missing)
+            shared.metrics.record_missing(&missing);
+            let sent = SentRequest {
+                placement: Placement::from_decision(decision),
+                reasons: decision.reasons.clone(),
+            };
+            (RouteAnswer::Sent(sent), missing)
         }
     };
     let RouteRequest { request, tenant, category, blocks, tbt_max_us, .. } = *known.request;
     let (request, at) = (request.0, shared.clock.now());
-    shared.recall.lock().decided(Decided {
+    shared.decision_log.lock().insert(DecisionRecord {
         request,
         tenant,
         category,
         tbt_max_us,
-        taught_us: taught_us(tbt_max_us, shared.tbt_max_us, known.is_tenants),
+        learned_limit_us: learned_limit_us(tbt_max_us, shared.tbt_max_us, known.is_tenants),
         at,
         blocks,
         answer,
         missing,
         outcome: None,
-        is_timed: false,
-        said: Said::default(),
-        is_left: false,
-        moved: None,
+        has_first_token: false,
+        answer_stats: AnswerStats::default(),
+        is_aborted: false,
+        moved_to: None,
         counted,
     });
 }
 
-fn missing_of(shared: &Shared, known: &Known<'_>, decision: &Decision) -> Vec<Missing> {
+fn missing_of(shared: &ServerState, known: &DecisionContext<'_>, decision: &Decision) -> Vec<MissingRun> {
     let fetches = shared.fleet.fetches(decision.instance);
-    let found = Found {
+    let found = PrefixCoverage {
         served_blocks: decision.resident_blocks + decision.fetch_blocks,
         held_blocks: known.held_blocks,
         blocks: known.hashes.len() as u32,
-        fetches,
+        can_fetch: fetches,
     };
     let there = found.held_blocks.max(found.served_blocks);
     if found.served_blocks >= found.blocks {
@@ -98,88 +108,95 @@ fn missing_of(shared: &Shared, known: &Known<'_>, decision: &Decision) -> Vec<Mi
     }
     if known.is_foreign {
         let (start_blocks, len_blocks) = (found.served_blocks, found.blocks - found.served_blocks);
-        return vec![Missing { start_blocks, len_blocks, why: Why::OtherIdentity }];
+        return vec![MissingRun { start_blocks, len_blocks, reason: MissReason::IdentityMismatch }];
     }
-    let lost = holders::lost(&shared.groups, known.control, known.hashes, there);
-    let group = holders::answering(&shared.groups, known.hashes);
-    let left = |block: u32| group.published.left(*known.hashes.get(block as usize)?);
-    missing(found, lost, left)
+    let lost = holders::lost_blocks(&shared.groups, known.control, known.hashes, there);
+    let group = holders::answering_group(&shared.groups, known.hashes);
+    let left = |block: u32| group.published.last_drop(*known.hashes.get(block as usize)?);
+    explain_missing(found, lost, left)
 }
 
-/// Takes what an instance tells of requests that it served.
-pub(super) fn came(shared: &Shared, instance: InstanceId, outcomes: &[pb::Outcome]) {
+/// Records the outcomes that an instance reports.
+pub(super) fn record_outcomes(shared: &ServerState, instance: InstanceId, outcomes: &[pb::Outcome]) {
     for told in outcomes.iter().take(OUTCOMES_MAX) {
-        let misses =
-            told.misses.iter().take(OUTCOMES_MAX).filter_map(|miss| {
-                Some((NodeId(miss.node), miss.start_blocks, Told::from_number(miss.reason)?))
-            });
+        let misses = told.misses.iter().take(OUTCOMES_MAX).filter_map(|miss| {
+            Some((NodeId(miss.node), miss.start_blocks, FetchFailure::from_number(miss.reason)?))
+        });
         let outcome =
-            Outcome { hit_blocks: told.hit_blocks, ttft_us: told.ttft_us, misses: misses.collect() };
+            ServedOutcome { hit_blocks: told.hit_blocks, ttft_us: told.ttft_us, misses: misses.collect() };
         let ttft_us = outcome.ttft_us;
-        ended(
+        record_end(
             shared,
             (told.request, instance),
-            Said { output_tokens: told.output_tokens, tbt_us: told.tbt_us },
+            AnswerStats { output_tokens: told.output_tokens, tbt_us: told.tbt_us },
         );
-        let came = shared.recall.lock().came(told.request, instance, outcome);
-        if came.is_some() {
-            over(shared, told.request);
+        let update = shared.decision_log.lock().record_outcome(told.request, instance, outcome);
+        if update.is_some() {
+            stop_waiting(shared, told.request);
         }
-        if let Some(Came { predicted, added }) = came {
-            shared.metrics.missing(&added);
+        if let Some(OutcomeUpdate { predicted, added }) = update {
+            shared.metrics.record_missing(&added);
             if let Some((predicted, parts)) = predicted.filter(|_| ttft_us > 0) {
-                shared.metrics.observed(predicted.ttft_us(), ttft_us);
-                shared.fleet.first_token(instance, &parts, ttft_us, shared.clock.now());
+                shared.metrics.record_ttft_error(predicted.ttft_us(), ttft_us);
+                shared.fleet.record_first_token(instance, &parts, ttft_us, shared.clock.now());
             }
         }
     }
 }
 
-/// Takes how much a request said, and how fast, from its instance or from who saw its answer pass.
-pub(crate) fn ended(shared: &Shared, (request, instance): (u64, InstanceId), said: Said) {
-    let ended = shared.recall.lock().ended(request, instance, said);
-    if let Some(Ended { category, predicted, parts, taught_us, tokens, news }) = ended {
+/// Records output length and time between tokens, from the instance or from the gateway.
+pub(crate) fn record_end(shared: &ServerState, (request, instance): (u64, InstanceId), said: AnswerStats) {
+    let ended = shared.decision_log.lock().record_end(request, instance, said);
+    if let Some(EndUpdate {
+        category,
+        predicted,
+        uncorrected: parts,
+        learned_limit_us: taught_us,
+        tokens,
+        new_stats: news,
+    }) = ended
+    {
         if news.tbt_us > 0 {
-            shared.metrics.paced(predicted.tbt_us, news.tbt_us);
+            shared.metrics.record_tbt_error(predicted.tbt_us, news.tbt_us);
         }
-        let paced = Paced {
-            parts: &parts,
+        let paced = DecodeObservation {
+            uncorrected: &parts,
             predicted_us: predicted.tbt_us,
             tokens,
             tbt_us: news.tbt_us,
             limit_us: taught_us,
         };
-        shared.fleet.ended(category, news.output_tokens, paced, shared.clock.now());
+        shared.fleet.record_end(category, news.output_tokens, paced, shared.clock.now());
     }
 }
 
-/// A request is over before its answer was: how much it said is not how much it would have said.
-pub(crate) fn left(shared: &Shared, request: u64) {
-    shared.recall.lock().left(request);
-    over(shared, request);
+/// Records a request that ended before its answer did; its output length is not representative.
+pub(crate) fn record_abort(shared: &ServerState, request: u64) {
+    shared.decision_log.lock().record_abort(request);
+    stop_waiting(shared, request);
 }
 
-/// A request waits nowhere any more, wherever it was.
-pub(crate) fn over(shared: &Shared, request: u64) {
-    if let Some(waits) = &shared.waits {
-        waits.lock().begun(request);
+/// Removes a request from the prefetch windows.
+pub(crate) fn stop_waiting(shared: &ServerState, request: u64) {
+    if let Some(waits) = &shared.queued_requests {
+        waits.lock().remove(request);
     }
 }
 
-/// Takes when the first token of a request came, from who saw it pass.
-pub(crate) fn first_token(shared: &Shared, request: u64, instance: InstanceId, after: Duration) {
-    let timed = shared.recall.lock().timed(request, instance);
+/// Records the time of a first token, as the gateway saw it.
+pub(crate) fn record_first_token(shared: &ServerState, request: u64, instance: InstanceId, after: Duration) {
+    let timed = shared.decision_log.lock().record_first_token(request, instance);
     if let Some((predicted, parts)) = timed {
-        over(shared, request);
+        stop_waiting(shared, request);
         let ttft_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX).max(1);
-        shared.metrics.observed(predicted.ttft_us(), ttft_us);
-        shared.fleet.first_token(instance, &parts, ttft_us, shared.clock.now());
+        shared.metrics.record_ttft_error(predicted.ttft_us(), ttft_us);
+        shared.fleet.record_first_token(instance, &parts, ttft_us, shared.clock.now());
     }
 }
 
-/// Tells the story of a request.
-pub(super) async fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyReply {
-    let known = shared.recall.lock().of(request.request).cloned();
+/// Answers `kvfleet why` for a request.
+pub(super) async fn why(shared: &ServerState, request: &pb::WhyRequest) -> pb::WhyReply {
+    let known = shared.decision_log.lock().get(request.request).cloned();
     let Some(decided) = known else { return pb::WhyReply::default() };
     let age: Duration = shared.clock.now().since(decided.at);
     let reply = pb::WhyReply {
@@ -191,35 +208,38 @@ pub(super) async fn why(shared: &Shared, request: &pb::WhyRequest) -> pb::WhyRep
         ..pb::WhyReply::default()
     };
     let reply = match &decided.answer {
-        Answer::Rejected(reason) => pb::WhyReply { rejected: reason.clone(), ..reply },
-        Answer::Sent(sent) => pb::WhyReply {
-            instance: sent.to.instance.0,
-            resident_blocks: sent.to.resident_blocks,
-            fetch_blocks: sent.to.fetch_blocks,
-            predicted: Some(super::route::prediction_to_pb(&sent.to.predicted)),
+        RouteAnswer::Rejected(reason) => pb::WhyReply { rejected: reason.clone(), ..reply },
+        RouteAnswer::Sent(sent) => pb::WhyReply {
+            instance: sent.placement.instance.0,
+            resident_blocks: sent.placement.resident_blocks,
+            fetch_blocks: sent.placement.fetch_blocks,
+            predicted: Some(super::route::prediction_to_pb(&sent.placement.predicted)),
             reasons: sent.reasons.iter().map(ToString::to_string).collect(),
             ..reply
         },
     };
-    let Said { output_tokens, tbt_us } = decided.said;
-    let answered_by = decided.moved.map(|moved| moved.decodes().0);
+    let AnswerStats { output_tokens, tbt_us } = decided.answer_stats;
+    let answered_by = decided.moved_to.map(|moved| moved.decoding_instance().0);
     let reply = pb::WhyReply { output_tokens, tbt_us, answered_by, ..reply };
     match &decided.outcome {
         None => reply,
-        Some(outcome) => {
-            pb::WhyReply { came: true, hit_blocks: outcome.hit_blocks, ttft_us: outcome.ttft_us, ..reply }
-        }
+        Some(outcome) => pb::WhyReply {
+            has_outcome: true,
+            hit_blocks: outcome.hit_blocks,
+            ttft_us: outcome.ttft_us,
+            ..reply
+        },
     }
 }
 
-/// All that is missing, and of another identity also the fields, if they are known.
-async fn missing_to_pb(shared: &Shared, decided: &Decided) -> Vec<pb::MissingBlocks> {
-    let mut all: Vec<_> = decided.missing.iter().map(missing_as_told).collect();
+/// Missing blocks; for an identity mismatch with the differing fields, if known.
+async fn missing_to_pb(shared: &ServerState, decided: &DecisionRecord) -> Vec<pb::MissingBlocks> {
+    let mut all: Vec<_> = decided.missing.iter().map(missing_block_to_pb).collect();
     for (missing, told) in decided.missing.iter().zip(&mut all) {
-        let text = match missing.why {
-            Why::OtherIdentity => other_identity(shared).await,
-            Why::NotFetched { node, told: Told::IdentityDiffers } => {
-                not_the_same(shared, node, decided).await
+        let text = match missing.reason {
+            MissReason::IdentityMismatch => hash_identity_text(shared).await,
+            MissReason::NotFetched { node, failure: FetchFailure::IdentityDiffers } => {
+                fetch_identity_text(shared, node, decided).await
             }
             _ => None,
         };
@@ -230,23 +250,23 @@ async fn missing_to_pb(shared: &Shared, decided: &Decided) -> Vec<pb::MissingBlo
     all
 }
 
-async fn other_identity(shared: &Shared) -> Option<String> {
-    let fields = shared.manifests.of_engines_and_nodes().await?;
+async fn hash_identity_text(shared: &ServerState) -> Option<String> {
+    let fields = shared.manifests.engine_differences_from_nodes().await?;
     Some(format!("hashed under another identity than the nodes': it differs in {fields}"))
 }
 
-async fn not_the_same(shared: &Shared, node: NodeId, decided: &Decided) -> Option<String> {
-    let instance = decided.computes()?;
-    let fields = shared.manifests.of_nodes_and(instance).await?;
+async fn fetch_identity_text(shared: &ServerState, node: NodeId, decided: &DecisionRecord) -> Option<String> {
+    let instance = decided.prefill_instance()?;
+    let fields = shared.manifests.differences_from_instance(instance).await?;
     Some(format!("{node} serves another identity than {instance}: it differs in {fields}"))
 }
 
-fn missing_as_told(missing: &Missing) -> pb::MissingBlocks {
+fn missing_block_to_pb(missing: &MissingRun) -> pb::MissingBlocks {
     pb::MissingBlocks {
         start_blocks: missing.start_blocks,
         len_blocks: missing.len_blocks,
-        reason: missing.why.name().to_owned(),
-        text: missing.why.to_string(),
+        reason: missing.reason.name().to_owned(),
+        text: missing.reason.to_string(),
     }
 }
 
@@ -255,12 +275,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_limit_that_a_tenant_chose_teaches_what_all_others_leave_free() {
+    fn a_tenants_own_limit_is_not_learned_from() {
         for is_tenants in [false, true] {
-            assert_eq!(taught_us(0, 0, is_tenants), 0);
-            assert_eq!(taught_us(8_000, 8_000, is_tenants), 8_000, "the router's own");
-            assert_eq!(taught_us(5_000, 8_000, is_tenants), 8_000, "tighter than it");
+            assert_eq!(learned_limit_us(0, 0, is_tenants), 0);
+            assert_eq!(learned_limit_us(8_000, 8_000, is_tenants), 8_000, "the router's own");
+            assert_eq!(learned_limit_us(5_000, 8_000, is_tenants), 8_000, "tighter than it");
         }
-        assert_eq!((taught_us(5_000, 0, false), taught_us(5_000, 0, true)), (5_000, 0), "its own");
+        assert_eq!(
+            (learned_limit_us(5_000, 0, false), learned_limit_us(5_000, 0, true)),
+            (5_000, 0),
+            "the caller's own"
+        );
     }
 }

@@ -1,8 +1,8 @@
-//! The soft half of the view: instances with their load and links, as reported to this router.
+//! Ephemeral part of the view: instances with their load and links, as reported to this router.
 //!
-//! Reports are numbered; an older one is ignored, and a new start time means a new process whose numbers
-//! begin again. Not here: the choice (`kv_core::schedule`), what instances have in GPU memory (`residency/`) and the
-//! replicated half (`published.rs`). Lost on restart; the next report rebuilds it.
+//! Reports are numbered and older ones are ignored. A new start time means a new process with new
+//! numbers. Not here: the choice (`kv_core::schedule`), GPU residency (`residency/`) and the
+//! replicated part (`published.rs`). Lost on restart; the next reports rebuild it.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,199 +10,209 @@ use std::time::Duration;
 use kv_core::id::{Category, Epoch, InstanceId, NodeId, TenantId, Timestamp};
 use kv_core::place::LOAD_BOUND;
 use kv_core::schedule::{
-    Admission, Counted, Decision, Fleet, Handover, HardwareProfile, Instance, Limits, LiveNode, Load, Offer,
-    Paced, Part, Prediction, Rejection, Standing,
+    Admission, AdmissionRequest, Decision, DecodeObservation, Fleet, Handover, HardwareProfile, Instance,
+    LiveNode, Load, Placement, Prediction, QueuePriority, Rejection, RouteLimits, RouteRecord,
 };
 use parking_lot::RwLock;
 
-use super::links::{LinkRate, Links, Measured, NodeLanes};
-use crate::shares::QueueShares;
+use super::links::{LinkMeasurement, LinkRate, LinkTable, NodeLinkStats};
+use crate::tenant_shares::QueueShares;
 
-/// Instances known at once: far above any fleet, so that a reporter gone mad cannot fill the memory.
+/// Limit on known instances, far above any fleet, so that a faulty reporter cannot fill memory.
 pub(crate) const INSTANCES_MAX: usize = 4096;
 
-/// Silence after which an instance may be forgotten to make room: far beyond any delay of its reports, so
-/// that a late one of a process that ended is still known to be old.
-pub(super) const FORGOTTEN_AFTER: Duration = Duration::from_secs(600);
+/// Silence after which an instance may be forgotten at the limit. It exceeds any delay of reports,
+/// so that a late report of an ended process is still recognised as old.
+pub(super) const FORGET_AFTER: Duration = Duration::from_secs(600);
 
 /// One report of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Report {
+pub(crate) struct LoadReport {
     pub(crate) instance: InstanceId,
     pub(crate) address: String,
     pub(crate) node: Option<NodeId>,
     pub(crate) fetches: bool,
-    pub(crate) orders: bool,
-    pub(crate) part: Part,
+    pub(crate) orders_queue: bool,
+    pub(crate) part: Placement,
     pub(crate) load: Load,
     pub(crate) sequence: u64,
     pub(crate) started_us: u64,
     pub(crate) leaving: bool,
-    pub(crate) links: Vec<Measured>,
+    pub(crate) links: Vec<LinkMeasurement>,
 }
 
-/// What became of a report.
+/// How a report was handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Receipt {
     Accepted,
-    /// A newer one was seen before.
-    Old,
-    /// [`INSTANCES_MAX`] are known already.
+    /// A newer one was received before.
+    Stale,
+    /// [`INSTANCES_MAX`] instances are known already.
     Full,
 }
 
 #[derive(Clone, Debug)]
-struct Known {
+struct ReportedInstance {
     address: String,
     sequence: u64,
     started_us: u64,
-    joined: Timestamp,
-    heard: Timestamp,
+    joined_at: Timestamp,
+    last_report: Timestamp,
 }
 
 #[derive(Default)]
-struct Soft {
+struct EphemeralState {
     fleet: Fleet,
-    known: BTreeMap<InstanceId, Known>,
-    links: Links,
+    known: BTreeMap<InstanceId, ReportedInstance>,
+    links: LinkTable,
     shares: QueueShares,
     admission: Admission,
 }
 
-/// Whose request it is, and what is asked for it.
+/// Tenant, priority and limit of a request.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Claim {
-    /// On whose share of the queues it counts; a member's on none.
+    /// Tenant that is charged for the queue share; `None` for a member.
     pub(crate) share: Option<TenantId>,
-    /// Whose it is.
+    /// Tenant of the request.
     pub(crate) tenant: TenantId,
-    /// Above 0 before others, below behind them.
+    /// Above 0 before other requests, below 0 behind them.
     pub(crate) priority: i32,
-    /// Until when its first token must be out, if that matters.
+    /// TTFT limit in microseconds, if any.
     pub(crate) ttft_max_us: Option<u64>,
 }
 
-impl Soft {
-    fn addresses(&self, decision: &Decision) -> Addresses {
+impl EphemeralState {
+    fn addresses(&self, decision: &Decision) -> DecisionAddresses {
         let of = |instance| self.known.get(&instance).map(|known| known.address.clone()).unwrap_or_default();
-        let partner = decision.handover.map(|handover| of(handover.instance)).unwrap_or_default();
-        Addresses { instance: of(decision.instance), partner }
+        let decode_address = decision.handover.map(|handover| of(handover.instance)).unwrap_or_default();
+        DecisionAddresses { instance: of(decision.instance), decode_instance: decode_address }
     }
 
-    /// Makes room: forgets instances that left or fell silent long ago.
+    /// Forgets instances that left or have been silent for long.
     fn forget_silent(&mut self, now: Timestamp) {
-        let Soft { fleet, known, shares, .. } = self;
+        let EphemeralState { fleet, known, shares, .. } = self;
         known.retain(|instance, one| {
-            let stays = now.since(one.heard) < FORGOTTEN_AFTER;
+            let stays = now.since(one.last_report) < FORGET_AFTER;
             if !stays {
                 fleet.remove_instance(*instance);
-                shares.reported(*instance);
+                shares.reset(*instance);
             }
             stays
         });
     }
 }
 
-/// Where the instances of a decision take requests.
+/// Addresses of a decision's instances.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Addresses {
-    /// The one that was chosen.
+pub(crate) struct DecisionAddresses {
+    /// The chosen instance.
     pub(crate) instance: String,
-    /// The one that goes on; empty where that is the same.
-    pub(crate) partner: String,
+    /// The instance that decodes; empty if it is the same.
+    pub(crate) decode_instance: String,
 }
 
 /// Instances and live nodes, as routing sees them.
 pub(crate) struct FleetView {
-    soft: RwLock<Soft>,
+    state: RwLock<EphemeralState>,
 }
 
-/// An instance for a status reply.
+/// An instance in a status reply.
 #[derive(Clone, Debug)]
-pub(crate) struct InstanceStanding {
+pub(crate) struct InstanceStatus {
     pub(crate) instance: Instance,
     pub(crate) address: String,
 }
 
 impl FleetView {
-    pub(crate) fn new(profile: HardwareProfile, limits: Limits, admission: Admission) -> FleetView {
+    pub(crate) fn new(profile: HardwareProfile, limits: RouteLimits, admission: Admission) -> FleetView {
         let mut fleet = Fleet::new(profile);
         fleet.limits = limits;
-        FleetView { soft: RwLock::new(Soft { fleet, admission, ..Soft::default() }) }
+        FleetView { state: RwLock::new(EphemeralState { fleet, admission, ..EphemeralState::default() }) }
     }
 
-    /// Takes a report, unless a newer one was seen.
-    pub(crate) fn report(&self, report: Report, now: Timestamp) -> Receipt {
-        let mut soft = self.soft.write();
+    /// Takes a report unless a newer one was received.
+    pub(crate) fn report(&self, report: LoadReport, now: Timestamp) -> Receipt {
+        let mut soft = self.state.write();
         if soft.known.len() >= INSTANCES_MAX && !soft.known.contains_key(&report.instance) {
             soft.forget_silent(now);
         }
         let count = soft.known.len();
-        // One that was heard of is the same as long as its process is.
+        // An instance keeps its join time while its process lives.
         let same = soft.known.get(&report.instance).filter(|known| known.started_us == report.started_us);
-        let joined = same.map_or(now, |known| known.joined);
+        let joined = same.map_or(now, |known| known.joined_at);
         match soft.known.get(&report.instance) {
             Some(known) if (report.started_us, report.sequence) <= (known.started_us, known.sequence) => {
-                return Receipt::Old;
+                return Receipt::Stale;
             }
             None if count >= INSTANCES_MAX => return Receipt::Full,
             Some(known) if known.started_us < report.started_us => soft.links.forget(report.instance),
             _ => {}
         }
-        soft.shares.reported(report.instance);
+        soft.shares.reset(report.instance);
         if report.leaving {
             soft.fleet.remove_instance(report.instance);
             soft.links.forget(report.instance);
         } else {
-            let Report { instance, node, fetches, orders, part, load, .. } = report;
+            let LoadReport { instance, node, fetches, orders_queue: orders, part, load, .. } = report;
             let joined_at = Some(joined);
-            let instance_now =
-                Instance { id: instance, node, fetches, orders, load, reported_at: now, joined_at };
+            let instance_now = Instance {
+                id: instance,
+                node,
+                can_fetch: fetches,
+                orders_by_deadline: orders,
+                load,
+                reported_at: now,
+                joined_at,
+            };
             soft.fleet.put_instance(instance_now);
-            soft.fleet.set_part(instance, part);
-            soft.links.measured((instance, node), &report.links, now);
+            soft.fleet.set_placement(instance, part);
+            soft.links.record((instance, node), &report.links, now);
             let paths = soft.links.paths(instance, now);
             soft.fleet.set_paths(instance, &paths);
         }
-        let Report { instance, address, sequence, started_us, .. } = report;
-        soft.known.insert(instance, Known { address, sequence, started_us, joined, heard: now });
+        let LoadReport { instance, address, sequence, started_us, .. } = report;
+        soft.known.insert(
+            instance,
+            ReportedInstance { address, sequence, started_us, joined_at: joined, last_report: now },
+        );
         Receipt::Accepted
     }
 
-    /// Asks the fleet as it is now.
-    pub(crate) fn ask<T>(&self, ask: impl FnOnce(&Fleet) -> T) -> T {
-        ask(&self.soft.read().fleet)
+    /// Reads the current fleet.
+    pub(crate) fn with_fleet<T>(&self, ask: impl FnOnce(&Fleet) -> T) -> T {
+        ask(&self.state.read().fleet)
     }
 
     /// Whether an instance fetches from nodes.
     pub(crate) fn fetches(&self, instance: InstanceId) -> bool {
-        self.soft.read().fleet.instance(instance).is_none_or(|instance| instance.fetches)
+        self.state.read().fleet.instance(instance).is_none_or(|instance| instance.can_fetch)
     }
 
-    /// When an instance started, as its last report said.
-    pub(crate) fn started(&self, instance: InstanceId) -> Option<u64> {
-        self.soft.read().known.get(&instance).map(|known| known.started_us)
+    /// Start time of an instance, from its last report.
+    pub(crate) fn started_us(&self, instance: InstanceId) -> Option<u64> {
+        self.state.read().known.get(&instance).map(|known| known.started_us)
     }
 
-    /// How fast instances read from a node under this epoch, where they did lately.
-    pub(crate) fn lanes(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> NodeLanes {
-        self.soft.read().links.of_node(node, epoch, now)
+    /// Recent read rates from a node under this epoch.
+    pub(crate) fn link_stats(&self, node: NodeId, epoch: Epoch, now: Timestamp) -> NodeLinkStats {
+        self.state.read().links.node_stats(node, epoch, now)
     }
 
-    /// How fast instances read from each node, by path and tier, where they did lately: for show.
+    /// Recent read rates from each node, by path and tier, for display.
     pub(crate) fn link_rates(&self, now: Timestamp) -> Vec<LinkRate> {
-        let soft = self.soft.read();
+        let soft = self.state.read();
         soft.links.rates(|node| soft.fleet.live(node).map(|live| live.epoch), now)
     }
 
-    /// Forgets links that nobody used lately.
+    /// Forgets links without recent reads.
     pub(crate) fn forget_aged_links(&self, now: Timestamp) {
-        self.soft.write().links.forget_aged(now);
+        self.state.write().links.forget_aged(now);
     }
 
-    /// Chooses a node for nothing new, until the live nodes are replaced.
-    pub(crate) fn stop_saving(&self, node: NodeId) {
-        let mut soft = self.soft.write();
+    /// Excludes a node from new saves until the live nodes are replaced.
+    pub(crate) fn exclude_from_placement(&self, node: NodeId) {
+        let mut soft = self.state.write();
         let weighed = |live: &LiveNode| match live.node == node {
             true => LiveNode { weight: 0, ..live.clone() },
             false => live.clone(),
@@ -211,9 +221,10 @@ impl FleetView {
         soft.fleet.set_nodes(nodes);
     }
 
-    /// Nodes that take new blocks, those of a prefix with this head first where they go under bounded load.
-    pub(crate) fn places(&self, root: &[u8]) -> Vec<NodeId> {
-        let soft = self.soft.read();
+    /// Nodes that take new blocks, in placement order for a prefix with this root. The first
+    /// follows bounded load.
+    pub(crate) fn save_targets(&self, root: &[u8]) -> Vec<NodeId> {
+        let soft = self.state.read();
         let fleet = &soft.fleet;
         let blocks = |node| fleet.live(node).map_or(0, |live| live.blocks);
         let first = fleet.ring().place(root, blocks, LOAD_BOUND);
@@ -223,113 +234,137 @@ impl FleetView {
 
     /// Replaces the live nodes.
     pub(crate) fn set_nodes(&self, nodes: Vec<LiveNode>) {
-        self.soft.write().fleet.set_nodes(nodes);
+        self.state.write().fleet.set_nodes(nodes);
     }
 
-    /// Runs a choice on the fleet, turns it away where others have a better claim, else notes it as far as whoever asked has a share, and adds
-    /// the address of the chosen instance.
+    /// Chooses an instance, unless admission rejects the request in favour of others. Counts the
+    /// decision within the caller's share, and returns it with the instances' addresses.
     pub(crate) fn decide(
         &self,
         claim: Claim,
         now: Timestamp,
-        choose: impl FnOnce(&Fleet, Standing) -> Result<Decision, Rejection>,
-    ) -> Result<(Decision, Addresses), Rejection> {
-        let soft = self.soft.read();
-        let standing = soft.admission.standing(claim.tenant, claim.priority, &soft.fleet, now);
-        let decision = choose(&soft.fleet, standing)?;
+        choose: impl FnOnce(&Fleet, QueuePriority) -> Result<Decision, Rejection>,
+    ) -> Result<(Decision, DecisionAddresses), Rejection> {
+        let soft = self.state.read();
+        let status = soft.admission.queue_priority(claim.tenant, claim.priority, &soft.fleet, now);
+        let decision = choose(&soft.fleet, status)?;
         drop(soft);
-        let mut soft = self.soft.write();
-        let offer = Offer::of(&decision, (claim.tenant, claim.priority), claim.ttft_max_us);
+        let mut soft = self.state.write();
+        let offer = AdmissionRequest::of(&decision, (claim.tenant, claim.priority), claim.ttft_max_us);
         soft.admission.admit(&offer, now)?;
         let waiting = soft.fleet.waiting_tokens();
-        let tokens = note(&mut soft, claim.share, &decision, now);
-        soft.admission.sent(claim.tenant, tokens, waiting, now);
+        let tokens = count_decision(&mut soft, claim.share, &decision, now);
+        soft.admission.record(claim.tenant, tokens, waiting, now);
         let addresses = soft.addresses(&decision);
         Ok((decision, addresses))
     }
 
-    /// Runs a choice for a request that runs already: it is let in, and counted where it was sent.
-    pub(crate) fn plan(
+    /// Chooses for a request that runs already: it is always admitted, and is counted where it was
+    /// sent.
+    pub(crate) fn decide_running(
         &self,
-        choose: impl FnOnce(&Fleet, Standing) -> Result<Decision, Rejection>,
-    ) -> Result<(Decision, Addresses), Rejection> {
-        let soft = self.soft.read();
-        let decision = choose(&soft.fleet, Standing::default())?;
+        choose: impl FnOnce(&Fleet, QueuePriority) -> Result<Decision, Rejection>,
+    ) -> Result<(Decision, DecisionAddresses), Rejection> {
+        let soft = self.state.read();
+        let decision = choose(&soft.fleet, QueuePriority::default())?;
         let addresses = soft.addresses(&decision);
         Ok((decision, addresses))
     }
 
-    /// Takes back what was counted of a request that does not run where it was sent.
-    pub(crate) fn take_back(&self, counted: &Counted, now: Timestamp) {
-        self.soft.write().fleet.take_back(counted, now);
+    /// Removes the counted load of a request that does not run where it was sent.
+    pub(crate) fn uncount(&self, counted: &RouteRecord, now: Timestamp) {
+        self.state.write().fleet.retract(counted, now);
     }
 
-    /// Runs a choice for a request that runs elsewhere than it was sent, and counts it there and where another goes on; nothing where that instance is not known.
-    pub(crate) fn moved(
+    /// Counts a moved request on its actual instance and on the instance that decodes. `None` if
+    /// that instance is unknown.
+    pub(crate) fn record_move(
         &self,
         choose: impl FnOnce(&Fleet) -> Result<Decision, Rejection>,
         goes_on: Option<InstanceId>,
         now: Timestamp,
     ) -> Option<Decision> {
-        let mut soft = self.soft.write();
+        let mut soft = self.state.write();
         let mut decision = choose(&soft.fleet).ok()?;
         decision.handover = goes_on.map(|instance| {
-            let running = soft.fleet.instance(instance).map_or(0, |partner| partner.load.running.into());
-            Handover { instance, us: 0, running, others: 0 }
+            let running =
+                soft.fleet.instance(instance).map_or(0, |decode_address| decode_address.load.running.into());
+            Handover { instance, handover_us: 0, running, others: 0 }
         });
-        soft.fleet.record_moved(&decision, now);
+        soft.fleet.record_reassigned(&decision, now);
         Some(decision)
     }
 
-    /// A first token came from an instance after so long; `parts` is what was predicted of it before what was learnt.
-    pub(crate) fn first_token(&self, instance: InstanceId, parts: &Prediction, ttft_us: u64, now: Timestamp) {
-        self.soft.write().fleet.first_token(instance, parts, ttft_us, now);
-    }
-
-    /// A request of this category ended that said so many tokens, so far apart; `parts` as above.
-    pub(crate) fn ended(&self, category: Category, output_tokens: u32, paced: Paced<'_>, now: Timestamp) {
-        self.soft.write().fleet.ended(category, output_tokens, paced, now);
-    }
-
-    /// How far apart tokens come of a request that begins to decode there now, or with that, why it should not. Where the instance is not known, 0.
-    pub(crate) fn may_decode(
+    /// Learns from a first token; `parts` is the prediction before learned corrections.
+    pub(crate) fn record_first_token(
         &self,
-        (instance, runs_there): (InstanceId, bool),
+        instance: InstanceId,
+        parts: &Prediction,
+        ttft_us: u64,
+        now: Timestamp,
+    ) {
+        self.state.write().fleet.observe_first_token(instance, parts, ttft_us, now);
+    }
+
+    /// Learns from the end of a request: its output length and time between tokens. `parts` as
+    /// above.
+    pub(crate) fn record_end(
+        &self,
+        category: Category,
+        output_tokens: u32,
+        paced: DecodeObservation<'_>,
+        now: Timestamp,
+    ) {
+        self.state.write().fleet.observe_completion(category, output_tokens, paced, now);
+    }
+
+    /// Predicted time between tokens, microseconds, of a request that starts to decode there now;
+    /// with a rejection if it exceeds the limit. 0 if the instance is unknown.
+    pub(crate) fn admit_decode(
+        &self,
+        (instance, pinned_instance): (InstanceId, bool),
         limit_us: u64,
         now: Timestamp,
     ) -> Result<u64, (u64, Rejection)> {
-        self.soft.read().fleet.may_decode((instance, runs_there), limit_us, now)
+        self.state.read().fleet.admit_decode((instance, pinned_instance), limit_us, now)
     }
 
-    /// How many times as long as predicted tokens are apart, and steps take by themselves and for each request in them.
-    pub(crate) fn pace_learnt(&self, now: Timestamp) -> [f64; 3] {
-        let fleet = &self.soft.read().fleet;
+    /// Learned factors on the time between tokens, on a step, and on each request in it.
+    pub(crate) fn tbt_factors(&self, now: Timestamp) -> [f64; 3] {
+        let fleet = &self.state.read().fleet;
         let [step, each] = fleet.step_factors(now);
-        [fleet.learnt.tbt_factor(now), step, each]
+        [fleet.ttft_bias.tbt_factor(now), step, each]
     }
 
-    /// By what factors waiting, transfer, prefill and those who pass turned out to be off, and what the profile says of a prompt's step, its tokens and their context.
-    pub(crate) fn learnt(&self) -> [f64; 7] {
-        let fleet = &self.soft.read().fleet;
+    /// Learned factors on queueing, transfer, prefill and overtaking, and on the profile's times
+    /// per step, token and context.
+    pub(crate) fn ttft_factors(&self) -> [f64; 7] {
+        let fleet = &self.state.read().fleet;
         let ([queue, transfer, prefill, passed], [step, token, context]) =
-            (fleet.learnt.factors(), fleet.computing.factors());
+            (fleet.ttft_bias.factors(), fleet.prefill_model.factors());
         [queue, transfer, prefill, passed, step, token, context]
     }
 
-    /// Every known instance that has not left, by ascending number.
-    pub(crate) fn instances(&self) -> Vec<InstanceStanding> {
-        let soft = self.soft.read();
-        let standing = |instance: &Instance| InstanceStanding {
+    /// Every known instance that has not left, in ascending order.
+    pub(crate) fn instances(&self) -> Vec<InstanceStatus> {
+        let soft = self.state.read();
+        let status = |instance: &Instance| InstanceStatus {
             instance: *instance,
             address: soft.known.get(&instance.id).map(|known| known.address.clone()).unwrap_or_default(),
         };
-        soft.fleet.instances().iter().map(standing).collect()
+        soft.fleet.instances().iter().map(status).collect()
     }
 }
 
-/// Counts a decision into the load of its instance; a tenant's until its share of the queue is taken. How many tokens it counted.
-fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision, now: Timestamp) -> u32 {
-    let Soft { fleet, shares, .. } = soft;
+/// Counts a decision into the load of its instance, for a tenant only within its share. Returns the
+/// counted tokens.
+fn count_decision(
+    soft: &mut EphemeralState,
+    share: Option<TenantId>,
+    decision: &Decision,
+    now: Timestamp,
+) -> u32 {
+    let EphemeralState { fleet, shares, .. } = soft;
     if fleet.instance(decision.instance).is_none() {
         return 0;
     }
@@ -340,7 +375,7 @@ fn note(soft: &mut Soft, share: Option<TenantId>, decision: &Decision, now: Time
         }
         Some(None) => 0,
         Some(Some(tokens)) => {
-            fleet.record_part(decision, tokens, now);
+            fleet.record_partial(decision, tokens, now);
             tokens.min(decision.recompute_tokens)
         }
     }
@@ -351,19 +386,21 @@ mod tests {
     use kvfleet_errors_doc::says;
 
     use super::*;
-    use crate::shares::TENANT_ROUTED_TOKENS_MAX;
+    use crate::tenant_shares::TENANT_ROUTED_TOKENS_MAX;
     use kv_core::id::{RequestId, Tier};
     use kv_core::index::PrefixMatch;
-    use kv_core::schedule::{self, Eligible, LinkKey, LinkPath, LinkSample, Measure, Reader, RouteRequest};
+    use kv_core::schedule::{
+        self, InstanceFilter, LinkKey, LinkPath, LinkSample, PriceBasis, ReadPath, RouteRequest,
+    };
 
-    fn report(sequence: u64, started_us: u64, queue_tokens: u64) -> Report {
-        Report {
+    fn report(sequence: u64, started_us: u64, queue_tokens: u64) -> LoadReport {
+        LoadReport {
             instance: InstanceId(1),
             address: "i:1".into(),
             node: None,
             fetches: true,
-            orders: false,
-            part: Part::default(),
+            orders_queue: false,
+            part: Placement::default(),
             load: Load::reported(queue_tokens, 0, 0),
             sequence,
             started_us,
@@ -378,25 +415,25 @@ mod tests {
 
     #[test]
     fn older_reports_are_ignored() {
-        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), RouteLimits::default(), Admission::default());
         assert_eq!(view.report(report(2, 10, 200), Timestamp(1)), Receipt::Accepted);
-        assert_eq!(view.report(report(1, 10, 100), Timestamp(2)), Receipt::Old);
-        assert_eq!(view.report(report(2, 10, 300), Timestamp(3)), Receipt::Old);
+        assert_eq!(view.report(report(1, 10, 100), Timestamp(2)), Receipt::Stale);
+        assert_eq!(view.report(report(2, 10, 300), Timestamp(3)), Receipt::Stale);
         assert_eq!(queue(&view), [200]);
     }
 
     #[test]
-    fn a_restart_begins_anew() {
-        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+    fn a_restart_resets_the_sequence() {
+        let view = FleetView::new(HardwareProfile::default(), RouteLimits::default(), Admission::default());
         assert_eq!(view.report(report(900, 10, 900), Timestamp(1)), Receipt::Accepted);
         assert_eq!(view.report(report(1, 20, 100), Timestamp(2)), Receipt::Accepted);
-        assert_eq!(view.report(report(901, 10, 901), Timestamp(3)), Receipt::Old, "the dead process");
+        assert_eq!(view.report(report(901, 10, 901), Timestamp(3)), Receipt::Stale, "the old process");
         assert_eq!(queue(&view), [100]);
     }
 
     #[test]
-    fn an_instance_joins_with_each_start_and_with_nothing_else() {
-        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+    fn only_a_new_start_sets_the_join_time() {
+        let view = FleetView::new(HardwareProfile::default(), RouteLimits::default(), Admission::default());
         let joined = || view.instances().iter().map(|one| one.instance.joined_at).collect::<Vec<_>>();
         view.report(report(1, 10, 0), Timestamp(5));
         view.report(report(2, 10, 0), Timestamp(90));
@@ -407,64 +444,68 @@ mod tests {
         assert_eq!(
             joined(),
             [Some(Timestamp(100))],
-            "its next start, and not what is left of the one before"
+            "the new start, unaffected by late reports of the old process"
         );
     }
 
     #[test]
     fn a_leaving_instance_stays_away_until_it_starts_again() {
-        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), RouteLimits::default(), Admission::default());
         assert_eq!(view.report(report(1, 10, 1), Timestamp(1)), Receipt::Accepted);
         assert_eq!(
-            view.report(Report { leaving: true, ..report(2, 10, 1) }, Timestamp(2)),
+            view.report(LoadReport { leaving: true, ..report(2, 10, 1) }, Timestamp(2)),
             Receipt::Accepted
         );
         assert_eq!(queue(&view), [0u64; 0]);
-        assert_eq!(view.report(report(1, 10, 1), Timestamp(3)), Receipt::Old);
+        assert_eq!(view.report(report(1, 10, 1), Timestamp(3)), Receipt::Stale);
         assert_eq!(view.report(report(1, 30, 1), Timestamp(4)), Receipt::Accepted);
         assert_eq!(queue(&view), [1]);
     }
 
     #[test]
-    fn links_come_with_the_load_and_end_with_the_process_that_measured() {
-        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+    fn link_measurements_end_with_their_process() {
+        let view = FleetView::new(HardwareProfile::default(), RouteLimits::default(), Admission::default());
         let (bytes, stream) = (100_000_000, Duration::from_millis(100));
         let sample = LinkSample { fetches: 1, bytes, stream, latency: Duration::ZERO };
         let link = |node, path| {
             let key = LinkKey { path: Some(path), tier: Some(Tier::Dram) };
-            Measured { node: NodeId(node), epoch: Epoch(1), sample, key }
+            LinkMeasurement { node: NodeId(node), epoch: Epoch(1), sample, key }
         };
-        let with = |sequence, started_us| Report {
+        let with = |sequence, started_us| LoadReport {
             node: Some(NodeId(2)),
             links: vec![link(1, LinkPath::Quic), link(2, LinkPath::Quic)],
             ..report(sequence, started_us, 1)
         };
         let price = |node, is_own, path| {
-            let NodeLanes { afar, near } = view.lanes(NodeId(node), Epoch(1), Timestamp(1));
-            let lanes = if is_own { near } else { afar }?;
-            let price =
-                lanes.price(Tier::Dram, Reader { is_own, path: Some(path) }, &HardwareProfile::default());
-            (price.measure != Measure::Profile).then_some(price.lane.bytes_per_s)
+            let NodeLinkStats { remote: afar, local: near } =
+                view.link_stats(NodeId(node), Epoch(1), Timestamp(1));
+            let stats = if is_own { near } else { afar }?;
+            let price = stats.price(
+                Tier::Dram,
+                ReadPath { is_local: is_own, path: Some(path) },
+                &HardwareProfile::default(),
+            );
+            (price.basis != PriceBasis::Profile).then_some(price.speed.bytes_per_s)
         };
         let rates = |path| [price(1, false, path), price(2, false, path), price(2, true, path)];
         let local = link(1, LinkPath::SharedMemory);
-        view.report(Report { node: None, links: vec![local], ..report(1, 5, 1) }, Timestamp(1));
-        assert_eq!(rates(LinkPath::Quic), [None; 3], "memory of a host says nothing of the network");
+        view.report(LoadReport { node: None, links: vec![local], ..report(1, 5, 1) }, Timestamp(1));
+        assert_eq!(rates(LinkPath::Quic), [None; 3], "shared memory does not predict the network");
         assert_eq!(rates(LinkPath::SharedMemory)[0], Some(1_000_000_000));
         view.report(with(1, 10), Timestamp(1));
         let expected = [Some(1_000_000_000), None, Some(1_000_000_000)];
-        assert_eq!(rates(LinkPath::Quic), expected, "its own node is no network away");
+        assert_eq!(rates(LinkPath::Quic), expected, "an instance's own node is not measured as remote");
         assert_eq!(rates(LinkPath::SharedMemory), [None; 3], "ended with the process that measured");
-        assert_eq!(view.report(with(1, 10), Timestamp(1)), Receipt::Old);
+        assert_eq!(view.report(with(1, 10), Timestamp(1)), Receipt::Stale);
         view.report(report(1, 20, 1), Timestamp(1));
         assert_eq!(rates(LinkPath::Quic), [None; 3]);
         view.report(with(2, 20), Timestamp(1));
         assert_eq!(rates(LinkPath::Quic)[0], Some(1_000_000_000));
-        view.report(Report { leaving: true, ..report(3, 20, 1) }, Timestamp(1));
-        assert_eq!((rates(LinkPath::Quic)[0], view.started(InstanceId(1))), (None, Some(20)));
+        view.report(LoadReport { leaving: true, ..report(3, 20, 1) }, Timestamp(1));
+        assert_eq!((rates(LinkPath::Quic)[0], view.started_us(InstanceId(1))), (None, Some(20)));
     }
 
-    /// Decides on so many tokens to compute, for a member or on a tenant's share.
+    /// Decides on this many prefill tokens, for a member or on a tenant's share.
     fn decide(view: &FleetView, share: Option<u32>, input_tokens: u32) -> Result<(), Rejection> {
         let request = RouteRequest {
             request: RequestId(1),
@@ -477,18 +518,19 @@ mod tests {
             output_tokens: 0,
             ttft_max_us: 0,
             tbt_max_us: 0,
-            standing: Default::default(),
-            is_text: false,
+            queue_priority: Default::default(),
+            is_untokenized: false,
         };
         let matched = PrefixMatch::default();
-        let choose = |fleet: &Fleet, _: Standing| schedule::choose(&request, &matched, fleet, Timestamp(2));
+        let choose =
+            |fleet: &Fleet, _: QueuePriority| schedule::choose(&request, &matched, fleet, Timestamp(2));
         let claim = Claim { share: share.map(TenantId), tenant: TenantId(3), priority: 0, ttft_max_us: None };
         view.decide(claim, Timestamp(2), choose).map(drop)
     }
 
     #[test]
-    fn who_is_turned_away_is_told_why_and_fills_no_queue() {
-        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+    fn a_rejected_request_gets_a_reason_and_is_not_counted() {
+        let view = FleetView::new(HardwareProfile::default(), RouteLimits::default(), Admission::default());
         view.report(report(1, 10, 0), Timestamp(1));
         let decide = |input_tokens, limit_s: u64, among: Option<&[InstanceId]>| {
             let request = RouteRequest {
@@ -502,37 +544,33 @@ mod tests {
                 output_tokens: 0,
                 ttft_max_us: 0,
                 tbt_max_us: 0,
-                standing: Default::default(),
-                is_text: false,
+                queue_priority: Default::default(),
+                is_untokenized: false,
             };
             let matched = PrefixMatch::default();
-            let eligible = Eligible { among, ..Eligible::default() };
-            let choose = |fleet: &Fleet, _: Standing| {
-                schedule::choose_among(&request, &matched, eligible, fleet, Timestamp(2))
+            let eligible = InstanceFilter { candidates: among, ..InstanceFilter::default() };
+            let choose = |fleet: &Fleet, _: QueuePriority| {
+                schedule::choose_filtered(&request, &matched, eligible, fleet, Timestamp(2))
             };
             let ttft_max_us = Some(limit_s * 1_000_000);
             let claim = Claim { share: None, tenant: TenantId(3), priority: 0, ttft_max_us };
             view.decide(claim, Timestamp(2), choose).map(drop).map_err(|error| error.to_string())
         };
         let routed = || view.instances()[0].instance.load.routed;
-        let late = decide(5_000, 2, None).expect_err("turned away");
+        let late = decide(5_000, 2, None).expect_err("rejected");
         says("a request that would come too late", &late, &[]);
-        says(
-            "a request of which no instance may be chosen",
-            &decide(1, 2, Some(&[])).expect_err("turned away"),
-            &[],
-        );
+        says("a request without an eligible instance", &decide(1, 2, Some(&[])).expect_err("rejected"), &[]);
         assert_eq!(routed(), 0);
         for _ in 0..6 {
-            decide(1_000, 10, None).expect("let in");
+            decide(1_000, 10, None).expect("admitted");
         }
-        says("a request that others go before", &decide(1_000, 10, None).expect_err("turned away"), &[]);
+        says("a request that others go before", &decide(1_000, 10, None).expect_err("rejected"), &[]);
         assert_eq!(routed(), 6);
     }
 
     #[test]
-    fn a_tenants_decisions_fill_no_queue_and_a_members_do() {
-        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+    fn only_members_can_fill_a_queue() {
+        let view = FleetView::new(HardwareProfile::default(), RouteLimits::default(), Admission::default());
         let routed = || view.instances()[0].instance.load;
         view.report(report(1, 10, 5), Timestamp(1));
         for round in 2..5 {
@@ -548,23 +586,30 @@ mod tests {
             assert_eq!((routed().routed_tokens, routed().routed), (0, 0));
         }
         decide(&view, Some(3), 1_000).expect("there is room");
-        assert_eq!((routed().routed_tokens, routed().routed), (1_000, 1), "an honest one counts as it is");
+        assert_eq!(
+            (routed().routed_tokens, routed().routed),
+            (1_000, 1),
+            "within the share it counts in full"
+        );
         decide(&view, None, 4 << 20).expect("there is room");
-        assert!(decide(&view, None, 1).is_err(), "the queue is full of a member's");
+        assert!(decide(&view, None, 1).is_err(), "a member's decisions fill the queue");
     }
 
     #[test]
     fn instances_are_bounded() {
-        let view = FleetView::new(HardwareProfile::default(), Limits::default(), Admission::default());
+        let view = FleetView::new(HardwareProfile::default(), RouteLimits::default(), Admission::default());
         for number in 0..INSTANCES_MAX {
             let instance = InstanceId(u32::try_from(number).expect("a small number"));
-            assert_eq!(view.report(Report { instance, ..report(1, 1, 1) }, Timestamp(1)), Receipt::Accepted);
+            assert_eq!(
+                view.report(LoadReport { instance, ..report(1, 1, 1) }, Timestamp(1)),
+                Receipt::Accepted
+            );
         }
-        let one_more = Report { instance: InstanceId(u32::MAX), ..report(1, 1, 1) };
+        let one_more = LoadReport { instance: InstanceId(u32::MAX), ..report(1, 1, 1) };
         assert_eq!(view.report(one_more.clone(), Timestamp(1)), Receipt::Full);
-        let later = Timestamp(1).after(FORGOTTEN_AFTER);
+        let later = Timestamp(1).after(FORGET_AFTER);
         assert_eq!(view.report(report(2, 1, 1), later), Receipt::Accepted);
-        assert_eq!(view.report(one_more, later), Receipt::Accepted, "the silent ones make room");
+        assert_eq!(view.report(one_more, later), Receipt::Accepted, "silent instances are forgotten");
         assert_eq!(queue(&view).len(), 2);
     }
 }

@@ -1,53 +1,55 @@
-//! What readers make of the shard that lists a prefix and the control group that knows which nodes live.
+//! Lookups that combine the shard of a prefix with the control group's live nodes.
 //!
-//! A shard may list blocks of an epoch that is over: its leader has not heard yet, or has not swept them yet.
-//! The control replica beside it has the last word, so a fenced node vanishes from all shards with one entry of
-//! one group. Not here: the search inside a shard (`kv_core::index`).
+//! A shard may list blocks of an epoch that is over, because it has not heard of the end or has not
+//! swept the blocks. The control replica is authoritative, so one entry in one group removes a
+//! fenced node from all shards. Not here: the search inside a shard (`kv_core::index`).
 
 use kv_core::id::{BlockHash, Epoch, NodeId};
 use kv_core::index::{Holder, HolderRun, Index, NodeState, PrefixMatch};
 
 use crate::groups::{Group, Groups};
 
-/// The blocks of `hashes` that one shard lists: up to the first that is of another chain.
-fn of_one_chain(hashes: &[BlockHash]) -> &[BlockHash] {
+/// The leading hashes that belong to one chain, and so to one shard.
+fn same_chain_prefix(hashes: &[BlockHash]) -> &[BlockHash] {
     let Some(first) = hashes.first() else { return hashes };
     let chained = hashes.iter().take_while(|hash| hash.root_tag() == first.root_tag()).count();
     &hashes[..chained]
 }
 
-/// The blocks of `hashes` that a lookup is about. One tag is one shard; with a single shard the tag says nothing.
-pub(crate) fn looked_up<'a>(groups: &Groups, hashes: &'a [BlockHash]) -> &'a [BlockHash] {
-    if groups.shard_count() > 1 { of_one_chain(hashes) } else { hashes }
+/// The part of `hashes` that a lookup covers. One tag means one shard; with a single shard the tag
+/// is irrelevant.
+pub(crate) fn lookup_prefix<'a>(groups: &Groups, hashes: &'a [BlockHash]) -> &'a [BlockHash] {
+    if groups.shard_count() > 1 { same_chain_prefix(hashes) } else { hashes }
 }
 
-/// The group whose replica answers for a prefix: the shard that lists it, control for an empty one.
-pub(crate) fn answering<'a>(groups: &'a Groups, hashes: &[BlockHash]) -> &'a Group {
-    hashes.first().map_or(groups.control(), |first| groups.of_block(*first))
+/// The group that answers for a prefix: its shard, or control for an empty prefix.
+pub(crate) fn answering_group<'a>(groups: &'a Groups, hashes: &[BlockHash]) -> &'a Group {
+    hashes.first().map_or(groups.control(), |first| groups.shard_of(*first))
 }
 
-/// The longest prefix that live nodes hold, and the last entry that is in the answer.
+/// The longest prefix that live nodes hold, and the shard's last applied entry.
 pub(crate) fn longest_prefix(groups: &Groups, control: &Index, hashes: &[BlockHash]) -> (PrefixMatch, u64) {
     let Some(first) = hashes.first() else { return (PrefixMatch::default(), 0) };
     let (matched, applied) = {
-        let shard = groups.of_block(*first).published.read();
-        (shard.index.longest_prefix(looked_up(groups, hashes)), shard.applied_index())
+        let shard = groups.shard_of(*first).published.read();
+        (shard.index.longest_prefix(lookup_prefix(groups, hashes)), shard.applied_index())
     };
-    (of_the_living(matched, control), applied)
+    (retain_live_holders(matched, control), applied)
 }
 
-/// Up to where nodes that are not live had blocks of a prefix, from `from` on, and one of them if that is certain.
-pub(crate) fn lost(
+/// End of the blocks, from `from` on, that dead nodes held, and one such node if it is certain.
+/// `None` if there are none.
+pub(crate) fn lost_blocks(
     groups: &Groups,
     control: &Index,
     hashes: &[BlockHash],
     from: u32,
 ) -> Option<(u32, Option<NodeId>)> {
-    let hashes = looked_up(groups, hashes);
+    let hashes = lookup_prefix(groups, hashes);
     let behind = hashes.get(from as usize..)?;
-    let shard = groups.of_block(*hashes.first()?).published.read();
+    let shard = groups.shard_of(*hashes.first()?).published.read();
     let of = |block: &BlockHash| {
-        // Either the shard knows, or it has not heard yet what control says.
+        // Either the shard knows, or it has not yet applied what control says.
         let holders = shard.index.holders_of(*block);
         match holders.iter().find(|holder| !is_live(control, holder.node, holder.epoch)) {
             Some(holder) => Some(Some(holder.node)),
@@ -59,18 +61,18 @@ pub(crate) fn lost(
     Some((from.saturating_add(u32::try_from(known).unwrap_or(u32::MAX)), node))
 }
 
-/// Offset behind the last block that anybody holds.
+/// Offset after the last held block.
 pub(crate) fn end_blocks(matched: &PrefixMatch) -> u32 {
     matched.runs.last().map_or(0, |run| run.start_blocks.saturating_add(run.len_blocks))
 }
 
-/// Whether this epoch of a node is the one that counts.
+/// Whether this epoch of a node is live.
 pub(crate) fn is_live(control: &Index, node: NodeId, epoch: Epoch) -> bool {
     control.node(node).is_some_and(|state| state.live && state.epoch == epoch)
 }
 
-/// The match without holders whose epoch is over; it ends where nobody is left.
-fn of_the_living(mut matched: PrefixMatch, control: &Index) -> PrefixMatch {
+/// Removes holders with an ended epoch. The match stops at the first run without holders.
+fn retain_live_holders(mut matched: PrefixMatch, control: &Index) -> PrefixMatch {
     let dead = |holder: &Holder| !is_live(control, holder.node, holder.epoch);
     if !matched.runs.iter().any(|run| run.holders.iter().any(dead)) {
         return matched;
@@ -87,8 +89,8 @@ fn of_the_living(mut matched: PrefixMatch, control: &Index) -> PrefixMatch {
     PrefixMatch { runs }
 }
 
-/// Blocks of a live node in all shards, as far as they were announced under its present epoch.
-pub(crate) fn blocks_of(groups: &Groups, state: &NodeState) -> u64 {
+/// Blocks of a live node over all shards, announced under its current epoch.
+pub(crate) fn node_blocks(groups: &Groups, state: &NodeState) -> u64 {
     let in_shard = |group: &std::sync::Arc<Group>| {
         let shard = group.published.read();
         let known = shard.index.node(state.record.node);
@@ -128,7 +130,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_the_control_group_calls_over_is_left_out() {
+    fn epochs_that_control_ended_are_left_out() {
         let (mut control, mut shard) =
             (Index::new(IndexLimits::default()), Index::new(IndexLimits::default()));
         let blocks: Vec<_> = (0..6).map(block).collect();
@@ -140,10 +142,14 @@ pub(crate) mod tests {
                 Announcement { node: NodeId(node), epoch: Epoch(1), seq: Seq(1), changes: vec![stored] };
             shard.apply(&Command::Announce(vec![one]));
         }
-        let seen = |control: &Index| runs(&of_the_living(shard.longest_prefix(&blocks), control));
+        let seen = |control: &Index| runs(&retain_live_holders(shard.longest_prefix(&blocks), control));
         assert_eq!(seen(&control), [(0, 2, vec![1, 2, 3]), (2, 2, vec![1, 2]), (4, 2, vec![1])]);
         control.apply(&Command::Fence { node: NodeId(3), epoch: Epoch(1) });
-        assert_eq!(seen(&control), [(0, 4, vec![1, 2]), (4, 2, vec![1])], "equal neighbours are one run");
+        assert_eq!(
+            seen(&control),
+            [(0, 4, vec![1, 2]), (4, 2, vec![1])],
+            "adjacent runs with equal holders merge"
+        );
         control.apply(&Command::Join(record(1)));
         assert_eq!(seen(&control), [(0, 4, vec![2])], "the epoch before the join is over");
         control.apply(&Command::Leave { node: NodeId(2), epoch: Epoch(1) });
@@ -153,9 +159,9 @@ pub(crate) mod tests {
     #[test]
     fn a_prefix_ends_where_another_chain_begins() {
         let mut hashes = vec![block(1), block(2), block(3)];
-        assert_eq!(of_one_chain(&hashes).len(), 3);
+        assert_eq!(same_chain_prefix(&hashes).len(), 3);
         hashes[2].0[0] = 9;
-        assert_eq!(of_one_chain(&hashes).len(), 2);
-        assert!(of_one_chain(&[]).is_empty());
+        assert_eq!(same_chain_prefix(&hashes).len(), 2);
+        assert!(same_chain_prefix(&[]).is_empty());
     }
 }

@@ -1,13 +1,14 @@
-//! What this router knows: the published index (replicated), and the load, links and GPU memory of instances (soft).
+//! The router's view: the published index (replicated), and load, links and GPU residency of
+//! instances (ephemeral).
 //!
-//! Reads are answered from here and never touch the log. Not here: who changes the index
-//! (`crate::raft::state_machine`) and who decides (`kv_core::schedule`).
+//! Reads are answered from here without touching the log. Not here: changes of the index
+//! (`crate::raft::state_machine`) and decisions (`kv_core::schedule`).
 
-pub(crate) mod departed;
+pub(crate) mod decision_log;
 pub(crate) mod fleet;
 pub(crate) mod holders;
 pub(crate) mod links;
-pub(crate) mod planes;
+pub(crate) mod merged_runs;
 pub(crate) mod published;
-pub(crate) mod recall;
+pub(crate) mod recent_drops;
 pub(crate) mod residency;

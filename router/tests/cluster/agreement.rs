@@ -1,12 +1,12 @@
-//! Every replica says the same, follows the leader, and names it.
+//! Every replica gives the same answers, follows the leader, and names it.
 
 use kvfleet_proto::pb;
 use tonic::Code;
 
-use crate::harness::{Cluster, holders, prefix, until};
+use kvfleet_testkit::cluster::{Cluster, holders, prefix, until};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_replicas_answer_alike() {
+async fn all_replicas_give_equal_answers() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut first = cluster.node(1).await;
     let mut second = cluster.node(2).await;
@@ -27,10 +27,10 @@ async fn all_replicas_answer_alike() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_follower_names_the_leader_and_changes_nothing() {
+async fn a_follower_redirects_changes_to_the_leader() {
     let cluster = Cluster::start(3, |_| {}).await;
     let (leader, follower) = (cluster.leader().await, cluster.follower().await);
-    let request = pb::SetQuotaRequest { tenant: 1, bytes: 5, lift: false };
+    let request = pb::SetQuotaRequest { tenant: 1, bytes: 5, clear: false };
     let status = cluster.client(follower).set_quota(request).await.unwrap_err();
     assert_eq!(status.code(), Code::FailedPrecondition, "{status}");
     let address = cluster.configs[usize::try_from(leader - 1).unwrap()].listen.clone();
@@ -65,7 +65,7 @@ async fn the_death_of_the_leader_loses_nothing() {
     let reply = cluster.lookup(new, &blocks, vec![seen]).await;
     assert_eq!(holders(&reply), [(0, 64, vec![(1, 1)])]);
     assert_eq!(cluster.status(new).await.unwrap().pins, 1);
-    // The node goes on where it was, under the same epoch.
+    // The node continues under the same epoch.
     let mut node = cluster.reconnect(1, node.epoch, node.seq).await;
     node.store(&prefix(13, 8)).await;
     cluster.start_router(old).await;
@@ -87,7 +87,7 @@ async fn a_leader_that_stops_hands_over() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn freshness_tells_a_reader_how_far_a_replica_is() {
+async fn freshness_shows_the_applied_state_of_a_replica() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let leader = cluster.leader_of(1).await;
@@ -95,8 +95,8 @@ async fn freshness_tells_a_reader_how_far_a_replica_is() {
     let seen = node.store(&prefix(14, 4)).await;
     let fresh = cluster.lookup(follower, &prefix(14, 4), vec![seen]).await.freshness.unwrap();
     assert!(!fresh.leader && fresh.age_ms < 60_000, "{fresh:?}");
-    // A point that never comes is waited for, then answered from what there is.
-    let never = pb::Seen { node: 1, epoch: node.epoch, seq: 1_000, shard: 1 };
+    // A position that never comes is waited for, then answered from the applied state.
+    let never = pb::AnnouncePosition { node: 1, epoch: node.epoch, seq: 1_000, shard: 1 };
     let reply = cluster.lookup(follower, &prefix(14, 4), vec![never]).await;
     assert_eq!(holders(&reply), [(0, 4, vec![(1, 1)])]);
     until("the leader's freshness", || async {

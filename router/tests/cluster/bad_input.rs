@@ -1,4 +1,4 @@
-//! Wrong configs, wrong certificates, wrong calls: each gets an answer that says what is wrong.
+//! Invalid configurations, certificates and calls: each gets an error that names the problem.
 
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
@@ -7,8 +7,10 @@ use kvfleet_router::{StartError, TlsConfig};
 use tempfile::TempDir;
 use tonic::Code;
 
-use crate::harness::{Cluster, HANG, certificates, channel, join_request, prefix, start, stored, until};
-use crate::ports::unused_address;
+use kvfleet_testkit::cluster::{
+    Cluster, HANG, certificates, channel, join_request, prefix, start, stored, until,
+};
+use kvfleet_testkit::ports::unused_address;
 
 fn route_request() -> pb::RouteRequest {
     pb::RouteRequest {
@@ -25,7 +27,7 @@ fn report(instance: u32, sequence: u64) -> pb::ReportRequest {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn malformed_calls_are_answered_with_the_limit() {
+async fn invalid_calls_are_answered_with_the_limit() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let mut client = cluster.client(1);
@@ -46,7 +48,7 @@ async fn malformed_calls_are_answered_with_the_limit() {
     says("an identity that is cut", &refused(request).await, &[]);
     let request = pb::RouteRequest { traceparent: "0".repeat(513), ..route_request() };
     says("a trace's name without end", &refused(request).await, &[]);
-    let request = pb::RouteRequest { after: vec![pb::Seen::default(); 4_097], ..route_request() };
+    let request = pb::RouteRequest { after: vec![pb::AnnouncePosition::default(); 4_097], ..route_request() };
     says("more points to wait for than a call may name", &refused(request).await, &[]);
 
     let huge = pb::RouteRequest { hashes: vec![1; 9 << 20], ..route_request() };
@@ -86,7 +88,7 @@ async fn malformed_calls_are_answered_with_the_limit() {
     };
     let role = no_part(pb::ReportRequest { role: 3, ..report(1, 1) }).await;
     says("an instance with a role that is none", &role, &[]);
-    let place = no_part(pb::ReportRequest { place: "a//b".into(), ..report(1, 1) }).await;
+    let place = no_part(pb::ReportRequest { topology: "a//b".into(), ..report(1, 1) }).await;
     says("an instance at a place that is none", &place, &[]);
     cluster.shutdown().await;
 }
@@ -114,14 +116,14 @@ async fn routing_rejects_without_instances_and_chooses_with_one() {
     assert_eq!((save_to.node, save_to.epoch, save_to.address.as_str()), (4, node.epoch, "127.0.0.1:9004"));
     assert!(!decision.reasons.is_empty() && decision.candidates.len() == 1);
 
-    // Those that are left compute no prompts.
+    // The remaining instances do not prefill.
     let going_on = pb::ReportRequest { role: 2, node: 4, has_node: true, ..report(4, 2) };
     client.report(going_on).await.unwrap();
     let reply = client.route(route_request()).await.unwrap().into_inner();
     let Some(pb::route_reply::Answer::Rejected(rejected)) = reply.answer else { panic!("{reply:?}") };
-    assert!(rejected.nobody);
-    says("a request where nobody computes prompts", &rejected.reason, &[]);
-    client.report(pb::ReportRequest { role: 1, place: "z/r".into(), ..report(5, 1) }).await.unwrap();
+    assert!(rejected.no_instance);
+    says("a request where no instance does prefill", &rejected.reason, &[]);
+    client.report(pb::ReportRequest { role: 1, topology: "z/r".into(), ..report(5, 1) }).await.unwrap();
     let reply = client.route(route_request()).await.unwrap().into_inner();
     let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
     let handover = decision.handover.unwrap();
@@ -131,7 +133,7 @@ async fn routing_rejects_without_instances_and_chooses_with_one() {
     let mut other_weights = vec![7; 16];
     other_weights[12] ^= 1;
     let request = pb::RouteRequest { identity: other_weights, ..route_request() };
-    assert!(client.route(request).await.is_ok(), "which weights of it are loaded is for nodes to ask");
+    assert!(client.route(request).await.is_ok(), "nodes check the loaded weights");
     let foreign = pb::RouteRequest { identity: vec![8; 16], ..route_request() };
     let status = client.route(foreign).await.unwrap_err();
     says("a request of another identity", &status.message(), &[&"08".repeat(16), &"07".repeat(16)]);
@@ -160,8 +162,8 @@ async fn a_node_with_the_number_of_another_host_is_refused_until_that_one_is_sil
     let again = cluster.join(1).await;
     assert!(again > node.epoch, "the same host may always come back");
     drop(node);
-    // Nobody speaks for it now: it moved.
-    let moved = until("the other host is let in", || async {
+    // The old host is silent: the node moved.
+    let moved = until("the other host is admitted", || async {
         let reply = cluster.client(1).join(other.clone()).await.ok()?;
         Some(reply.into_inner().epoch)
     });
@@ -170,7 +172,7 @@ async fn a_node_with_the_number_of_another_host_is_refused_until_that_one_is_sil
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stream_that_breaks_the_rules_ends_with_a_reason() {
+async fn an_invalid_stream_message_ends_it_with_a_reason() {
     let cluster = Cluster::start(1, |config| config.announce.blocks_max = 8).await;
     let broken = async |changes: Vec<pb::Change>| {
         let mut node = cluster.node(1).await;
@@ -194,7 +196,7 @@ async fn a_stream_that_breaks_the_rules_ends_with_a_reason() {
     let status = broken(vec![pb::Change { change: None }]).await;
     assert_eq!(status.code(), Code::InvalidArgument, "{status}");
     says("an announcement of an empty change", &status.message(), &[]);
-    // The cluster is none the worse for it.
+    // The cluster still works.
     cluster.node(1).await.store(&prefix(42, 8)).await;
     cluster.shutdown().await;
 }
@@ -215,7 +217,7 @@ async fn strangers_are_not_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_start_that_cannot_work_says_why() {
+async fn a_failed_start_gives_the_reason() {
     let mut cluster = Cluster::start(1, |_| {}).await;
     let config = cluster.configs[0].clone();
     let taken = start(config.clone()).await.err().unwrap();
@@ -233,7 +235,7 @@ async fn a_start_that_cannot_work_says_why() {
     no_certificates.tls = TlsConfig { ca: "/nowhere/ca.pem".into(), ..config.tls.clone() };
     let absent = start(no_certificates).await.err().unwrap();
     assert!(matches!(absent, StartError::Tls(_)), "{absent}");
-    says("a router whose certificates are absent", &absent, &[]);
+    says("a router without certificate files", &absent, &[]);
 
     let mut no_voters = config.clone();
     no_voters.voters.clear();
@@ -249,7 +251,7 @@ async fn a_start_that_cannot_work_says_why() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_of_another_cluster_is_not_heard() {
+async fn messages_of_another_cluster_are_refused() {
     let cluster = Cluster::start(1, |config| config.cluster = "ours".into()).await;
     cluster.leader().await;
     let address = cluster.configs[0].listen.clone();
@@ -286,7 +288,7 @@ async fn a_router_of_another_cluster_is_not_heard() {
     let part = pb::SnapshotPart { cluster: "ours".into(), shards: 1, head: vec![1], ..Default::default() };
     let status = raft.snapshot(tokio_stream::iter([part])).await.unwrap_err();
     assert_eq!(status.code(), Code::DataLoss, "{status}");
-    let hello = raft.hello(pb::HelloRequest {}).await.unwrap().into_inner();
-    assert_eq!(hello, pb::HelloReply { cluster: "ours".into(), shards: 1, router: 1 });
+    let hello = raft.handshake(pb::HandshakeRequest {}).await.unwrap().into_inner();
+    assert_eq!(hello, pb::HandshakeReply { cluster: "ours".into(), shards: 1, router: 1 });
     cluster.shutdown().await;
 }

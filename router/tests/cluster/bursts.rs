@@ -1,7 +1,8 @@
-//! Requests that begin alike and come at once, through a whole router whose engines are heard over ZeroMQ: the second finds what the
-//! first brings, as long as that may still come.
+//! Concurrent requests with a common prefix, through a whole router with engines over ZeroMQ: the
+//! second one counts on the prefix that the first one computes, while it may still come.
 //!
-//! Not here: what is remembered and for how long (`kv_core::schedule::SentPrefixes`), and what it gives (`kvfleet trace routers`).
+//! Not here: the tracking of such prefixes (`kv_core::schedule::SentPrefixes`), and the gain
+//! (`kvfleet trace routers`).
 
 use std::cell::Cell;
 use std::time::Duration;
@@ -12,19 +13,20 @@ use kvfleet_proto::pb;
 use kvfleet_router::{DialectConfig, EngineConfig, EnginesConfig};
 use zeromq::{PubSocket, Socket, SocketSend, ZmqMessage};
 
-use crate::harness::{Cluster, until};
-use crate::ports::unused_address;
 use crate::residency::load;
+use kvfleet_testkit::cluster::{Cluster, until};
+use kvfleet_testkit::ports::unused_address;
 
 const BLOCK_TOKENS: u32 = 32;
 
-/// Blocks that a prompt has in common with others: some 60 milliseconds of an H100.
+/// Blocks that prompts have in common: about 60 milliseconds of an H100.
 const COMMON: u32 = 40;
 
-/// Blocks of its own behind them.
+/// Further blocks of each prompt.
 const OWN: u32 = 8;
 
-/// Longest that a prefix counts as coming behind the time at which its first token was predicted; `SentPrefixes` has it so.
+/// Time after the predicted first token at which a prefix stops counting as in flight, as in
+/// `SentPrefixes`.
 const GRACE: Duration = Duration::from_millis(500);
 
 /// A vLLM.
@@ -33,14 +35,15 @@ const VLLM: u32 = 7;
 /// An SGLang.
 const SGLANG: u32 = 8;
 
-/// An engine of which nobody tells what it has.
-const UNHEARD: u32 = 9;
+/// An engine that does not report residency.
+const UNREPORTED: u32 = 9;
 
 fn manifest() -> IdentityManifest {
     IdentityManifest { block_tokens: BLOCK_TOKENS, ..IdentityManifest::default() }
 }
 
-/// Tokens of a prompt: as long as `prefix` is the same they begin alike, and with another `tail` they end otherwise.
+/// Tokens of a prompt: equal `prefix` values give equal beginnings, and different `tail` values
+/// different ends.
 fn tokens(prefix: u32, tail: u32) -> Vec<u32> {
     let common = (0..COMMON * BLOCK_TOKENS).map(|at| prefix * 100_000 + at);
     common.chain((0..OWN * BLOCK_TOKENS).map(|at| 50_000 + tail * 1_000 + at)).collect()
@@ -50,7 +53,8 @@ fn hashes(tokens: &[u32]) -> Vec<[u8; 16]> {
     PrefixHasher::new(&manifest(), &[0; 32]).blocks(tokens).iter().map(|block| block.0).collect()
 }
 
-/// Says in msgpack that blocks with these tokens are there: a vLLM in a map, an SGLang in an array with signed hashes.
+/// Encodes a store event for these tokens in msgpack: a map for vLLM, an array with signed hashes
+/// for SGLang.
 fn stored(dialect: DialectConfig, tokens: &[u32]) -> Vec<u8> {
     let text = |text: &str| [&[0xd9, text.len() as u8], text.as_bytes()].concat();
     let list = |items: Vec<Vec<u8>>| {
@@ -82,40 +86,40 @@ fn stored(dialect: DialectConfig, tokens: &[u32]) -> Vec<u8> {
     [&[0x93, 0xcb][..], &1.0_f64.to_be_bytes(), &[0x91], &event, &[0]].concat()
 }
 
-/// An engine that publishes.
-struct Engine {
+/// An engine that publishes events.
+struct PublishingEngine {
     dialect: DialectConfig,
     publisher: PubSocket,
-    said: u64,
+    sent: u64,
 }
 
-impl Engine {
-    async fn start(dialect: DialectConfig) -> (Engine, String) {
+impl PublishingEngine {
+    async fn start(dialect: DialectConfig) -> (PublishingEngine, String) {
         let address = format!("tcp://{}", unused_address());
         let mut publisher = PubSocket::new();
         publisher.bind(&address).await.unwrap();
-        (Engine { dialect, publisher, said: 0 }, address)
+        (PublishingEngine { dialect, publisher, sent: 0 }, address)
     }
 
     async fn say(&mut self, tokens: &[u32]) {
         let mut message = ZmqMessage::from("kv");
-        message.push_back(self.said.to_be_bytes().to_vec().into());
+        message.push_back(self.sent.to_be_bytes().to_vec().into());
         message.push_back(stored(self.dialect, tokens).into());
-        self.said += 1;
+        self.sent += 1;
         self.publisher.send(message).await.unwrap();
     }
 }
 
-struct Scene {
+struct BurstScene {
     cluster: Cluster,
-    engines: [(u32, Engine); 2],
+    engines: [(u32, PublishingEngine); 2],
     sequence: Cell<u64>,
 }
 
-impl Scene {
-    /// A router that hears two engines, each of which it knows to have something.
-    async fn start() -> Scene {
-        let (vllm, at) = Engine::start(DialectConfig::Vllm).await;
+impl BurstScene {
+    /// A router that follows two engines, each with a known resident prompt.
+    async fn start() -> BurstScene {
+        let (vllm, at) = PublishingEngine::start(DialectConfig::Vllm).await;
         let engine = |instance, events, dialect| EngineConfig {
             instance,
             events,
@@ -134,17 +138,19 @@ impl Scene {
         })
         .await;
         cluster.leader().await;
-        let (sglang, at) = Engine::start(DialectConfig::Sglang).await;
-        let desk = cluster.routers[0].as_ref().unwrap().desk();
-        desk.follow(engine(SGLANG, at, DialectConfig::Sglang)).unwrap();
-        let mut scene = Scene { cluster, engines: [(VLLM, vllm), (SGLANG, sglang)], sequence: Cell::new(0) };
+        let (sglang, at) = PublishingEngine::start(DialectConfig::Sglang).await;
+        let handle = cluster.routers[0].as_ref().unwrap().handle();
+        handle.follow(engine(SGLANG, at, DialectConfig::Sglang)).unwrap();
+        let mut scene =
+            BurstScene { cluster, engines: [(VLLM, vllm), (SGLANG, sglang)], sequence: Cell::new(0) };
         for at in 0..2 {
             scene.has(at, &tokens(900 + at as u32, 0)).await;
         }
         scene
     }
 
-    /// Lets an engine say that it has a prompt until the router knows it: whether a subscription has come, a publisher does not say.
+    /// Repeats a store event until the router knows it, since a publisher does not know when a
+    /// subscription is active.
     async fn has(&mut self, at: usize, tokens: &[u32]) {
         let (instance, hashes) = (self.engines[at].0, hashes(tokens));
         for _ in 0..1_000 {
@@ -155,14 +161,14 @@ impl Scene {
                 return;
             }
         }
-        panic!("instance {instance} is not heard");
+        panic!("events of instance {instance} are not received");
     }
 
-    /// Where a request of this prompt is sent, when all are idle and only this instance may have it.
+    /// Decision for this prompt if all instances are idle and only this one is eligible.
     async fn route(&self, instance: u32, tokens: &[u32]) -> pb::Decision {
         self.sequence.set(self.sequence.get() + 1);
         let sequence = self.sequence.get();
-        for instance in [VLLM, SGLANG, UNHEARD] {
+        for instance in [VLLM, SGLANG, UNREPORTED] {
             self.cluster.client(1).report(load(instance, sequence)).await.unwrap();
         }
         let request = pb::RouteRequest {
@@ -170,7 +176,7 @@ impl Scene {
             hashes: hashes(tokens).concat(),
             block_tokens: BLOCK_TOKENS,
             input_tokens: tokens.len() as u32,
-            among: Some(pb::Among { instances: vec![instance] }),
+            candidates: Some(pb::CandidateSet { instances: vec![instance] }),
             ..Default::default()
         };
         match self.cluster.client(1).route(request).await.unwrap().into_inner().answer {
@@ -180,7 +186,7 @@ impl Scene {
     }
 }
 
-/// Whether a decision counts on what another request brings.
+/// Whether a decision counts on another request's prefix.
 fn counts_on_another(decision: &pb::Decision) -> bool {
     decision
         .reasons
@@ -193,15 +199,15 @@ fn prefill_us(decision: &pb::Decision) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_second_of_a_burst_finds_what_the_first_brings_where_the_engine_tells_what_it_has() {
-    let scene = Scene::start().await;
+async fn the_second_of_a_burst_reuses_the_prefix_in_flight() {
+    let scene = BurstScene::start().await;
     let fresh = Cell::new(0);
     for instance in [VLLM, SGLANG] {
-        // Two with a prompt that nobody had before; again where this machine took longer between them than the first is remembered.
+        // Two requests with a new prompt; repeated if this machine was too slow between them.
         let (first, second) = until("a burst", || async {
             fresh.set(fresh.get() + 1);
             let first = scene.route(instance, &tokens(fresh.get(), 1)).await;
-            assert!(!counts_on_another(&first), "nobody had it before: {first:?}");
+            assert!(!counts_on_another(&first), "the prompt is new: {first:?}");
             let second = scene.route(instance, &tokens(fresh.get(), 2)).await;
             counts_on_another(&second).then_some((first, second))
         })
@@ -209,32 +215,36 @@ async fn the_second_of_a_burst_finds_what_the_first_brings_where_the_engine_tell
         assert_eq!((first.resident_blocks, first.recompute_blocks), (0, COMMON + OWN));
         assert_eq!((second.instance, second.recompute_blocks), (instance, OWN), "{second:?}");
         assert!(prefill_us(&second) * 3 < prefill_us(&first), "{first:?}\n{second:?}");
-        assert!(second.turn_ms >= first.turn_ms, "it goes behind the one that brings them");
-        // Others have nothing of it.
+        assert!(
+            second.priority_deadline_ms >= first.priority_deadline_ms,
+            "it is ordered after the request that computes the prefix"
+        );
+        // Other instances do not have the prefix.
         let other = VLLM + SGLANG - instance;
         assert!(!counts_on_another(&scene.route(other, &tokens(fresh.get(), 3)).await));
     }
-    // Of one that nobody hears, nobody knows that it keeps anything.
+    // Without reports it is unknown whether the instance keeps prefixes.
     for tail in 0..4 {
-        assert!(!counts_on_another(&scene.route(UNHEARD, &tokens(500, tail)).await));
+        assert!(!counts_on_another(&scene.route(UNREPORTED, &tokens(500, tail)).await));
     }
     scene.cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_request_ended_without_is_waited_for_no_longer_and_what_it_brought_is_there() {
-    let mut scene = Scene::start().await;
+async fn a_missing_prefix_expires_and_a_stored_one_is_resident() {
+    let mut scene = BurstScene::start().await;
     for (at, instance) in [VLLM, SGLANG].into_iter().enumerate() {
         let prefix = 10 + at as u32;
         let first = scene.route(instance, &tokens(prefix, 1)).await;
         let predicted = first.predicted.unwrap();
         let ttft_us = predicted.queue_us + predicted.transfer_us + predicted.prefill_us;
-        // Its first token is out, and no word of its blocks came. There is nothing to see until the router's own time is over.
+        // The first token is due and no blocks were reported. The effect shows only after the
+        // router's own timeout.
         tokio::time::sleep(Duration::from_micros(ttft_us) + GRACE).await;
         let second = scene.route(instance, &tokens(prefix, 2)).await;
         assert!(!counts_on_another(&second), "{second:?}");
         assert_eq!((second.resident_blocks, second.recompute_blocks), (0, COMMON + OWN));
-        // The second brings them.
+        // The second request computes them.
         let prompt = tokens(prefix, 2);
         scene.has(at, &prompt).await;
         let third = scene.route(instance, &tokens(prefix, 3)).await;

@@ -1,5 +1,5 @@
-//! Engines that publish KV events, through a whole router: what a real vLLM said goes into choices; and, where one is at hand, a real
-//! vLLM itself.
+//! KV events through a whole router: recorded events of a real vLLM affect decisions; and, if one
+//! is installed, a real vLLM itself.
 
 use std::cell::Cell;
 use std::io::Write;
@@ -15,14 +15,14 @@ use kvfleet_router::{EngineConfig, EngineTenantConfig, EnginesConfig};
 use tokio::io::{AsyncBufReadExt, BufReader};
 use zeromq::{PubSocket, Socket, SocketSend, ZmqMessage};
 
-use crate::harness::{Cluster, until};
-use crate::ports::unused_address;
 use crate::residency::load;
+use kvfleet_testkit::cluster::{Cluster, until};
+use kvfleet_testkit::ports::unused_address;
 
-/// What the publisher of a vLLM sent, from its first message on.
-const RECORDED: &str = include_str!("../../../proto/testdata/vllm-0.32.0.txt");
+/// Recorded messages of a vLLM publisher, from the first on.
+const RECORDED: &str = include_str!("../../../engine-events/testdata/vllm-0.32.0.txt");
 
-/// Of the tenant with the salt `tenant-a`.
+/// Secret of the tenant with the salt `tenant-a`.
 const SECRET: [u8; 32] = [0x0a; 32];
 
 fn hashes(secret: &[u8; 32], tokens: Range<u32>) -> Vec<[u8; 16]> {
@@ -33,7 +33,7 @@ fn hashes(secret: &[u8; 32], tokens: Range<u32>) -> Vec<[u8; 16]> {
     blocks.iter().map(|block| block.0).collect()
 }
 
-/// Two instances report, of which the first is this engine.
+/// A cluster with two reporting instances; the first one is this engine.
 async fn cluster(events: &str, replay: &str) -> Cluster {
     let secrets = tempfile::TempDir::new().unwrap();
     let secret_file = secrets.path().join("tenant-a");
@@ -58,7 +58,7 @@ async fn cluster(events: &str, replay: &str) -> Cluster {
     cluster
 }
 
-/// Where a request of these blocks is sent, with how many of them the instance is said to have. Both instances are idle.
+/// Chosen instance and its resident blocks for a request of these blocks. Both instances are idle.
 async fn routed(cluster: &Cluster, sequence: &mut u64, hashes: &[[u8; 16]]) -> (u32, u32) {
     *sequence += 1;
     for instance in [7, 8] {
@@ -79,7 +79,7 @@ async fn routed(cluster: &Cluster, sequence: &mut u64, hashes: &[[u8; 16]]) -> (
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_vllm_said_draws_requests_to_it() {
+async fn vllm_events_attract_requests() {
     let address = unused_address();
     let mut publisher = PubSocket::new();
     publisher.bind(&format!("tcp://{address}")).await.unwrap();
@@ -96,7 +96,8 @@ async fn what_a_vllm_said_draws_requests_to_it() {
         .collect();
     let mut sequence = 0;
     let salted = hashes(&SECRET, 100..198);
-    // Whether a subscription has come, a publisher does not say: the first message is repeated until it has.
+    // A publisher does not know when a subscription is active: the first message is repeated until
+    // it is received.
     let say = async |publisher: &mut PubSocket, number: u64| {
         let mut message = ZmqMessage::from("kv");
         message.push_back(number.to_be_bytes().to_vec().into());
@@ -109,7 +110,7 @@ async fn what_a_vllm_said_draws_requests_to_it() {
     }
     let expected = [
         (1, &salted, 3),
-        // The same tokens without the salt are another prefix, and so are those of another prompt.
+        // The same tokens without the salt are another prefix, as are those of other prompts.
         (2, &hashes(&[0; 32], 300..428), 4),
         (3, &hashes(&[0; 32], 500..692), 6),
         (4, &hashes(&[0; 32], 300..332), 1),
@@ -117,7 +118,7 @@ async fn what_a_vllm_said_draws_requests_to_it() {
     for (number, hashes, resident) in expected {
         say(&mut publisher, number).await;
         while routed(&cluster, &mut sequence, hashes).await != (7, resident) {
-            assert!(sequence < 6_000, "message {number} is not heard");
+            assert!(sequence < 6_000, "message {number} was not received");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     }
@@ -128,18 +129,18 @@ async fn what_a_vllm_said_draws_requests_to_it() {
     cluster.shutdown().await;
 }
 
-/// What is listed as resident of these blocks, without regard to load.
+/// Number of these blocks listed as resident, regardless of load.
 async fn resident(cluster: &Cluster, sequence: &mut u64, hashes: &[[u8; 16]]) -> u32 {
     routed(cluster, sequence, hashes).await.1
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn engines_are_followed_and_left_while_the_router_runs() {
+async fn engines_are_followed_and_unfollowed_at_run_time() {
     let (address, silent) = (unused_address(), unused_address());
     let mut publisher = PubSocket::new();
     publisher.bind(&format!("tcp://{address}")).await.unwrap();
     let cluster = cluster(&silent, "").await;
-    let desk = cluster.routers[0].as_ref().unwrap().desk();
+    let handle = cluster.routers[0].as_ref().unwrap().handle();
     let engine = |instance, events: &str| EngineConfig {
         instance,
         events: events.to_owned(),
@@ -160,40 +161,40 @@ async fn engines_are_followed_and_left_while_the_router_runs() {
         tokio::time::sleep(Duration::from_millis(20)).await;
     };
     let (salted, mut sequence, mut number) = (hashes(&SECRET, 100..198), 0, 0);
-    assert!(!desk.unfollow(8), "nobody follows it yet");
-    // Followed, left, and followed again under the same number.
+    assert!(!handle.unfollow(8), "it is not followed yet");
+    // Followed, unfollowed, and followed again under the same number.
     for round in 0..2 {
-        assert_eq!(desk.follow(engine(8, &events)), Ok(()), "round {round}");
-        assert_eq!(desk.follow(engine(8, &events)), Ok(()), "the same again");
+        assert_eq!(handle.follow(engine(8, &events)), Ok(()), "round {round}");
+        assert_eq!(handle.follow(engine(8, &events)), Ok(()), "repeated");
         while routed(&cluster, &mut sequence, &salted).await != (8, 2) {
-            assert!(sequence < 6_000, "round {round}: not heard");
+            assert!(sequence < 6_000, "round {round}: events not received");
             say(&mut publisher, number).await;
             number += 1;
         }
-        assert!(desk.unfollow(8));
-        until("what it said to be forgotten", || async {
+        assert!(handle.unfollow(8));
+        until("its blocks to be forgotten", || async {
             let mut next = sequence;
             (resident(&cluster, &mut next, &salted).await == 0).then_some(())
         })
         .await;
         sequence += 1_000;
-        assert!(!desk.unfollow(8), "once");
+        assert!(!handle.unfollow(8), "once");
     }
-    assert!(!desk.unfollow(7), "what the configuration names goes on");
-    let refused = |engine: EngineConfig| desk.follow(engine).unwrap_err().to_string();
+    assert!(!handle.unfollow(7), "engines of the configuration stay followed");
+    let refused = |engine: EngineConfig| handle.follow(engine).unwrap_err().to_string();
     let ranks = |instance, ranks| EngineConfig { ranks, ..engine(instance, &events) };
     says("an engine that comes with another's number", &refused(ranks(6, 2)), &[]);
     says("an engine that comes and would have to dial", &refused(engine(9, "")), &[]);
     assert!(refused(engine(9, "tcp://*:1")).contains("instance 9"));
     assert!(refused(ranks(u32::MAX, 2)).contains("no number"));
     for instance in 0..15 {
-        assert_eq!(desk.follow(ranks(1_000 + 256 * instance, 256)), Ok(()));
+        assert_eq!(handle.follow(ranks(1_000 + 256 * instance, 256)), Ok(()));
     }
     says("an engine that comes when there are too many", &refused(ranks(9_000, 256)), &[]);
     cluster.shutdown().await;
 }
 
-/// A vLLM in a process of its own, which computes the prompts it is given.
+/// A vLLM in its own process that computes the given prompts.
 struct Vllm {
     process: Child,
     prompts: ChildStdin,
@@ -219,7 +220,7 @@ impl Vllm {
         vllm
     }
 
-    /// Waits for a line; others are the engine's own.
+    /// Waits for a line; other lines are the engine's own output.
     async fn hear(&mut self, wanted: &str) {
         loop {
             let line = tokio::time::timeout(Duration::from_secs(300), self.answers.next_line()).await;
@@ -247,12 +248,12 @@ impl Drop for Vllm {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "needs a vLLM: scripts/vllm installs one and runs this"]
-async fn a_real_vllm_is_routed_to_by_what_it_has_and_by_nothing_that_it_had() {
+async fn a_real_vllm_is_routed_to_by_its_resident_blocks() {
     let python =
         std::env::var("KVFLEET_VLLM_PYTHON").expect("KVFLEET_VLLM_PYTHON names a python that has vLLM");
     let (events, replay) = (unused_address(), unused_address());
     let mut vllm = Vllm::start(&python, [&events, &replay]).await;
-    // Before the router is there: only a replay tells of it.
+    // Before the router starts: only a replay reports it.
     vllm.compute(100..199, "tenant-a").await;
     let cluster = cluster(&events, &replay).await;
     let sequence = Cell::new(0);
@@ -272,7 +273,7 @@ async fn a_real_vllm_is_routed_to_by_what_it_has_and_by_nothing_that_it_had() {
     settled(&[0; 32], 100..199, 0).await;
     vllm.compute(300..430, "").await;
     settled(&[0; 32], 300..430, 4).await;
-    // Ten blocks of memory: these push the others out.
+    // Memory for ten blocks: these evict the others.
     vllm.compute(500..700, "").await;
     settled(&[0; 32], 500..700, 6).await;
     settled(&SECRET, 100..199, 0).await;

@@ -1,4 +1,5 @@
-//! Identities that are not the nodes': in which fields they differ is told where both manifests are known, and digests where they are not.
+//! Identity mismatches: the error lists differing fields if both manifests are known, otherwise the
+//! digests.
 //!
 //! Not here: nodes that are asked for their manifest (`cli/tests/command/why.rs`, with real ones).
 
@@ -6,11 +7,11 @@ use kv_core::id::{Generation, IdentityDigest};
 use kv_core::prefix::IdentityManifest;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::{convert, pb};
-use kvfleet_router::Besides;
+use kvfleet_router::RouteHints;
 use tonic::Code;
 
-use crate::harness::{Cluster, join_request, prefix};
 use crate::residency::load;
+use kvfleet_testkit::cluster::{Cluster, join_request, prefix};
 
 fn of_dtype(dtype: &str) -> IdentityManifest {
     IdentityManifest { dtype: dtype.to_owned(), ..IdentityManifest::default() }
@@ -21,7 +22,7 @@ fn join_of(node: u32, manifest: &IdentityManifest) -> pb::JoinRequest {
     pb::JoinRequest { identity, manifest: Some(convert::manifest_to_pb(manifest)), ..join_request(node) }
 }
 
-/// One router, which follows engines of type bf16, and a node that keeps what they make.
+/// One router that follows engines of type bf16, and a node with the same identity.
 async fn cluster() -> Cluster {
     let cluster = Cluster::start(1, |_| {}).await;
     let joined =
@@ -42,7 +43,7 @@ fn request(number: u64, identity: Option<IdentityDigest>) -> pb::RouteRequest {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_that_is_refused_is_told_the_fields_of_the_manifest_whose_digest_it_names() {
+async fn a_refused_node_gets_the_differing_fields() {
     let cluster = cluster().await;
     let (ours, other) = (of_dtype("bf16").digest().to_string(), of_dtype("fp8"));
     let refused = cluster.client(1).join(join_of(2, &other)).await.unwrap_err();
@@ -50,7 +51,7 @@ async fn a_node_that_is_refused_is_told_the_fields_of_the_manifest_whose_digest_
     let varying = [other.digest().to_string(), ours];
     let varying = varying.each_ref().map(String::as_str);
     says("a node of another identity that tells its manifest", &refused.message(), &varying);
-    // Of a manifest that has nothing to do with the identity nothing is told.
+    // A manifest that does not match the identity yields no fields.
     let liar = pb::JoinRequest { identity: vec![9; 16], ..join_of(2, &other) };
     let refused = cluster.client(1).join(liar).await.unwrap_err();
     assert!(!refused.message().contains("it differs in"), "{refused}");
@@ -58,7 +59,7 @@ async fn a_node_that_is_refused_is_told_the_fields_of_the_manifest_whose_digest_
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_that_is_refused_is_told_the_fields_while_an_instance_tells_that_manifest() {
+async fn a_refused_request_gets_the_fields_of_a_reported_manifest() {
     let cluster = cluster().await;
     let (ours, other) = (of_dtype("bf16").digest().to_string(), of_dtype("fp8"));
     let report = async |sequence, manifest: Option<pb::Manifest>| {
@@ -66,63 +67,63 @@ async fn a_request_that_is_refused_is_told_the_fields_while_an_instance_tells_th
         cluster.client(1).report(report).await.unwrap();
     };
     let refused = async || {
-        let foreign = request(1, Some(other.digest().of_generation(Generation(2))));
+        let foreign = request(1, Some(other.digest().with_generation(Generation(2))));
         let refused = cluster.client(1).route(foreign).await.unwrap_err();
         assert_eq!(refused.code(), Code::InvalidArgument);
         refused.message().to_owned()
     };
     report(1, None).await;
-    assert!(!refused().await.contains(" in dtype"), "nobody told what it stands for");
+    assert!(!refused().await.contains(" in dtype"), "no manifest is known");
     report(2, Some(convert::manifest_to_pb(&other))).await;
-    let theirs = other.digest().of_generation(Generation(2)).to_string();
+    let theirs = other.digest().with_generation(Generation(2)).to_string();
     let varying = [theirs, ours];
     let varying = varying.each_ref().map(String::as_str);
     says("a request of another identity that an instance tells of", &refused().await, &varying);
-    // One that cannot be read is none, and the report counts all the same.
+    // An unreadable manifest is ignored, and its report still counts.
     let long = pb::Manifest { rope: "r".repeat(257), ..convert::manifest_to_pb(&other) };
     report(3, Some(long)).await;
-    assert!(!refused().await.contains(" in dtype"), "it may make something else now");
+    assert!(!refused().await.contains(" in dtype"), "the instance may have changed");
     let status = cluster.status(1).await.unwrap();
     assert_eq!(status.instances.len(), 1, "{status:?}");
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn prompts_that_are_hashed_under_another_identity_miss_all_for_that_and_others_do_not() {
+async fn foreign_hashes_miss_all_blocks_for_that_reason() {
     let cluster = cluster().await;
     cluster.client(1).report(load(1, 1)).await.unwrap();
-    let desk = cluster.routers[0].as_ref().unwrap().desk();
+    let handle = cluster.routers[0].as_ref().unwrap().handle();
     let [bf16, fp8] = ["bf16", "fp8"].map(|dtype| of_dtype(dtype).digest());
     let missing = async |request: pb::RouteRequest, hashed_under: &[IdentityDigest]| {
         let number = request.request;
-        let besides = Besides { hashed_under: hashed_under.into(), ..Besides::default() };
-        desk.route_with(request, besides).await.unwrap();
-        let story = cluster.client(1).why(pb::WhyRequest { request: number }).await.unwrap().into_inner();
-        story
+        let hints = RouteHints { hashed_under: hashed_under.into(), ..RouteHints::default() };
+        handle.route_with(request, hints).await.unwrap();
+        let record = cluster.client(1).why(pb::WhyRequest { request: number }).await.unwrap().into_inner();
+        record
             .missing
             .into_iter()
             .map(|one| (one.start_blocks, one.len_blocks, one.reason))
             .collect::<Vec<_>>()
     };
     let all_for = |reason: &str| vec![(0, 4, reason.to_owned())];
-    assert_eq!(missing(request(1, None), &[]).await, all_for("never_seen"), "nothing is known of it");
-    assert_eq!(missing(request(2, None), &[bf16]).await, all_for("never_seen"), "the nodes' own");
-    assert_eq!(missing(request(3, None), &[fp8, bf16]).await, all_for("never_seen"), "that of an adapter");
+    assert_eq!(missing(request(1, None), &[]).await, all_for("never_seen"), "identity unknown");
+    assert_eq!(missing(request(2, None), &[bf16]).await, all_for("never_seen"), "the nodes' identity");
+    assert_eq!(missing(request(3, None), &[fp8, bf16]).await, all_for("never_seen"), "an adapter's identity");
     assert_eq!(missing(request(4, None), &[fp8]).await, all_for("identity_differs"));
     let text = pb::RouteRequest { text: true, ..request(5, None) };
-    assert_eq!(missing(text, &[fp8]).await, [], "pieces of text are nobody's");
+    assert_eq!(missing(text, &[fp8]).await, [], "nodes hold no text blocks");
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn where_there_is_no_node_prompts_are_of_no_other_identity() {
+async fn without_nodes_no_hash_is_foreign() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     cluster.client(1).report(load(1, 1)).await.unwrap();
-    let desk = cluster.routers[0].as_ref().unwrap().desk();
-    let besides = Besides { hashed_under: [of_dtype("fp8").digest()].into(), ..Besides::default() };
-    desk.route_with(request(1, None), besides).await.unwrap();
-    let story = cluster.client(1).why(pb::WhyRequest { request: 1 }).await.unwrap().into_inner();
-    assert_eq!(story.missing[0].reason, "never_seen");
+    let handle = cluster.routers[0].as_ref().unwrap().handle();
+    let hints = RouteHints { hashed_under: [of_dtype("fp8").digest()].into(), ..RouteHints::default() };
+    handle.route_with(request(1, None), hints).await.unwrap();
+    let record = cluster.client(1).why(pb::WhyRequest { request: 1 }).await.unwrap().into_inner();
+    assert_eq!(record.missing[0].reason, "never_seen");
     cluster.shutdown().await;
 }

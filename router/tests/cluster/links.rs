@@ -1,22 +1,23 @@
-//! What instances report of their links is priced by path and tier, falls back to what is coarser, and is told.
+//! Reported link measurements: priced by path and tier with coarser fallbacks, and shown in the
+//! status.
 //!
-//! Not here: how samples become a lane, and what a price rests on (`kv_core::schedule`).
+//! Not here: how samples become link statistics, and the basis of a price (`kv_core::schedule`).
 
 use std::cell::Cell;
 
 use kvfleet_proto::pb;
 
-use crate::harness::{Cluster, Node, prefix, until};
 use crate::residency::{decided, load};
+use kvfleet_testkit::cluster::{Cluster, FakeNode, prefix, until};
 
 const QUIC: u32 = 3;
 const TCP: u32 = 4;
-/// As samples number them.
+/// Tier numbers of samples.
 const SSD: u32 = 1;
 const DRAM: u32 = 2;
 
 /// Four fetches, each with its first byte after 200 µs.
-fn sample(node: &Node, (path, tier): (u32, u32), bytes_per_s: u64) -> pb::LinkSample {
+fn sample(node: &FakeNode, (path, tier): (u32, u32), bytes_per_s: u64) -> pb::LinkSample {
     pb::LinkSample {
         node: node.node,
         epoch: node.epoch,
@@ -29,14 +30,14 @@ fn sample(node: &Node, (path, tier): (u32, u32), bytes_per_s: u64) -> pb::LinkSa
     }
 }
 
-/// Reports from an instance without a node of its own, until what is decided is as asked.
-struct Engine<'a> {
+/// Reports of an instance without its own node, until the decision is as expected.
+struct ReportingInstance<'a> {
     cluster: &'a Cluster,
     blocks: &'a [[u8; 16]],
     sequence: Cell<u64>,
 }
 
-impl Engine<'_> {
+impl ReportingInstance<'_> {
     async fn report(&self, links: &[pb::LinkSample]) {
         let sequence = self.sequence.replace(self.sequence.get() + 1);
         let report = pb::ReportRequest { links: links.to_vec(), ..load(5, sequence) };
@@ -62,8 +63,8 @@ fn on_ssd(blocks: &[[u8; 16]]) -> pb::Change {
     pb::Change { change: Some(pb::change::Change::Stored(stored)) }
 }
 
-/// Two nodes that hold the same, the first in DRAM and the second on SSD.
-async fn nodes(cluster: &Cluster, blocks: &[[u8; 16]]) -> (Node, Node) {
+/// Two nodes with the same blocks, the first in DRAM and the second on SSD.
+async fn nodes(cluster: &Cluster, blocks: &[[u8; 16]]) -> (FakeNode, FakeNode) {
     let (mut memory, ssd) = (cluster.node(1).await, cluster.node(2).await);
     memory.store(blocks).await;
     ssd.send(ssd.seq, vec![on_ssd(blocks)]).await;
@@ -84,15 +85,15 @@ fn why(decision: &pb::Decision, part: &str) -> bool {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn blocks_are_fetched_from_the_tier_that_is_fast_over_the_path_that_is_taken() {
+async fn fetches_use_the_fastest_tier_over_the_current_path() {
     let cluster = Cluster::start(1, |_| {}).await;
     let blocks = prefix(81, 64);
     let (memory, ssd) = nodes(&cluster, &blocks).await;
-    let engine = Engine { cluster: &cluster, blocks: &blocks, sequence: Cell::new(1) };
+    let engine = ReportingInstance { cluster: &cluster, blocks: &blocks, sequence: Cell::new(1) };
     let by_profile = engine.until("the profile's choice", &[], |decision| from(decision) == [1]).await;
     assert!(!why(&by_profile, "measured"), "{by_profile:?}");
 
-    // Over TCP the first one's memory is slow and the second one's SSD is fast.
+    // Over TCP node 1's memory is slow and node 2's SSD is fast.
     let (slow, fast) = (20_000_000, 900_000_000);
     let by_tcp = [sample(&memory, (TCP, DRAM), slow), sample(&ssd, (TCP, SSD), fast)];
     let decision = engine.until("the fast SSD", &by_tcp, |decision| from(decision) == [2]).await;
@@ -101,12 +102,12 @@ async fn blocks_are_fetched_from_the_tier_that_is_fast_over_the_path_that_is_tak
     assert!(why(&decision, "dram of node-1 over tcp at 20000000 B/s after 200 us"), "{decision:?}");
     assert!(why(&decision, "passed over"), "{decision:?}");
 
-    // Over QUIC it is the other way round, and that is the path that it takes from now on.
+    // Over QUIC the reverse; the instance uses that path from now on.
     let by_quic = [sample(&memory, (QUIC, DRAM), fast), sample(&ssd, (QUIC, SSD), slow)];
     let decision = engine.until("the fast memory", &by_quic, |decision| from(decision) == [1]).await;
     assert!(why(&decision, "dram of node-1 over quic at 900000000 B/s"), "{decision:?}");
 
-    // All four are told.
+    // The status shows all four.
     let status = cluster.status(1).await.unwrap();
     let told = |node, path, tier, bytes_per_s| {
         status.links.contains(&pb::LinkStatus { node, own: false, path, tier, latency_us: 200, bytes_per_s })
@@ -118,11 +119,11 @@ async fn blocks_are_fetched_from_the_tier_that_is_fast_over_the_path_that_is_tak
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_not_known_of_a_path_or_a_tier_counts_for_what_is_coarser() {
+async fn unknown_paths_and_tiers_count_for_coarser_keys() {
     let cluster = Cluster::start(1, |_| {}).await;
     let blocks = prefix(82, 64);
     let (memory, ssd) = nodes(&cluster, &blocks).await;
-    let engine = Engine { cluster: &cluster, blocks: &blocks, sequence: Cell::new(1) };
+    let engine = ReportingInstance { cluster: &cluster, blocks: &blocks, sequence: Cell::new(1) };
     // Numbers of a later release: a path, then a tier too.
     let (slow, fast) = (20_000_000, 900_000_000);
     let later = [sample(&memory, (9, DRAM), slow), sample(&ssd, (9, SSD), fast)];
@@ -133,33 +134,34 @@ async fn what_is_not_known_of_a_path_or_a_tier_counts_for_what_is_coarser() {
     ));
     let later = [sample(&memory, (9, 9), slow / 10)];
     let coarse = |decision: &pb::Decision| why(decision, "dram of node-1");
-    let decision = engine.until("what came of unknown tiers", &later, coarse).await;
+    let decision = engine.until("the statistics of unknown tiers", &later, coarse).await;
     assert!(why(&decision, "passed over"), "{decision:?}");
     let told: Vec<_> = cluster.status(1).await.unwrap().links;
     assert!(told.iter().any(|link| (link.path, link.tier) == (0, 0)), "{told:?}");
-    // Too few bytes over TCP to say anything: what is known of the tier goes on counting.
+    // Too few bytes over TCP for an estimate: the statistics of the tier still apply.
     let few = pb::LinkSample { bytes: 900, stream_us: 1, ..sample(&ssd, (TCP, SSD), 0) };
     let still = |decision: &pb::Decision| why(decision, "over tcp at");
     let all = [few, sample(&ssd, (9, SSD), fast)];
-    let decision = engine.until("the path that is taken", &all, still).await;
+    let decision = engine.until("the current path", &all, still).await;
     assert!(why(&decision, "ssd of node-2 over tcp at 900000000 B/s"), "{decision:?}");
     assert!(why(&decision, "as measured of that tier over any path: taken"), "{decision:?}");
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_that_prices_by_the_profile_alone_tells_of_links_all_the_same() {
+async fn a_profile_only_router_still_shows_links() {
     let cluster = Cluster::start(1, |config| config.price_links = false).await;
     let blocks = prefix(83, 64);
     let (memory, _ssd) = nodes(&cluster, &blocks).await;
-    let engine = Engine { cluster: &cluster, blocks: &blocks, sequence: Cell::new(1) };
+    let engine = ReportingInstance { cluster: &cluster, blocks: &blocks, sequence: Cell::new(1) };
     let slow = [sample(&memory, (TCP, DRAM), 2_000_000)];
-    until("the link to be told", || async {
+    until("the status to show the link", || async {
         engine.report(&slow).await;
         (!cluster.status(1).await?.links.is_empty()).then_some(())
     })
     .await;
-    // A membership change brings what counts into the fleet at once; so what is decided behind it has had its chance.
+    // A membership change refreshes the fleet at once, so later decisions would use the link if it
+    // counted.
     let _third = cluster.node(3).await;
     until("the third node", || async {
         let nodes = cluster.status(1).await?.nodes;

@@ -1,27 +1,27 @@
-//! Three routers over real connections: agreement, failover, restarts, nodes that come and go, and bad input.
+//! Three routers over real connections: agreement, failover, restarts, joins and departures of
+//! nodes, invalid input.
 #![allow(clippy::unwrap_used, missing_docs, unreachable_pub)]
 
 mod agreement;
+mod anti_entropy;
 mod bad_input;
 mod bursts;
 mod copies;
 mod engines;
-mod harness;
 mod hot;
 mod identities;
-mod learnt;
+mod learned_factors;
 mod links;
-mod moved;
+mod moved_requests;
 mod nodes;
-mod pace;
-mod ports;
+mod pinned_requests;
+mod repair;
 mod residency;
 mod restarts;
-mod runs_there;
 mod shards;
 mod streams;
+mod tbt_limits;
 mod tenants;
-mod truth;
 mod weights;
 mod why;
 mod windows;

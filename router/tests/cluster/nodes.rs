@@ -1,4 +1,4 @@
-//! A node's life: join, announce, gaps, silence, a second start, directives.
+//! Life of a node: join, announcements, gaps, silence, restart, directives.
 
 use std::time::Duration;
 
@@ -9,10 +9,12 @@ use kvfleet_proto::pb::router_client::RouterClient;
 use tonic::Code;
 use tonic::transport::Channel;
 
-use crate::harness::{Cluster, HANG, cleared, heartbeat, holders, join_request, prefix, stored, until};
+use kvfleet_testkit::cluster::{
+    Cluster, HANG, cleared, heartbeat, holders, join_request, prefix, stored, until,
+};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gap_is_answered_by_a_resync_and_repaired_by_it() {
+async fn a_gap_is_repaired_by_a_resync() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(21, 12);
@@ -23,10 +25,10 @@ async fn a_gap_is_answered_by_a_resync_and_repaired_by_it() {
     assert_eq!(node.reply().await, Reply::Resync(pb::Resync { expected: 2 }));
     node.send(2, vec![cleared(), stored(&blocks)]).await;
     assert_eq!(node.reply().await, Reply::Ack(pb::Ack { seq: 2 }));
-    // What came before is a duplicate, acknowledged up to what is known.
+    // An earlier batch is a duplicate, acknowledged up to the known number.
     node.send(1, vec![stored(&blocks[..4])]).await;
     assert_eq!(node.reply().await, Reply::Ack(pb::Ack { seq: 2 }));
-    let seen = vec![pb::Seen { node: 1, epoch: node.epoch, seq: 2, shard: 1 }];
+    let seen = vec![pb::AnnouncePosition { node: 1, epoch: node.epoch, seq: 2, shard: 1 }];
     let follower = cluster.follower().await;
     assert_eq!(holders(&cluster.lookup(follower, &blocks, seen).await), [(0, 12, vec![(1, node.epoch)])]);
     cluster.assert_equal_replicas().await;
@@ -50,7 +52,7 @@ async fn a_second_join_fences_the_first() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_silent_node_is_fenced_on_every_replica_and_a_speaking_one_is_not() {
+async fn a_silent_node_is_fenced_on_every_replica() {
     let cluster = Cluster::start(3, |config| config.timings.silence_ms = 800).await;
     let mut speaking = cluster.node(1).await;
     let mut silent = cluster.node(2).await;
@@ -73,14 +75,14 @@ async fn a_silent_node_is_fenced_on_every_replica_and_a_speaking_one_is_not() {
         .await;
         assert_eq!(holders(&cluster.lookup(id, &blocks, vec![]).await), [(0, 6, vec![(1, epoch)])]);
     }
-    // It need not speak to hear of it.
+    // It is told without sending a message.
     assert_eq!(silent.reply().await, Reply::Fenced(pb::Fenced {}));
     heart.abort();
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_hears_of_pins_quotas_and_times_to_live() {
+async fn nodes_receive_pins_quotas_and_ttls() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(24, 2);
@@ -92,7 +94,7 @@ async fn a_node_hears_of_pins_quotas_and_times_to_live() {
             async move { client.pin(pin).await }
         })
         .await;
-    let quota = pb::SetQuotaRequest { tenant: 5, bytes: 1_000, lift: false };
+    let quota = pb::SetQuotaRequest { tenant: 5, bytes: 1_000, clear: false };
     cluster.on_leader(|mut client| async move { client.set_quota(quota).await }).await;
     let heard = async {
         loop {
@@ -112,10 +114,10 @@ async fn a_node_hears_of_pins_quotas_and_times_to_live() {
     );
     assert_eq!(all.quotas, [pb::Quota { tenant: 5, bytes: 1_000 }]);
     assert!(all.ttls.is_empty());
-    // Another router gives the same contents the same version.
+    // Another router gives equal contents the same version.
     let joined = cluster.on_leader(|mut client| async move { client.join(join_request(2)).await }).await;
     assert_eq!(joined.directives.unwrap(), all);
-    let ttl = pb::SetTtlRequest { group: 6, ttl_ms: 70, lift: false };
+    let ttl = pb::SetTtlRequest { group: 6, ttl_ms: 70, clear: false };
     cluster.on_leader(|mut client| async move { client.set_ttl(ttl).await }).await;
     let heard = async {
         loop {
@@ -134,13 +136,13 @@ async fn a_node_hears_of_pins_quotas_and_times_to_live() {
     let refused = cluster.client(leader).set_ttl(nowhere).await.unwrap_err();
     assert_eq!(refused.code(), Code::InvalidArgument);
     says("a time to live for a group that is not there", &refused.message(), &[]);
-    let lift = pb::SetTtlRequest { lift: true, ..ttl };
+    let lift = pb::SetTtlRequest { clear: true, ..ttl };
     cluster.on_leader(|mut client| async move { client.set_ttl(lift).await }).await;
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stream_at_a_deposed_leader_is_sent_to_the_new_one() {
+async fn a_stream_at_a_deposed_leader_is_redirected() {
     let mut cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(25, 3);
@@ -148,7 +150,7 @@ async fn a_stream_at_a_deposed_leader_is_sent_to_the_new_one() {
     let old = cluster.leader_of(1).await;
     let stopping = cluster.take(old);
     let stopped = tokio::spawn(stopping.shutdown());
-    // Either it is told where to go, or the stream ends: never silence.
+    // The stream gets a redirect or ends: it is never silent.
     let last = tokio::time::timeout(HANG, async {
         loop {
             match node.replies.message().await {
@@ -172,7 +174,7 @@ async fn a_stream_at_a_deposed_leader_is_sent_to_the_new_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn many_nodes_at_once_all_get_their_acknowledgements() {
+async fn many_concurrent_nodes_get_acknowledgements() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut tasks = Vec::new();
     for number in 1..=8u32 {
@@ -193,7 +195,7 @@ async fn many_nodes_at_once_all_get_their_acknowledgements() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_pin_that_is_over_is_shown_nowhere_and_leaves_every_replica() {
+async fn an_expired_pin_is_hidden_and_removed_from_every_replica() {
     let cluster = Cluster::start(3, |_| {}).await;
     let pin = |number, soft, for_ms| pb::PinRequest {
         pin: number,
@@ -221,16 +223,16 @@ async fn a_pin_that_is_over_is_shown_nowhere_and_leaves_every_replica() {
     assert!(before.next_pin_end_ms.is_some_and(|left| left <= 600_000), "{:?}", before.next_pin_end_ms);
     let taken = say(pin(2, false, Some(1))).await;
     assert!(taken.changed);
-    on_all("the pin that is over is gone, and by an entry of the log", &|all| {
+    on_all("the expired pin is removed by a log entry", &|all| {
         all.applied_index > taken.applied_index && all.digest == before.digest && all.pins == 1
     })
     .await;
     // Its number is free, and another owner may take it.
     let other = pb::PinRequest { owner: "other".into(), ..pin(2, false, Some(600_000)) };
     assert!(say(other).await.changed);
-    // The owner says it again: hard from now on, and without an end.
+    // The owner renews it: now hard, and without an end.
     assert!(say(pin(1, false, None)).await.changed);
-    assert!(!say(pin(1, false, None)).await.changed, "the same again");
+    assert!(!say(pin(1, false, None)).await.changed, "repeated");
     on_all("both are hard", &|all| (all.pins, all.soft_pins) == (2, 0)).await;
     cluster.assert_equal_replicas().await;
     cluster.shutdown().await;

@@ -1,4 +1,4 @@
-//! The soft plane over real connections: reports of GPU memory in lookups, decisions and status; gaps, restarts,
+//! GPU residency over real connections: reports in lookups, decisions and status; gaps, restarts,
 //! silence; and links.
 
 use std::cell::Cell;
@@ -8,7 +8,7 @@ use kvfleet_proto::pb;
 use kvfleet_proto::pb::residency_reply::Body as Reply;
 use tonic::Code;
 
-use crate::harness::{Cluster, cleared, prefix, resident, stored, until};
+use kvfleet_testkit::cluster::{Cluster, cleared, prefix, resident, stored, until};
 
 const EPOCH: u64 = 1_000;
 
@@ -39,9 +39,9 @@ async fn report(cluster: &Cluster, router: u64, request: &pb::ResidencyRequest) 
 }
 
 /// Start, length, nodes, instances.
-type Run = (u32, u32, Vec<u32>, Vec<u32>);
+type MergedRunRow = (u32, u32, Vec<u32>, Vec<u32>);
 
-fn runs(reply: &pb::LookupReply) -> Vec<Run> {
+fn runs(reply: &pb::LookupReply) -> Vec<MergedRunRow> {
     let nodes = |run: &pb::HolderRun| run.holders.iter().map(|holder| holder.node).collect();
     let run = |run: &pb::HolderRun| (run.start_blocks, run.len_blocks, nodes(run), run.instances.clone());
     reply.runs.iter().map(run).collect()
@@ -64,7 +64,7 @@ pub async fn decided(cluster: &Cluster, hashes: &[[u8; 16]]) -> pb::Decision {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn one_lookup_answers_over_both_planes_and_the_log_knows_nothing_of_it() {
+async fn a_lookup_merges_index_and_residency() {
     let cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(4).await;
     let blocks = prefix(71, 8);
@@ -82,7 +82,8 @@ async fn one_lookup_answers_over_both_planes_and_the_log_knows_nothing_of_it() {
         assert_eq!(report(&cluster, router, &told).await.body, ack(1));
     }
     let found = cluster.lookup(router, &blocks, vec![seen]).await;
-    let expected: [Run; 3] = [(0, 2, vec![4], vec![1, 2]), (2, 2, vec![4], vec![1]), (4, 2, vec![], vec![1])];
+    let expected: [MergedRunRow; 3] =
+        [(0, 2, vec![4], vec![1, 2]), (2, 2, vec![4], vec![1]), (4, 2, vec![], vec![1])];
     assert_eq!(runs(&found), expected);
     let fresh: Vec<_> =
         found.residency.iter().map(|one| (one.instance, one.epoch, one.seq, one.blocks)).collect();
@@ -93,15 +94,15 @@ async fn one_lookup_answers_over_both_planes_and_the_log_knows_nothing_of_it() {
     let told: Vec<_> =
         status.instances.iter().map(|one| (one.instance, one.residency.unwrap().blocks)).collect();
     assert_eq!(told, [(1, 6), (2, 2)]);
-    assert_eq!(groups(status), before, "nothing of it is in the log");
-    // Each router knows what it was told itself.
+    assert_eq!(groups(status), before, "residency is not in the log");
+    // Each router knows only its own reports.
     let other = cluster.running().into_iter().find(|id| *id != router).unwrap();
     assert_eq!(runs(&cluster.lookup(other, &blocks, vec![seen]).await), [(0, 4, vec![4], vec![])]);
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_request_goes_where_its_prefix_is_in_gpu_memory() {
+async fn a_request_goes_to_its_resident_prefix() {
     let cluster = Cluster::start(1, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(72, 8);
@@ -116,7 +117,7 @@ async fn a_request_goes_where_its_prefix_is_in_gpu_memory() {
     let before = decided(&cluster, &blocks).await;
     assert_eq!((before.fetch_blocks, before.resident_blocks), (6, 0));
 
-    // Both idle again, so that nothing else speaks for the second.
+    // Both idle again, so that only residency differs.
     reports(2).await;
     let pb::ResidencyReply { body, .. } =
         report(&cluster, 1, &request(2, vec![batch(1, vec![resident(&blocks[..5])])])).await;
@@ -131,7 +132,7 @@ async fn a_request_goes_where_its_prefix_is_in_gpu_memory() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_missing_is_replayed_and_a_restarted_router_is_told_everything() {
+async fn missing_batches_are_replayed_and_a_restarted_router_gets_all() {
     let mut cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let blocks = prefix(73, 6);
@@ -139,7 +140,7 @@ async fn what_is_missing_is_replayed_and_a_restarted_router_is_told_everything()
     assert_eq!(report(&cluster, 1, &request(1, vec![one(0)])).await.body, ack(1));
     assert_eq!(report(&cluster, 1, &request(1, vec![one(2), one(3)])).await.body, replay(2));
     let found = cluster.lookup(1, &blocks, vec![]).await;
-    assert_eq!(runs(&found), [(0, 1, vec![], vec![1])], "what was said before goes on counting");
+    assert_eq!(runs(&found), [(0, 1, vec![], vec![1])], "earlier reports still count");
     assert!(found.residency[0].uncertain);
     let again = report(&cluster, 1, &request(1, vec![one(0), one(1), one(2), one(3)])).await;
     assert_eq!((again.body, again.duplicate_batches), (ack(4), 1));
@@ -164,7 +165,7 @@ async fn what_is_missing_is_replayed_and_a_restarted_router_is_told_everything()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn silence_a_restart_and_a_goodbye_end_what_an_instance_said() {
+async fn silence_restart_and_departure_invalidate_an_instance() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let blocks = prefix(74, 4);
@@ -172,8 +173,8 @@ async fn silence_a_restart_and_a_goodbye_end_what_an_instance_said() {
     let held = async || runs(&cluster.lookup(1, &blocks, vec![]).await);
     assert_eq!(report(&cluster, 1, &all).await.body, ack(1));
     assert_eq!(held().await.len(), 1);
-    until("silence to end it", || async { held().await.is_empty().then_some(()) }).await;
-    // Once its blocks are let go, everything is wanted again.
+    until("silence to invalidate it", || async { held().await.is_empty().then_some(()) }).await;
+    // After the invalidation, everything is requested again.
     let beat = pb::ResidencyRequest { last_seq: 1, ..request(1, vec![]) };
     until("a replay", || async { (report(&cluster, 1, &beat).await.body == replay(1)).then_some(()) }).await;
 
@@ -184,18 +185,18 @@ async fn silence_a_restart_and_a_goodbye_end_what_an_instance_said() {
     assert_eq!(held().await, []);
     let outdated = Some(Reply::Outdated(pb::Outdated { epoch: EPOCH + 5 }));
     assert_eq!(report(&cluster, 1, &all).await.body, outdated);
-    let anew = pb::ResidencyRequest { epoch: EPOCH + 5, ..all };
-    assert_eq!(report(&cluster, 1, &anew).await.body, ack(1));
+    let is_full = pb::ResidencyRequest { epoch: EPOCH + 5, ..all };
+    assert_eq!(report(&cluster, 1, &is_full).await.body, ack(1));
     assert_eq!(held().await.len(), 1);
     let leaving = pb::ReportRequest { started_us: EPOCH + 5, leaving: true, ..load(1, 2) };
     client.report(leaving).await.unwrap();
     assert_eq!(held().await, []);
-    assert!(matches!(report(&cluster, 1, &anew).await.body, Some(Reply::Outdated(_))));
+    assert!(matches!(report(&cluster, 1, &is_full).await.body, Some(Reply::Outdated(_))));
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_measured_link_takes_the_place_of_the_profile() {
+async fn a_measured_link_replaces_the_profile() {
     let cluster = Cluster::start(1, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(75, 64);
@@ -204,7 +205,7 @@ async fn a_measured_link_takes_the_place_of_the_profile() {
     let mut client = cluster.client(1);
     client.report(load(2, 1)).await.unwrap();
     let by_profile = decided(&cluster, &blocks).await.predicted.unwrap().transfer_us;
-    // A tenth of what the profile says, in enough transfers to be believed.
+    // A tenth of the profile's speed, over enough transfers to count.
     let sample = pb::LinkSample {
         node: 1,
         epoch: node.epoch,
@@ -224,7 +225,7 @@ async fn a_measured_link_takes_the_place_of_the_profile() {
     });
     let slow = slow.await;
     assert!(slow < 20 * by_profile, "{slow} us, {by_profile} us by the profile");
-    // What the blocks lie in is as fast as the profile says, which is then what counts.
+    // The blocks' own tier is as fast as the profile, and takes precedence.
     let stored_in = 2;
     let quick = pb::LinkSample { bytes: 300_000_000, tier: stored_in, ..sample };
     let quick = until("the tier to count", || async {
@@ -243,7 +244,7 @@ async fn a_measured_link_takes_the_place_of_the_profile() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reports_that_make_no_sense_are_refused_whole() {
+async fn invalid_reports_are_refused_as_a_whole() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let blocks = prefix(76, 4);
@@ -258,7 +259,7 @@ async fn reports_that_make_no_sense_are_refused_whole() {
     let behind = pb::ResidencyRequest { last_seq: 1, ..with(batch(2, vec![])) };
     says("a batch behind the newest one", &refused(behind).await, &[]);
     let far = pb::ResidencyRequest { last_seq: u64::MAX, ..with(batch(u64::MAX, vec![])) };
-    says("a batch number nobody counted to", &refused(far).await, &[]);
+    says("an uncountable batch number", &refused(far).await, &[]);
     let many = pb::ResidencyRequest { last_seq: 1, ..request(1, vec![good(); 1_025]) };
     says("more batches than a report may have", &refused(many).await, &[]);
     let large = batch(2, vec![resident(&prefix(77, 4_097))]);
@@ -271,23 +272,23 @@ async fn reports_that_make_no_sense_are_refused_whole() {
     if let Some(pb::change::Change::Stored(stored)) = &mut cut.change {
         stored.blocks.pop();
     }
-    says("a report of GPU memory whose hashes are cut", &refused(with(batch(2, vec![cut]))).await, &[]);
+    says("a report of GPU memory with truncated hashes", &refused(with(batch(2, vec![cut]))).await, &[]);
     assert!(refused(with(batch(2, vec![pb::Change { change: None }]))).await.contains("change is absent"));
     let mut orphan = resident(&blocks);
     if let Some(pb::change::Change::Stored(stored)) = &mut orphan.change {
         stored.parent = vec![7; 3];
     }
     assert!(refused(with(batch(2, vec![orphan]))).await.contains("stored.parent has 3 bytes"));
-    assert_eq!(runs(&cluster.lookup(1, &blocks, vec![]).await), [], "nothing of a refused report counts");
+    assert_eq!(runs(&cluster.lookup(1, &blocks, vec![]).await), [], "a refused report has no effect");
 
-    // Parents and blocks that nobody ever heard of are no error: an engine may have lost what was before them.
+    // Unknown parents and blocks are no error: an engine may have lost their ancestors.
     let stray = pb::Stored { parent: vec![9; 16], blocks: blocks.concat(), tier: 2 };
     let gone = pb::Dropped { blocks: prefix(78, 9).concat(), tier: 2, cause: 0 };
     let changes = [pb::change::Change::Stored(stray), pb::change::Change::Dropped(gone)];
     let changes = changes.map(|change| pb::Change { change: Some(change) }).to_vec();
     assert_eq!(report(&cluster, 1, &request(1, vec![batch(1, changes)])).await.body, ack(1));
     assert_eq!(runs(&cluster.lookup(1, &blocks, vec![]).await), [(0, 4, vec![], vec![1])]);
-    // Far ahead of what came before, everything between is asked for.
+    // After a large jump, everything in between is requested.
     assert_eq!(report(&cluster, 1, &request(1, vec![batch(1 << 40, vec![])])).await.body, replay(2));
     cluster.shutdown().await;
 }

@@ -1,10 +1,10 @@
-//! What comes back after a restart is what was there; what is damaged is refused.
+//! State survives a restart; damaged state is refused.
 
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_router::StartError;
 
-use crate::harness::{Cluster, holders, prefix, start, until};
+use kvfleet_testkit::cluster::{Cluster, holders, prefix, start, until};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_same_answers_after_all_routers_restart() {
@@ -13,7 +13,7 @@ async fn the_same_answers_after_all_routers_restart() {
     let mut cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let prefixes: Vec<_> = (0..200).map(|number| prefix(seed + number, 1 + number % 9)).collect();
-    let mut seen = pb::Seen::default();
+    let mut seen = pb::AnnouncePosition::default();
     for blocks in &prefixes {
         seen = node.store(blocks).await;
     }
@@ -37,9 +37,9 @@ async fn the_same_answers_after_all_routers_restart() {
     cluster.shutdown().await;
 }
 
-/// What a router finds on its disk may be old: until it has heard from a leader it says so instead of answering.
+/// A restarted router's disk may be stale: it answers only after contact with a leader.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_that_has_just_started_answers_once_it_is_level() {
+async fn a_restarted_router_answers_after_catching_up() {
     let mut cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(33, 30);
@@ -58,12 +58,12 @@ async fn a_router_that_has_just_started_answers_once_it_is_level() {
     cluster.start_router(1).await;
     let reply = until("an answer", || async { cluster.client(3).lookup(plain.clone()).await.ok() }).await;
     assert_eq!(holders(&reply.into_inner()), [(0, 30, vec![(1, node.epoch)])]);
-    // What instances report is not on its disk either.
+    // Instance reports are not on its disk either.
     let route =
         pb::RouteRequest { block_tokens: 16, input_tokens: 480, hashes: plain.hashes, ..Default::default() };
     let refused = cluster.client(1).route(route.clone()).await.unwrap_err();
     says("a request to a router that has just come back", &refused.message(), &[]);
-    // Once they had the time to, their absence is an answer.
+    // After a grace period their absence is an answer.
     let answer = until("a rejection", || async { cluster.client(1).route(route.clone()).await.ok() }).await;
     assert!(matches!(answer.into_inner().answer, Some(pb::route_reply::Answer::Rejected(_))));
     for id in [1, 3] {
@@ -73,20 +73,20 @@ async fn a_router_that_has_just_started_answers_once_it_is_level() {
 
 async fn quotas(cluster: &Cluster, tenants: std::ops::Range<u32>) {
     for tenant in tenants {
-        let quota = pb::SetQuotaRequest { tenant, bytes: u64::from(tenant), lift: false };
+        let quota = pb::SetQuotaRequest { tenant, bytes: u64::from(tenant), clear: false };
         cluster.on_leader(|mut client| async move { client.set_quota(quota).await }).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_that_was_away_is_brought_up_by_a_snapshot_and_restarts_from_it() {
+async fn a_lagging_router_catches_up_by_snapshot_and_restarts_from_it() {
     let mut cluster = Cluster::start(3, |config| config.snapshot_every_entries = 100).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(32, 30);
     let seen = node.store(&blocks).await;
     let away = cluster.follower().await;
     cluster.take(away).halt().await;
-    // More entries than are kept behind a snapshot, so that the log alone cannot bring it up.
+    // More entries than are kept behind a snapshot, so that the log alone is not enough.
     quotas(&cluster, 0..600).await;
     let leader = cluster.leader().await;
     until("a snapshot", || async { (cluster.status(leader).await?.snapshot_index > 500).then_some(()) })
@@ -107,7 +107,7 @@ async fn a_router_that_was_away_is_brought_up_by_a_snapshot_and_restarts_from_it
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_whose_disk_was_replaced_is_filled_by_the_others() {
+async fn a_router_with_a_new_disk_is_restored_by_the_others() {
     let mut cluster = Cluster::start(3, |_| {}).await;
     let mut node = cluster.node(1).await;
     let blocks = prefix(33, 30);
@@ -125,7 +125,7 @@ async fn a_router_whose_disk_was_replaced_is_filled_by_the_others() {
 /// The first file of the Raft log.
 const LOG_FILE: &str = "raft-log/0000000000000001";
 
-/// Flips bytes in the middle of a file until the router refuses it, and gives the refusal.
+/// Flips bytes in a file at a marker until the router refuses it; returns the error.
 async fn refused_after_damage(cluster: &Cluster, id: u64, file: &str, needle: &[u8]) -> StartError {
     let config = cluster.configs[usize::try_from(id - 1).unwrap()].clone();
     let path = config.data_dir.join(file);
@@ -144,7 +144,7 @@ async fn refused_after_damage(cluster: &Cluster, id: u64, file: &str, needle: &[
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_corrupted_log_is_named_and_refused_with_what_to_do() {
+async fn a_corrupted_log_is_refused_with_a_remedy() {
     let mut cluster = Cluster::start(3, |_| {}).await;
     let marker = b"an owner nobody else would have".to_vec();
     let owner = String::from_utf8(marker.clone()).unwrap();
@@ -155,7 +155,7 @@ async fn a_corrupted_log_is_named_and_refused_with_what_to_do() {
             async move { client.pin(pin).await }
         })
         .await;
-    // Both copies are damaged here, and what follows shows that the log does not end there.
+    // Both copies are damaged, and later frames show that the log continues.
     quotas(&cluster, 0..3).await;
     cluster.assert_equal_replicas().await;
     cluster.take(1).halt().await;
@@ -163,7 +163,7 @@ async fn a_corrupted_log_is_named_and_refused_with_what_to_do() {
     assert!(matches!(log, StartError::LostLog { .. }), "{log}");
     let here = cluster.directory.path().display().to_string();
     let address = cluster.configs[0].voters[0].address.clone();
-    // Which frame it is depends on elections.
+    // The number of the frame depends on elections.
     let what = |error: &StartError| {
         let text = error.to_string();
         let what = text.split_once(" is corrupted: ").and_then(|(_, rest)| rest.split_once(". This router"));
@@ -174,7 +174,7 @@ async fn a_corrupted_log_is_named_and_refused_with_what_to_do() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_voter_that_lost_its_snapshot_elects_nobody_until_it_has_it_again() {
+async fn a_voter_without_its_snapshot_withholds_its_vote() {
     let mut cluster = Cluster::start(3, |config| config.snapshot_every_entries = 100).await;
     quotas(&cluster, 0..600).await;
     for id in 1..=3 {
@@ -189,8 +189,8 @@ async fn a_voter_that_lost_its_snapshot_elects_nobody_until_it_has_it_again() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&snapshot, &bytes).unwrap();
-    // Whoever wins an election appends an entry, so the end of the log tells more than the leader that is
-    // remembered.
+    // An elected leader appends an entry, so the end of the log is a better sign than the recorded
+    // leader.
     let end = |status: pb::StatusReply| {
         status.groups.iter().find(|one| one.group == 0).map(|one| one.last_log_index).expect("control")
     };
@@ -198,7 +198,7 @@ async fn a_voter_that_lost_its_snapshot_elects_nobody_until_it_has_it_again() {
     let before = end(cluster.status(3).await.unwrap());
     cluster.start_router(2).await;
     assert_eq!(std::fs::read(snapshot.with_extension("kvf.set-aside-1")).unwrap(), bytes);
-    // The shards elect; control must not, for router 2 may not know what router 3 missed.
+    // The shards elect; control must not, since router 2 may lack entries that router 3 lacks too.
     let shard_leader =
         |status: pb::StatusReply| status.groups.iter().all(|one| one.group == 0 || one.leader > 0);
     until("leaders of the shards", || async { shard_leader(cluster.status(3).await?).then_some(()) }).await;
@@ -208,7 +208,7 @@ async fn a_voter_that_lost_its_snapshot_elects_nobody_until_it_has_it_again() {
         let after = end(cluster.status(id).await.unwrap());
         assert!(after <= before, "router {id} has entry {after} after {before}, of a leader of the two");
     }
-    // With the third one there is a leader, and router 2 gets what it lost and its vote.
+    // The third one makes a leader possible; router 2 recovers its entries and its vote.
     cluster.start_router(1).await;
     cluster.leader().await;
     cluster.assert_equal_replicas().await;
@@ -227,7 +227,7 @@ async fn a_voter_that_lost_its_snapshot_elects_nobody_until_it_has_it_again() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lost_snapshot_is_noticed_by_the_log() {
+async fn a_lost_snapshot_is_detected_from_the_log() {
     let mut cluster = Cluster::start(1, |config| config.snapshot_every_entries = 100).await;
     quotas(&cluster, 0..600).await;
     until("a snapshot", || async { (cluster.status(1).await?.snapshot_index > 500).then_some(()) }).await;
@@ -238,14 +238,14 @@ async fn a_lost_snapshot_is_noticed_by_the_log() {
     std::fs::remove_file(&snapshot).unwrap();
     let error = start(cluster.configs[0].clone()).await.err().expect("must be refused");
     let here = cluster.directory.path().display().to_string();
-    // Where snapshots and purges fall depends on how the entries came.
+    // The numbers of snapshots and purges depend on timing.
     let last_entry = |error: &StartError| {
         let text = error.to_string();
         let number = text.split(" begins with entry ").last().and_then(|rest| rest.split('.').next());
         number.unwrap_or_default().to_owned()
     };
     says("a snapshot that is lost", &error, &[&here, &last_entry(&error)]);
-    // The other way round, the router would have forgotten its vote.
+    // In the opposite case the router would have lost its vote.
     std::fs::write(&snapshot, kept).unwrap();
     std::fs::remove_dir_all(cluster.configs[0].data_dir.join("raft-log")).unwrap();
     let error = start(cluster.configs[0].clone()).await.err().expect("must be refused");

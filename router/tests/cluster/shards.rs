@@ -1,11 +1,13 @@
-//! Four shards: each lists its own chains, under one set of epochs, with leaders of its own.
+//! Four shards: each lists its own chains, with common epochs and separate leaders.
 
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use tonic::Code;
 
-use crate::harness::{Cluster, Node, chain, cleared, heartbeat, holders, join_request, stored, until};
+use kvfleet_testkit::cluster::{
+    Cluster, FakeNode, chain, cleared, heartbeat, holders, join_request, stored, until,
+};
 
 const SHARDS: u16 = 4;
 
@@ -17,17 +19,17 @@ async fn cluster() -> Cluster {
 }
 
 /// A node with a stream to every shard.
-async fn everywhere(cluster: &Cluster, node: u32) -> Vec<Node> {
+async fn streams_to_all_shards(cluster: &Cluster, node: u32) -> Vec<FakeNode> {
     let epoch = cluster.join(node).await;
     let mut streams = Vec::new();
     for shard in 1..=u32::from(SHARDS) {
-        streams.push(cluster.speak(node, epoch, 1, shard).await);
+        streams.push(cluster.open_streams(node, epoch, 1, shard).await);
     }
     streams
 }
 
 /// Stores a chain of `len` blocks in every shard.
-async fn store_all(streams: &mut [Node], seed: u64, len: u64) -> Vec<pb::Seen> {
+async fn store_all(streams: &mut [FakeNode], seed: u64, len: u64) -> Vec<pb::AnnouncePosition> {
     let mut seen = Vec::new();
     for (stream, tag) in streams.iter_mut().zip(TAGS) {
         seen.push(stream.store(&chain(tag, seed, len)).await);
@@ -36,10 +38,10 @@ async fn store_all(streams: &mut [Node], seed: u64, len: u64) -> Vec<pb::Seen> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_shard_lists_its_chains_and_every_router_answers_for_all() {
+async fn every_router_answers_for_every_shard() {
     let cluster = cluster().await;
-    let mut first = everywhere(&cluster, 1).await;
-    let mut second = everywhere(&cluster, 2).await;
+    let mut first = streams_to_all_shards(&cluster, 1).await;
+    let mut second = streams_to_all_shards(&cluster, 2).await;
     let mut seen = store_all(&mut first, 51, 20).await;
     seen.extend(store_all(&mut second, 51, 8).await);
     for router in 1..=3 {
@@ -50,7 +52,8 @@ async fn every_shard_lists_its_chains_and_every_router_answers_for_all() {
             assert_eq!((freshness.group, freshness.router), (shard, router));
             assert!(freshness.applied_index > 0);
         }
-        // A chain that goes on with another one's blocks ends before them, although they are listed.
+        // A chain that continues with another chain's blocks ends before them, although they are
+        // listed.
         let mixed = [&chain(TAGS[0], 51, 5)[..], &chain(TAGS[1], 51, 5)[..]].concat();
         assert_eq!(
             cluster.lookup(router, &mixed, vec![]).await.runs.iter().map(|run| run.len_blocks).sum::<u32>(),
@@ -68,19 +71,19 @@ async fn every_shard_lists_its_chains_and_every_router_answers_for_all() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_shard_counts_the_batches_of_an_epoch_by_itself() {
+async fn each_shard_numbers_batches_separately() {
     let cluster = cluster().await;
-    let mut streams = everywhere(&cluster, 1).await;
+    let mut streams = streams_to_all_shards(&cluster, 1).await;
     streams[0].store(&chain(TAGS[0], 52, 4)).await;
     streams[0].store(&chain(TAGS[0], 53, 4)).await;
-    // Shard 2 has heard nothing yet: its first number is 1, and a gap there is repaired there.
+    // Shard 2 has no batch yet: its first number is 1, and it repairs its own gap.
     streams[1].send(3, vec![stored(&chain(TAGS[1], 52, 4))]).await;
     assert_eq!(streams[1].reply().await, Reply::Resync(pb::Resync { expected: 1 }));
     streams[1].send(1, vec![cleared(), stored(&chain(TAGS[1], 52, 4))]).await;
     assert_eq!(streams[1].reply().await, Reply::Ack(pb::Ack { seq: 1 }));
     let reply = cluster.lookup(1, &chain(TAGS[0], 52, 4), vec![]).await;
     assert!(reply.freshness.is_some());
-    let seen = vec![pb::Seen { node: 1, epoch: 1, seq: 2, shard: 1 }];
+    let seen = vec![pb::AnnouncePosition { node: 1, epoch: 1, seq: 2, shard: 1 }];
     assert_eq!(holders(&cluster.lookup(2, &chain(TAGS[0], 52, 4), seen).await), [(0, 4, vec![(1, 1)])]);
     cluster.assert_equal_replicas().await;
     cluster.shutdown().await;
@@ -90,11 +93,11 @@ async fn each_shard_counts_the_batches_of_an_epoch_by_itself() {
 async fn one_fence_hides_a_node_in_all_shards_and_is_swept_in_each() {
     let cluster =
         Cluster::start(3, |config| (config.shards, config.timings.silence_ms) = (SHARDS, 1_500)).await;
-    let mut silent = everywhere(&cluster, 1).await;
+    let mut silent = streams_to_all_shards(&cluster, 1).await;
     let seen = store_all(&mut silent, 54, 6).await;
     for router in 1..=3 {
         let reply = cluster.lookup(router, &chain(TAGS[3], 54, 6), seen.clone()).await;
-        // A machine that stalls may have let the node be fenced by now; then there is nothing to compare.
+        // On a slow machine the node may be fenced by now; then the comparison is skipped.
         assert!(holders(&reply).len() <= 1);
     }
     for router in 1..=3 {
@@ -115,8 +118,8 @@ async fn one_fence_hides_a_node_in_all_shards_and_is_swept_in_each() {
         })
         .await;
     }
-    // The next epoch starts anew in each shard.
-    let mut again = everywhere(&cluster, 1).await;
+    // The next epoch starts over in each shard.
+    let mut again = streams_to_all_shards(&cluster, 1).await;
     let seen = store_all(&mut again, 55, 3).await;
     let reply = cluster.lookup(2, &chain(TAGS[2], 55, 3), seen).await;
     assert!(holders(&reply).iter().all(|(_, _, holders)| *holders == [(1, again[0].epoch)]));
@@ -124,27 +127,27 @@ async fn one_fence_hides_a_node_in_all_shards_and_is_swept_in_each() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_epoch_that_is_over_is_refused_by_every_shard() {
+async fn every_shard_refuses_an_ended_epoch() {
     let cluster = cluster().await;
     let old = cluster.join(1).await;
     let new = cluster.join(1).await;
     assert_eq!(new, old + 1);
     for shard in 1..=u32::from(SHARDS) {
-        let mut late = cluster.speak(1, old, 1, shard).await;
+        let mut late = cluster.open_streams(1, old, 1, shard).await;
         assert_eq!(late.reply().await, Reply::Fenced(pb::Fenced {}), "shard {shard}");
-        cluster.speak(1, new, 1, shard).await.store(&chain(TAGS[shard as usize - 1], 56, 2)).await;
+        cluster.open_streams(1, new, 1, shard).await.store(&chain(TAGS[shard as usize - 1], 56, 2)).await;
     }
-    // Nobody was ever given this one: a router waits for it, then sends the node elsewhere.
-    let mut early = cluster.speak(1, new + 1, 1, 1).await;
+    // An epoch that was never assigned: a router waits for it, then redirects the node.
+    let mut early = cluster.open_streams(1, new + 1, 1, 1).await;
     assert!(matches!(early.reply().await, Reply::NotLeader(_)));
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_stream_that_speaks_to_the_wrong_group_is_told_so() {
+async fn a_stream_to_the_wrong_group_gets_an_error() {
     let cluster = cluster().await;
     let epoch = cluster.join(1).await;
-    let mut node = cluster.speak(1, epoch, 1, 1).await;
+    let mut node = cluster.open_streams(1, epoch, 1, 1).await;
     let batch = pb::announce_request::Body::Batch(pb::Batch {
         seq: 1,
         changes: vec![stored(&chain(3, 1, 1))],
@@ -155,7 +158,7 @@ async fn a_stream_that_speaks_to_the_wrong_group_is_told_so() {
     let status = loop {
         match node.control.message().await {
             Ok(Some(_)) => {}
-            Ok(None) => panic!("the stream ended without a word"),
+            Ok(None) => panic!("the stream ended without an error"),
             Err(status) => break status,
         }
     };
@@ -166,7 +169,7 @@ async fn a_stream_that_speaks_to_the_wrong_group_is_told_so() {
     let stream = tokio_stream::wrappers::ReceiverStream::new(receiver);
     let status = cluster.client(1).announce(stream).await.unwrap_err();
     says("a group that is not there", &status.message(), &[]);
-    node.words.send(heartbeat(2, epoch, 1)).await.unwrap();
+    node.messages.send(heartbeat(2, epoch, 1)).await.unwrap();
     let status = node.replies.message().await.unwrap_err();
     says("a stream that changes its speaker", &status.message(), &[]);
     cluster.shutdown().await;
@@ -175,7 +178,7 @@ async fn a_stream_that_speaks_to_the_wrong_group_is_told_so() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_death_of_a_shards_leader_loses_nothing() {
     let mut cluster = cluster().await;
-    let mut streams = everywhere(&cluster, 1).await;
+    let mut streams = streams_to_all_shards(&cluster, 1).await;
     let seen = store_all(&mut streams, 57, 30).await;
     let dead = cluster.leader_of(2).await;
     cluster.take(dead).halt().await;
@@ -188,9 +191,9 @@ async fn the_death_of_a_shards_leader_loses_nothing() {
             assert_eq!(holders(&reply), [(0, 30, vec![(1, 1)])], "tag {tag} at router {router}");
         }
     }
-    // The node goes on where it was, under the same epoch, in every shard.
+    // The node continues under the same epoch, in every shard.
     for (shard, tag) in (1..).zip(TAGS) {
-        cluster.speak(1, 1, 2, shard).await.store(&chain(tag, 58, 3)).await;
+        cluster.open_streams(1, 1, 2, shard).await.store(&chain(tag, 58, 3)).await;
     }
     cluster.start_router(dead).await;
     cluster.leader().await;
@@ -199,12 +202,12 @@ async fn the_death_of_a_shards_leader_loses_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn all_shards_come_back_after_all_routers_restart() {
+async fn all_shards_survive_a_restart_of_all_routers() {
     let mut cluster = Cluster::start(3, |config| {
         (config.shards, config.snapshot_every_entries) = (SHARDS, 100);
     })
     .await;
-    let mut streams = everywhere(&cluster, 1).await;
+    let mut streams = streams_to_all_shards(&cluster, 1).await;
     let mut seen = Vec::new();
     for round in 0..60 {
         seen = store_all(&mut streams, 1_000 + round, 3).await;
@@ -229,7 +232,7 @@ async fn all_shards_come_back_after_all_routers_restart() {
     cluster.shutdown().await;
 }
 
-/// How many groups each router leads, once all agree.
+/// Number of groups that each router leads, once all agree.
 async fn led(cluster: &Cluster) -> Vec<usize> {
     let mut led = vec![0; 3];
     for group in 0..=u32::from(SHARDS) {
@@ -239,7 +242,7 @@ async fn led(cluster: &Cluster) -> Vec<usize> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn leaders_spread_and_then_stay() {
+async fn leaders_are_balanced_and_then_stable() {
     let cluster =
         Cluster::start(3, |config| (config.shards, config.timings.balance_ms) = (SHARDS, 100)).await;
     until("spread leaders", || async { led(&cluster).await.iter().all(|count| *count <= 2).then_some(()) })
@@ -247,19 +250,19 @@ async fn leaders_spread_and_then_stay() {
     let terms =
         async || cluster.status(1).await.unwrap().groups.iter().map(|group| group.term).collect::<Vec<_>>();
     let before = terms().await;
-    let mut streams = everywhere(&cluster, 1).await;
+    let mut streams = streams_to_all_shards(&cluster, 1).await;
     for round in 0..40 {
         store_all(&mut streams, 2_000 + round, 16).await;
     }
-    assert_eq!(terms().await, before, "nobody is elected for sport");
+    assert_eq!(terms().await, before, "no unnecessary elections");
     assert!(led(&cluster).await.iter().all(|count| *count <= 2));
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_fresh_read_sees_what_was_committed_before_it_on_any_router() {
+async fn a_fresh_read_is_linearizable_on_any_router() {
     let cluster = cluster().await;
-    let mut streams = everywhere(&cluster, 1).await;
+    let mut streams = streams_to_all_shards(&cluster, 1).await;
     for round in 0..10 {
         store_all(&mut streams, 3_000 + round, 5).await;
         for router in 1..=3 {
@@ -271,7 +274,7 @@ async fn a_fresh_read_sees_what_was_committed_before_it_on_any_router() {
             }
         }
     }
-    // A join is seen, too, and what it ends.
+    // A fresh read includes a join, and its effect on the earlier epoch.
     cluster.join(1).await;
     for router in 1..=3 {
         let request = pb::LookupRequest { hashes: chain(3, 3_000, 5).concat(), after: vec![], fresh: true };
@@ -284,7 +287,7 @@ async fn a_fresh_read_sees_what_was_committed_before_it_on_any_router() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn without_a_quorum_a_fresh_read_is_refused_and_a_plain_one_is_answered() {
     let mut cluster = cluster().await;
-    let mut streams = everywhere(&cluster, 1).await;
+    let mut streams = streams_to_all_shards(&cluster, 1).await;
     let seen = store_all(&mut streams, 59, 5).await;
     let request = pb::LookupRequest { hashes: chain(3, 59, 5).concat(), after: seen, fresh: false };
     cluster.client(3).lookup(request.clone()).await.unwrap();

@@ -1,4 +1,5 @@
-//! Route calls over a stream: in what order they are answered, what ends one of them, and what ends the stream.
+//! Route calls over a stream: the order of answers, errors of single requests, and the end of the
+//! stream.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,10 +13,10 @@ use tokio_stream::wrappers::UnboundedReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use crate::harness::{Cluster, HANG, channel, prefix};
+use kvfleet_testkit::cluster::{Cluster, HANG, channel, prefix};
 
-/// Questions of one stream that a router has under way at most.
-const QUESTIONS_MAX: u64 = 256;
+/// Limit on requests of one stream in flight.
+const REQUESTS_MAX: u64 = 256;
 
 fn question(call: u64) -> pb::RouteRequest {
     pb::RouteRequest {
@@ -28,34 +29,34 @@ fn question(call: u64) -> pb::RouteRequest {
     }
 }
 
-/// One that waits for a batch which a node has not announced.
+/// A request that waits for a batch that is not announced.
 fn waiting(call: u64, node: u32, epoch: u64) -> pb::RouteRequest {
-    pb::RouteRequest { after: vec![pb::Seen { node, epoch, seq: 1, shard: 1 }], ..question(call) }
+    pb::RouteRequest { after: vec![pb::AnnouncePosition { node, epoch, seq: 1, shard: 1 }], ..question(call) }
 }
 
-/// One end of a stream.
-struct Talk {
+/// Client end of a stream.
+struct RouteStreamClient {
     questions: mpsc::UnboundedSender<pb::RouteRequest>,
     answers: Streaming<pb::RouteStreamReply>,
 }
 
-impl Talk {
-    async fn with(mut router: RouterClient<Channel>) -> Talk {
+impl RouteStreamClient {
+    async fn with(mut router: RouterClient<Channel>) -> RouteStreamClient {
         let (questions, sent) = mpsc::unbounded_channel();
         let answers = router.route_stream(UnboundedReceiverStream::new(sent)).await.unwrap().into_inner();
-        Talk { questions, answers }
+        RouteStreamClient { questions, answers }
     }
 
     fn ask(&self, question: pb::RouteRequest) {
         self.questions.send(question).unwrap();
     }
 
-    /// The next answer, or how it ended.
+    /// The next answer, or the end of the stream.
     async fn heard(&mut self) -> Result<Option<(u64, Answer)>, Status> {
         let reply = tokio::time::timeout(HANG, self.answers.message()).await.expect("an answer in time")?;
         Ok(reply.map(|reply| {
             assert_eq!(reply.request, 1);
-            (reply.call, reply.answer.expect("an answer says something"))
+            (reply.call, reply.answer.expect("an answer has contents"))
         }))
     }
 
@@ -80,7 +81,7 @@ fn report() -> pb::ReportRequest {
     pb::ReportRequest { instance: 6, address: "i:6".into(), sequence: 1, started_us: 1, ..Default::default() }
 }
 
-/// One that is level: until it is, a question waits for that, and one that is asked later may be ready sooner.
+/// A router that has caught up; until then a request waits, and a later one may be answered first.
 async fn one_router() -> Cluster {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
@@ -90,10 +91,10 @@ async fn one_router() -> Cluster {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn answers_come_as_they_are_ready_and_say_whose_they_are() {
+async fn answers_come_as_ready_with_their_call_number() {
     let cluster = one_router().await;
     let mut node = cluster.node(4).await;
-    let mut talk = Talk::with(cluster.client(1)).await;
+    let mut talk = RouteStreamClient::with(cluster.client(1)).await;
     talk.ask(waiting(10, 4, node.epoch));
     talk.ask(question(11));
     talk.ask(question(12));
@@ -108,16 +109,19 @@ async fn answers_come_as_they_are_ready_and_say_whose_they_are() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_question_that_is_wrong_is_refused_as_a_call_would_be_and_the_others_are_answered() {
+async fn an_invalid_request_is_refused_alone() {
     let cluster = one_router().await;
-    let mut talk = Talk::with(cluster.client(1)).await;
+    let mut talk = RouteStreamClient::with(cluster.client(1)).await;
     let wrong = [
         pb::RouteRequest { hashes: vec![1; 17], ..question(1) },
-        // Longer than any prompt, and no message above the limit.
+        // Longer than any prompt, but below the message limit.
         pb::RouteRequest { hashes: vec![1; 16 * 65_537], ..question(2) },
         pb::RouteRequest { block_tokens: 0, ..question(3) },
         pb::RouteRequest { input_tokens: u32::MAX, ..question(4) },
-        pb::RouteRequest { after: vec![pb::Seen { shard: 99, ..Default::default() }], ..question(5) },
+        pb::RouteRequest {
+            after: vec![pb::AnnouncePosition { shard: 99, ..Default::default() }],
+            ..question(5)
+        },
     ];
     for wrong in wrong {
         let call = wrong.call;
@@ -129,7 +133,7 @@ async fn a_question_that_is_wrong_is_refused_as_a_call_would_be_and_the_others_a
         let (of, answer) = talk.answer().await;
         assert!(of == 100 + call && is_decision(&answer), "{of}: {answer:?}");
     }
-    // A number that is said again is the caller's affair: each question is answered under its own.
+    // Repeated numbers are allowed: each request is answered under its own.
     (0..5).for_each(|_| talk.ask(question(7)));
     for _ in 0..5 {
         let (of, answer) = talk.answer().await;
@@ -139,10 +143,10 @@ async fn a_question_that_is_wrong_is_refused_as_a_call_would_be_and_the_others_a
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_cannot_be_read_ends_its_own_stream_behind_what_was_asked_before() {
+async fn an_unreadable_message_ends_its_stream_after_earlier_answers() {
     let cluster = one_router().await;
-    let mut other = Talk::with(cluster.client(1)).await;
-    let mut talk = Talk::with(cluster.client(1)).await;
+    let mut other = RouteStreamClient::with(cluster.client(1)).await;
+    let mut talk = RouteStreamClient::with(cluster.client(1)).await;
     talk.ask(question(1));
     talk.ask(pb::RouteRequest { hashes: vec![1; 9 << 20], ..question(2) });
     let (of, answer) = talk.answer().await;
@@ -156,19 +160,19 @@ async fn what_cannot_be_read_ends_its_own_stream_behind_what_was_asked_before() 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn no_more_than_the_bound_are_under_way_and_a_thousand_are_answered() {
+async fn requests_in_flight_are_bounded() {
     let cluster = one_router().await;
     let epoch = cluster.join(4).await;
-    let (waiting, last) = (|call| waiting(call, 4, epoch), QUESTIONS_MAX);
-    let mut talk = Talk::with(cluster.client(1)).await;
+    let (waiting, last) = (|call| waiting(call, 4, epoch), REQUESTS_MAX);
+    let mut talk = RouteStreamClient::with(cluster.client(1)).await;
     (1..last).for_each(|call| talk.ask(waiting(call)));
     talk.ask(question(last));
-    assert_eq!(talk.answer().await.0, last, "the last that has room is answered at once");
-    let mut talk = Talk::with(cluster.client(1)).await;
+    assert_eq!(talk.answer().await.0, last, "the last one that fits is answered at once");
+    let mut talk = RouteStreamClient::with(cluster.client(1)).await;
     (0..last).for_each(|call| talk.ask(waiting(call)));
     talk.ask(question(last));
-    assert_ne!(talk.answer().await.0, last, "there is no room before another one is answered");
-    let mut talk = Talk::with(cluster.client(1)).await;
+    assert_ne!(talk.answer().await.0, last, "there is no room before another answer");
+    let mut talk = RouteStreamClient::with(cluster.client(1)).await;
     let asked: BTreeMap<u64, u32> = (0..1_000).map(|call| (call, 1)).collect();
     asked.keys().for_each(|call| talk.ask(question(*call)));
     let mut answered = BTreeMap::new();
@@ -180,22 +184,22 @@ async fn no_more_than_the_bound_are_under_way_and_a_thousand_are_answered() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_that_is_drained_ends_its_streams_behind_their_answers_and_serves_whoever_has_no_other() {
+async fn a_draining_router_ends_streams_and_serves_new_ones() {
     let mut cluster = one_router().await;
     let node = cluster.node(4).await;
-    let mut talk = Talk::with(cluster.client(1)).await;
-    // The second shows that the first was taken in.
+    let mut talk = RouteStreamClient::with(cluster.client(1)).await;
+    // The second answer shows that the first request was read.
     talk.ask(waiting(1, 4, node.epoch));
     talk.ask(question(2));
     assert_eq!(talk.answer().await.0, 2);
-    let mut idle = Talk::with(cluster.client(1)).await;
-    let desk = cluster.routers[0].as_ref().unwrap().desk();
-    assert_eq!(desk.hand_over(Duration::ZERO).await, [] as [u16; 0], "there is no other voter");
+    let mut idle = RouteStreamClient::with(cluster.client(1)).await;
+    let handle = cluster.routers[0].as_ref().unwrap().handle();
+    assert_eq!(handle.hand_over_leadership(Duration::ZERO).await, [] as [u16; 0], "there is no other voter");
     let (of, answer) = talk.answer().await;
     assert!(of == 1 && is_decision(&answer), "{of}: {answer:?}");
     assert_eq!(talk.heard().await.unwrap(), None);
     assert_eq!(idle.heard().await.unwrap(), None);
-    let mut late = Talk::with(cluster.client(1)).await;
+    let mut late = RouteStreamClient::with(cluster.client(1)).await;
     late.ask(question(3));
     assert_eq!(late.answer().await.0, 3);
     cluster.take(1).shutdown().await;
@@ -203,35 +207,40 @@ async fn a_router_that_is_drained_ends_its_streams_behind_their_answers_and_serv
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_question_of_a_tenant_is_held_to_its_own_rules() {
+async fn tenant_rules_apply_to_each_request_of_a_stream() {
     let cluster = one_router().await;
     let tenant = || RouterClient::new(channel(&cluster.tenant(), &cluster.configs[0].listen));
-    let mut talk = Talk::with(tenant()).await;
+    let mut client = RouteStreamClient::with(tenant()).await;
     let of_tenant = |call, tenant| pb::RouteRequest { tenant, ..question(call) };
-    talk.ask(of_tenant(1, 3));
-    talk.ask(of_tenant(2, 4));
-    talk.ask(pb::RouteRequest { among: Some(pb::Among { instances: vec![6] }), ..of_tenant(3, 3) });
-    talk.ask(of_tenant(4, 5));
-    // In the order in which they are ready.
+    client.ask(of_tenant(1, 3));
+    client.ask(of_tenant(2, 4));
+    client.ask(pb::RouteRequest {
+        candidates: Some(pb::CandidateSet { instances: vec![6] }),
+        ..of_tenant(3, 3)
+    });
+    client.ask(of_tenant(4, 5));
+    // In order of readiness.
     let mut answers = BTreeMap::new();
     for _ in 0..4 {
-        let (call, answer) = talk.answer().await;
+        let (call, answer) = client.answer().await;
         answers.insert(call, answer);
     }
     assert!(is_decision(&answers[&1]) && is_decision(&answers[&4]));
-    for (call, wrong) in
-        [(2, of_tenant(2, 4)), (3, pb::RouteRequest { among: Some(pb::Among::default()), ..of_tenant(3, 3) })]
-    {
+    for (call, wrong) in [
+        (2, of_tenant(2, 4)),
+        (3, pb::RouteRequest { candidates: Some(pb::CandidateSet::default()), ..of_tenant(3, 3) }),
+    ] {
         let alone = tenant().route(wrong).await.unwrap_err();
         assert_eq!(alone.code(), Code::PermissionDenied);
         let Answer::Refused(no) = &answers[&call] else { panic!("{answers:?}") };
         assert_eq!((Code::from_i32(no.code), no.message.as_str()), (alone.code(), alone.message()));
     }
-    // Fresh reads have a share of the second, over streams too: more than as many seconds as this may take.
-    (10..1_010).for_each(|call| talk.ask(pb::RouteRequest { fresh: true, ..of_tenant(call, 3) }));
+    // Fresh reads are limited per second over streams too: more of them than the test's duration
+    // allows.
+    (10..1_010).for_each(|call| client.ask(pb::RouteRequest { fresh: true, ..of_tenant(call, 3) }));
     let mut refused = 0;
     for _ in 0..1_000 {
-        if let (_, Answer::Refused(no)) = talk.answer().await {
+        if let (_, Answer::Refused(no)) = client.answer().await {
             assert_eq!(Code::from_i32(no.code), Code::ResourceExhausted, "{}", no.message);
             refused += 1;
         }

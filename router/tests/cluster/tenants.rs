@@ -1,4 +1,5 @@
-//! Callers whose certificates name tenants: they route and look up for theirs, and nothing else is for them.
+//! Callers with tenant certificates: they route and look up for their tenants, and all other calls
+//! are refused.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +13,8 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Status};
 
-use crate::harness::{Cluster, certificates, channel, heartbeat, join_request, prefix, start};
 use kvfleet_router::RouterConfig;
+use kvfleet_testkit::cluster::{Cluster, certificates, channel, heartbeat, join_request, prefix, start};
 
 fn route_request(tenant: u32) -> pb::RouteRequest {
     pb::RouteRequest {
@@ -35,7 +36,7 @@ fn as_tenant(cluster: &Cluster) -> Channel {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tenants_certificate_routes_for_its_tenants_only() {
+async fn a_tenant_certificate_routes_for_its_tenants_only() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     cluster.client(1).report(report()).await.unwrap();
@@ -51,11 +52,15 @@ async fn a_tenants_certificate_routes_for_its_tenants_only() {
             Code::PermissionDenied,
             "{other}"
         );
-        assert!(cluster.client(1).route(route_request(other)).await.is_ok(), "a member names every tenant");
+        assert!(
+            cluster.client(1).route(route_request(other)).await.is_ok(),
+            "a member may name every tenant"
+        );
     }
     let status = tenant.route(route_request(4)).await.unwrap_err();
     says("a route for a tenant that the certificate does not name", &status.message(), &[]);
-    let narrowed = pb::RouteRequest { among: Some(pb::Among { instances: vec![6] }), ..route_request(3) };
+    let narrowed =
+        pb::RouteRequest { candidates: Some(pb::CandidateSet { instances: vec![6] }), ..route_request(3) };
     let status = tenant.route(narrowed).await.unwrap_err();
     assert_eq!(status.code(), Code::PermissionDenied);
     says("instances named by a tenant", &status.message(), &[]);
@@ -65,7 +70,7 @@ async fn a_tenants_certificate_routes_for_its_tenants_only() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tenants_words_fill_no_queue_and_keep_no_leader_busy() {
+async fn tenant_calls_cannot_fill_queues_or_load_leaders() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let mut tenant = RouterClient::new(as_tenant(&cluster));
@@ -84,7 +89,7 @@ async fn a_tenants_words_fill_no_queue_and_keep_no_leader_busy() {
     let others = cluster.client(1).route(unhashed(4 << 20)).await.unwrap().into_inner();
     assert!(matches!(others.answer, Some(pb::route_reply::Answer::Decision(_))), "{others:?}");
     let fresh = || pb::LookupRequest { fresh: true, hashes: prefix(51, 2).concat(), ..Default::default() };
-    // More than the shares of as many seconds as this may take.
+    // More than the limit for the test's duration in seconds.
     let asked = (0..1_000).map(|_| {
         let mut tenant = tenant.clone();
         async move { tenant.lookup(fresh()).await }
@@ -101,7 +106,7 @@ async fn a_tenants_words_fill_no_queue_and_keep_no_leader_busy() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tenant_is_not_told_how_busy_the_other_instances_are() {
+async fn a_tenant_does_not_see_the_load_of_other_instances() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let busy = pb::ReportRequest { instance: 7, queue_tokens: 5_000_000, ..report() };
@@ -119,7 +124,7 @@ async fn a_tenant_is_not_told_how_busy_the_other_instances_are() {
     cluster.shutdown().await;
 }
 
-/// Every call of a router that is not for tenants, as one of them.
+/// Every member-only call of a router, made as a tenant.
 async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let mut router = RouterClient::new(as_tenant(cluster));
     let (words, stream) = tokio::sync::mpsc::channel(1);
@@ -127,8 +132,8 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let answers = [
         ("report", router.report(report()).await.map(drop)),
         ("report_residency", router.report_residency(pb::ResidencyRequest::default()).await.map(drop)),
-        ("evacuate", router.evacuate(pb::EvacuateRequest::default()).await.map(drop)),
-        ("may_decode", router.may_decode(pb::MayDecodeRequest::default()).await.map(drop)),
+        ("evacuate", router.drain(pb::DrainRequest::default()).await.map(drop)),
+        ("admit_decode", router.admit_decode(pb::AdmitDecodeRequest::default()).await.map(drop)),
         ("why", router.why(pb::WhyRequest::default()).await.map(drop)),
         ("status", router.status(pb::StatusRequest {}).await.map(drop)),
         ("join", router.join(join_request(4)).await.map(drop)),
@@ -137,7 +142,7 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
         ("unpin", router.unpin(pb::UnpinRequest::default()).await.map(drop)),
         (
             "set_quota",
-            router.set_quota(pb::SetQuotaRequest { tenant: 3, lift: true, bytes: 0 }).await.map(drop),
+            router.set_quota(pb::SetQuotaRequest { tenant: 3, clear: true, bytes: 0 }).await.map(drop),
         ),
         ("set_ttl", router.set_ttl(pb::SetTtlRequest::default()).await.map(drop)),
         ("set_generation", router.set_generation(pb::SetGenerationRequest { generation: 1 }).await.map(drop)),
@@ -148,7 +153,7 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let mut raft = RaftClient::new(as_tenant(cluster));
     let frames = || tokio_stream::iter(vec![pb::RaftFrame::default()]);
     let raft_answers = [
-        ("hello", raft.hello(pb::HelloRequest::default()).await.map(drop)),
+        ("hello", raft.handshake(pb::HandshakeRequest::default()).await.map(drop)),
         ("read_index", raft.read_index(pb::RaftFrame::default()).await.map(drop)),
         ("append", raft.append(pb::RaftFrame::default()).await.map(drop)),
         ("append_stream", raft.append_stream(frames()).await.map(drop)),
@@ -163,7 +168,7 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     all.map(|(call, answer)| (call, answer.err().unwrap_or_else(|| panic!("{call} was answered")))).collect()
 }
 
-/// Calls of the services of a router, as their description has them.
+/// Calls of a router's services, from their protobuf files.
 fn described() -> BTreeSet<String> {
     let text = include_str!("../../../proto/proto/router.proto");
     let names = text.lines().filter_map(|line| line.trim().strip_prefix("rpc ")?.split('(').next());
@@ -178,7 +183,7 @@ fn described() -> BTreeSet<String> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_for_the_clusters_own_is_refused_to_a_tenants_certificate() {
+async fn member_calls_are_refused_to_a_tenant_certificate() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     let refusals = refusals(&cluster).await;
@@ -194,12 +199,12 @@ async fn what_is_for_the_clusters_own_is_refused_to_a_tenants_certificate() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_router_is_no_tenants() {
+async fn a_router_rejects_a_tenant_certificate_of_its_own() {
     let directory = TempDir::new().unwrap();
     let own = certificates(directory.path());
     let file = |name: &str| directory.path().join(name);
     let tls = TlsConfig { cert: file("tenant.pem"), key: file("tenant.key"), ..own };
-    let address = crate::ports::unused_address();
+    let address = kvfleet_testkit::ports::unused_address();
     let voters = vec![kvfleet_router::VoterConfig { id: 1, address: address.clone() }];
     let config = RouterConfig {
         id: 1,

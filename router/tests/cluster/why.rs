@@ -1,18 +1,18 @@
-//! Why blocks of a prompt are missing: each reason there is, as a router tells it of a request that it decided.
+//! Reasons of missing blocks: each one, as a router shows it for a decision.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
 
-use kv_core::schedule::Why;
+use kv_core::schedule::MissReason;
 use kvfleet_proto::pb;
 use prometheus::Registry;
 
-use crate::harness::{Cluster, Node, prefix, until};
 use crate::residency::load;
+use kvfleet_testkit::cluster::{Cluster, FakeNode, prefix, until};
 
 const BLOCKS: u64 = 8;
 
-/// Decides a request of these blocks; only one instance may be chosen.
+/// Routes a request of these blocks to one eligible instance.
 async fn route(cluster: &Cluster, request: u64, hashes: &[[u8; 16]], instance: u32) {
     let blocks = hashes.len() as u32;
     let request = pb::RouteRequest {
@@ -20,7 +20,7 @@ async fn route(cluster: &Cluster, request: u64, hashes: &[[u8; 16]], instance: u
         hashes: hashes.concat(),
         block_tokens: 16,
         input_tokens: 16 * blocks,
-        among: Some(pb::Among { instances: vec![instance] }),
+        candidates: Some(pb::CandidateSet { instances: vec![instance] }),
         ..Default::default()
     };
     let reply = cluster.client(1).route(request).await.unwrap().into_inner();
@@ -35,7 +35,7 @@ fn told(reply: &pb::WhyReply) -> Vec<(u32, u32, &str)> {
     reply.missing.iter().map(|one| (one.start_blocks, one.len_blocks, one.reason.as_str())).collect()
 }
 
-/// Blocks that were missing, by reason, as the router's figures have them.
+/// Missing blocks by reason, from the router's metrics.
 fn counted(registry: &Registry) -> BTreeMap<String, u64> {
     let families = registry.gather();
     let family = families.iter().find(|family| family.name() == "kvfleet_missing_blocks_total");
@@ -48,7 +48,7 @@ fn counted(registry: &Registry) -> BTreeMap<String, u64> {
         .collect()
 }
 
-async fn applied(node: &mut Node, change: pb::change::Change) {
+async fn applied(node: &mut FakeNode, change: pb::change::Change) {
     let seq = node.seq;
     node.seq += 1;
     node.send(seq, vec![pb::Change { change: Some(change) }]).await;
@@ -56,11 +56,11 @@ async fn applied(node: &mut Node, change: pb::change::Change) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_reason_for_missing_blocks_is_told() {
+async fn every_reason_for_missing_blocks_is_shown() {
     let cluster = Cluster::start(1, |config| config.profile = "h100-8b".into()).await;
     cluster.leader().await;
     let registry = &cluster.registries[0];
-    // What a node had that is gone is swept bit by bit: here there is much to look at before.
+    // Blocks of a departed node are swept in steps: these give the sweep more work.
     let mut other = cluster.node(2).await;
     for seed in 0..3 {
         other.store(&prefix(800 + seed, 12_000)).await;
@@ -72,7 +72,7 @@ async fn each_reason_for_missing_blocks_is_told() {
         let sequence = sequence.get();
         let near = pb::ReportRequest { outcomes, links, node: 1, has_node: true, ..load(1, sequence) };
         cluster.client(1).report(near).await.unwrap();
-        let bare = pb::ReportRequest { fetches_nothing: true, ..load(2, sequence) };
+        let bare = pb::ReportRequest { cannot_fetch: true, ..load(2, sequence) };
         cluster.client(1).report(bare).await.unwrap();
     };
     report(vec![], vec![]).await;
@@ -83,7 +83,7 @@ async fn each_reason_for_missing_blocks_is_told() {
         next.get()
     };
 
-    // Never seen; and of what is held, that it cannot be fetched.
+    // Unknown blocks; and held blocks that the instance cannot fetch.
     let unknown = prefix(700, BLOCKS);
     route(&cluster, 1, &unknown, 1).await;
     assert_eq!(told(&why(&cluster, 1).await), [(0, 8, "never_seen")]);
@@ -108,7 +108,7 @@ async fn each_reason_for_missing_blocks_is_told() {
         seen.push(name);
     }
 
-    // Promised, and not delivered, for each thing that an instance can tell.
+    // Promised but not delivered, for each reported reason.
     let promised = [
         "not_held",
         "stale_epoch",
@@ -130,11 +130,12 @@ async fn each_reason_for_missing_blocks_is_told() {
         report(vec![outcome], vec![]).await;
         let reply = why(&cluster, request).await;
         assert_eq!(told(&reply), [(4, 2, name), (6, 2, "never_seen")]);
-        assert_eq!((reply.came, reply.hit_blocks, reply.ttft_us), (true, 4, 1_000));
+        assert_eq!((reply.has_outcome, reply.hit_blocks, reply.ttft_us), (true, 4, 1_000));
         seen.push(name);
     }
 
-    // Each is counted with its blocks. Of fourteen requests the last two were never seen, and of the first all.
+    // Each reason is counted with its blocks. Of fourteen requests the last two blocks were
+    // unknown, and of the first all.
     let of = |name: &&str| match *name {
         "never_seen" => 8 + 2 * 14,
         "fetches_nothing" => 6,
@@ -144,7 +145,7 @@ async fn each_reason_for_missing_blocks_is_told() {
     let expected: BTreeMap<_, _> = seen.iter().map(|name| ((*name).to_owned(), of(name))).collect();
     assert_eq!(counted(registry), expected);
 
-    // Held, and a link so slow that computing is faster.
+    // Held, but over a link so slow that recomputing is faster.
     let slow = |path| pb::LinkSample {
         node: 1,
         epoch: node.epoch,
@@ -166,7 +167,7 @@ async fn each_reason_for_missing_blocks_is_told() {
     .await;
     seen.push("slower_than_recompute");
 
-    // Whoever had them is gone.
+    // Their holder is gone.
     let leave = pb::LeaveRequest { node: 1, epoch: node.epoch };
     cluster.on_leader(|mut client| async move { client.leave(leave).await }).await;
     until("the end of node 1 in the shard", || async {
@@ -182,15 +183,15 @@ async fn each_reason_for_missing_blocks_is_told() {
     assert!(counts["slower_than_recompute"] >= 6 && counts["node_lost"] >= 6, "{counts:?}");
 
     seen.sort_unstable();
-    let mut all = Why::NAMES.to_vec();
+    let mut all = MissReason::NAMES.to_vec();
     all.sort_unstable();
-    assert_eq!(seen, all, "every reason was told");
+    assert_eq!(seen, all, "every reason occurred");
     assert!(!why(&cluster, 999_999).await.known);
     cluster.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_a_request_that_was_turned_away_it_is_told_why() {
+async fn a_rejected_request_has_a_reason() {
     let cluster = Cluster::start(1, |config| {
         config.profile = "h100-8b".into();
         config.admission.ttft_max_ms = 30_000;
@@ -207,10 +208,10 @@ async fn of_a_request_that_was_turned_away_it_is_told_why() {
     };
     let reply = cluster.client(1).route(request(7, 50)).await.unwrap().into_inner();
     let Some(pb::route_reply::Answer::Rejected(rejected)) = reply.answer else { panic!("{reply:?}") };
-    assert!(!rejected.nobody && rejected.retry_after_ms > 0, "{rejected:?}");
+    assert!(!rejected.no_instance && rejected.retry_after_ms > 0, "{rejected:?}");
     let told = why(&cluster, 7).await;
     assert!(told.rejected.contains("its limit is 50 ms"), "{told:?}");
-    // Without a limit of its own it has the router's.
+    // Without its own limit it has the router's.
     let reply = cluster.client(1).route(request(8, 0)).await.unwrap().into_inner();
     assert!(matches!(reply.answer, Some(pb::route_reply::Answer::Decision(_))), "{reply:?}");
     cluster.shutdown().await;

@@ -1,27 +1,27 @@
-//! What nodes are told of waiting requests: their blocks, in time, and that they wait no more.
+//! Prefetch windows at nodes: blocks of queued requests, in time, and their removal.
 
 use std::sync::Arc;
 
 use kv_core::id::InstanceId;
+use kvfleet_net::tls::TlsFiles;
+use kvfleet_net::tls::listen::incoming;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::node_control_server::{NodeControl, NodeControlServer};
-use kvfleet_proto::tls::TlsFiles;
-use kvfleet_proto::tls::listen::incoming;
 use parking_lot::Mutex;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
-use crate::harness::{Cluster, Node, join_request, prefix, until};
 use crate::residency::load;
+use kvfleet_testkit::cluster::{Cluster, FakeNode, join_request, prefix, until};
 
-/// A stand-in node that notes what it is told.
+/// A fake node that records received windows.
 #[derive(Clone, Default)]
-struct Listener {
+struct WindowNode {
     windows: Arc<Mutex<Vec<pb::SetWindowRequest>>>,
 }
 
 #[tonic::async_trait]
-impl NodeControl for Listener {
+impl NodeControl for WindowNode {
     async fn node_status(
         &self,
         _: Request<pb::NodeStatusRequest>,
@@ -29,7 +29,7 @@ impl NodeControl for Listener {
         Err(Status::unimplemented("not part of these tests"))
     }
 
-    async fn settle(&self, _: Request<pb::SettleRequest>) -> Result<Response<pb::SettleReply>, Status> {
+    async fn flush(&self, _: Request<pb::FlushRequest>) -> Result<Response<pb::FlushReply>, Status> {
         Err(Status::unimplemented("not part of these tests"))
     }
 
@@ -53,16 +53,16 @@ impl NodeControl for Listener {
     }
 }
 
-impl Listener {
+impl WindowNode {
     async fn last(&self, what: &str, is_it: impl Fn(&pb::SetWindowRequest) -> bool) -> pb::SetWindowRequest {
         until(what, || async { self.windows.lock().last().filter(|window| is_it(window)).cloned() }).await
     }
 }
 
-/// One router, and one node that listens.
-async fn world() -> (Cluster, Listener, Node) {
+/// One router, and one node that records windows.
+async fn world() -> (Cluster, WindowNode, FakeNode) {
     let cluster = Cluster::start(1, |_| {}).await;
-    let listener = Listener::default();
+    let listener = WindowNode::default();
     let tls = &cluster.configs[0].tls;
     let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
     let socket = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -80,11 +80,11 @@ async fn world() -> (Cluster, Listener, Node) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_is_told_what_a_waiting_request_reads_and_when_it_waits_no_more() {
+async fn nodes_get_prefetch_windows_of_queued_requests() {
     let (cluster, listener, mut node) = world().await;
     let held = prefix(5, 8);
     node.store(&held).await;
-    // Four seconds of work are ahead.
+    // Four seconds of queued work.
     let busy = pb::ReportRequest { queue_tokens: 4_000, node: 1, has_node: true, ..load(1, 1) };
     cluster.client(1).report(busy.clone()).await.unwrap();
     let route = async |request: u64| {
@@ -99,7 +99,7 @@ async fn a_node_is_told_what_a_waiting_request_reads_and_when_it_waits_no_more()
         let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
         assert_eq!(decision.fetch_blocks, 8);
     };
-    until("what is held is known", || async {
+    until("the held blocks are known", || async {
         let lookup = pb::LookupRequest { hashes: held.concat(), ..Default::default() };
         let reply = cluster.client(1).lookup(lookup).await.unwrap().into_inner();
         (!reply.runs.is_empty()).then_some(())
@@ -112,24 +112,25 @@ async fn a_node_is_told_what_a_waiting_request_reads_and_when_it_waits_no_more()
     assert!((3_000..=4_200).contains(&window.waiting[0].starts_after_ms), "{:?}", window.waiting[0]);
     route(8).await;
     listener.last("both requests", |window| window.waiting.len() == 2).await;
-    // It is said again while it waits: a node forgets.
+    // It is sent again while the request waits, since a node forgets it.
     let said = listener.windows.lock().len();
-    until("it is said again", || async { (listener.windows.lock().len() > said).then_some(()) }).await;
+    until("the window is sent again", || async { (listener.windows.lock().len() > said).then_some(()) })
+        .await;
     let outcomes = [7, 8].map(|request| pb::Outcome { request, ttft_us: 1_000, ..pb::Outcome::default() });
     let begun =
         pb::ReportRequest { outcomes: outcomes.to_vec(), ..pb::ReportRequest { sequence: 2, ..busy } };
     cluster.client(1).report(begun).await.unwrap();
-    listener.last("nobody waits", |window| window.waiting.is_empty()).await;
-    // Nor does who left, nor who has had his answer, as a door tells.
-    let desk = cluster.routers[0].as_ref().unwrap().desk();
+    listener.last("an empty window", |window| window.waiting.is_empty()).await;
+    // An aborted or answered request, as the gateway reports, leaves the window too.
+    let handle = cluster.routers[0].as_ref().unwrap().handle();
     for (request, is_left) in [(9, true), (10, false)] {
         route(request).await;
-        listener.last("one that waits", |window| window.waiting.len() == 1).await;
+        listener.last("one queued request", |window| window.waiting.len() == 1).await;
         match is_left {
-            true => desk.left(request),
-            false => desk.ended(request, InstanceId(1), 0, None),
+            true => handle.record_abort(request),
+            false => handle.record_end(request, InstanceId(1), 0, None),
         }
-        listener.last("nobody waits", |window| window.waiting.is_empty()).await;
+        listener.last("an empty window", |window| window.waiting.is_empty()).await;
     }
     cluster.shutdown().await;
 }

@@ -1,29 +1,30 @@
-//! One tier replayed over a trace: the production policies of `kv_core::evict` on block numbers alone.
+//! Replays a trace on one tier: the production policies of `kv_core::evict` on block numbers alone.
 //!
-//! The rules are the ones the reference figures were made with: a hit counts only while every earlier block
-//! of the request hit; blocks of the running request are never victims; inside a request the tail is older
-//! than the head; a resident block behind the first miss counts as a miss but is touched. Where a policy weighs
-//! newcomers ([`Policy::admits`]), nothing comes in behind a block that it turned away, for nothing could hit there. Not
-//! here: the offline bound ([`optimal`]), bytes, several tiers, time spent.
+//! The rules match those of the reference figures. A hit counts only while every earlier block of
+//! the request hit. Blocks of the running request are never evicted. Inside a request the tail is
+//! older than the head. A resident block behind the first miss counts as a miss but as a use too.
+//! If a policy filters admissions ([`Policy::admits`]), no block is admitted behind a refused one,
+//! because it could not hit. Not here: the offline bound ([`optimal`]), bytes, several tiers,
+//! duration.
 
 pub mod optimal;
 
-use crate::ids::{IdMap, mixed};
+use crate::ids::{IdMap, mix_bits};
 use crate::trace::Request;
-use kv_core::evict::statistics::Statistics;
+use kv_core::evict::reuse_stats::ReuseStats;
 use kv_core::evict::{BlockKey, BlockTraits, Policy};
 use kv_core::id::Timestamp;
 use serde::Serialize;
 
-/// How often a policy's background work runs, in microseconds of virtual time.
-const REFIT_EVERY_US: u64 = 1_000_000;
+/// Interval of a policy's background work, in microseconds of virtual time.
+const REFIT_INTERVAL_US: u64 = 1_000_000;
 
-/// What a replay counted.
+/// Counters of a replay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Outcome {
+pub struct ReplayOutcome {
     /// Requests replayed.
     pub requests: u64,
-    /// Blocks asked for.
+    /// Blocks requested.
     pub block_accesses: u64,
     /// Blocks found, counted while every earlier block of the request was found.
     pub block_hits: u64,
@@ -31,8 +32,8 @@ pub struct Outcome {
     pub evictions: u64,
 }
 
-impl Outcome {
-    /// Hits over accesses, 0 to 1; 0 for nothing asked.
+impl ReplayOutcome {
+    /// Hits over accesses, 0 to 1; 0 without accesses.
     #[must_use]
     pub fn hit_rate(&self) -> f64 {
         if self.block_accesses == 0 { 0.0 } else { self.block_hits as f64 / self.block_accesses as f64 }
@@ -46,18 +47,19 @@ impl Outcome {
 }
 
 /// A tier of a fixed number of equal blocks under one policy.
-pub struct Cache {
+pub struct CacheReplay {
     policy: Box<dyn Policy>,
     capacity_blocks: usize,
     keys: IdMap<BlockKey>,
     /// Per key: the block it stands for and the request that last held it.
     slots: Vec<Slot>,
     free: Vec<BlockKey>,
-    outcome: Outcome,
+    outcome: ReplayOutcome,
     refitted_us: u64,
-    /// Keys of the running request's blocks before and after it; kept so that nothing is allocated per request.
-    held: Vec<Option<BlockKey>>,
-    placed: Vec<Option<BlockKey>>,
+    /// Keys of the running request's blocks before and after it; reused to avoid allocations per
+    /// request.
+    keys_before: Vec<Option<BlockKey>>,
+    keys_after: Vec<Option<BlockKey>>,
 }
 
 #[derive(Clone, Copy)]
@@ -66,44 +68,45 @@ struct Slot {
     running: u64,
 }
 
-impl Cache {
-    /// An empty tier. At least one block; more than [`BlockKey`] can number is as good as unbounded.
+impl CacheReplay {
+    /// An empty tier with at least one block. A capacity above the range of [`BlockKey`] is
+    /// effectively unbounded.
     #[must_use]
     pub fn new(policy: Box<dyn Policy>, capacity_blocks: usize) -> Self {
-        Cache {
+        CacheReplay {
             policy,
             capacity_blocks: capacity_blocks.max(1),
             keys: IdMap::default(),
             slots: Vec::new(),
             free: Vec::new(),
-            outcome: Outcome::default(),
+            outcome: ReplayOutcome::default(),
             refitted_us: 0,
-            held: Vec::new(),
-            placed: Vec::new(),
+            keys_before: Vec::new(),
+            keys_after: Vec::new(),
         }
     }
 
-    /// Serves one request and keeps its blocks. Gives the number of leading blocks that hit.
+    /// Serves one request and keeps its blocks. Returns the number of leading blocks that hit.
     pub fn serve(&mut self, request: &Request) -> usize {
         let now = Timestamp(request.arrival_us);
-        if now.0 >= self.refitted_us + REFIT_EVERY_US {
+        if now.0 >= self.refitted_us + REFIT_INTERVAL_US {
             self.refitted_us = now.0;
             self.policy.refit(now);
         }
-        let mut held = std::mem::take(&mut self.held);
+        let mut held = std::mem::take(&mut self.keys_before);
         held.clear();
         held.extend(request.blocks.iter().map(|block| self.keys.get(block).copied()));
         let hits = held.iter().take_while(|key| key.is_some()).count();
         self.outcome.count(request.blocks.len(), hits);
-        // Numbers requests from 1, so that a fresh slot belongs to none.
+        // Requests are numbered from 1, so that a new slot belongs to none.
         let running = self.outcome.requests;
         held.iter().flatten().for_each(|key| self.slots[key.0 as usize].running = running);
-        let mut placed = std::mem::take(&mut self.placed);
+        let mut placed = std::mem::take(&mut self.keys_after);
         self.admit(request, &held, &mut placed, now);
         for (offset, (&key, was_held)) in placed.iter().zip(&held).enumerate().rev() {
             let traits = traits(request, offset);
             let Some(key) = key else {
-                self.policy.pass(traits, now);
+                self.policy.note_absent(traits, now);
                 continue;
             };
             match was_held {
@@ -111,12 +114,12 @@ impl Cache {
                 None => self.policy.settle(key, traits, now),
             }
         }
-        (self.held, self.placed) = (held, placed);
+        (self.keys_before, self.keys_after) = (held, placed);
         hits
     }
 
-    /// Makes the blocks of the request resident while there is somebody to make room and the policy lets them in; says
-    /// which are.
+    /// Makes the blocks of the request resident while space can be freed and the policy admits
+    /// them. Fills `placed` with their keys.
     fn admit(
         &mut self,
         request: &Request,
@@ -127,9 +130,9 @@ impl Cache {
         placed.clear();
         let mut is_open = true;
         for (offset, (&block, held)) in request.blocks.iter().zip(held).enumerate() {
-            // The same block twice in one request is resident by its second appearance.
+            // A block that appears twice in one request is resident at its second appearance.
             let here = held.or_else(|| self.keys.get(&block).copied());
-            let key = here.or_else(|| is_open.then(|| self.room(traits(request, offset), now)).flatten());
+            let key = here.or_else(|| is_open.then(|| self.take_key(traits(request, offset), now)).flatten());
             is_open &= key.is_some();
             if here.is_none()
                 && let Some(key) = key
@@ -142,9 +145,9 @@ impl Cache {
         }
     }
 
-    /// A free key, if need be a victim's; nothing when the running request holds everything, or the newcomer is not worth
-    /// it.
-    fn room(&mut self, newcomer: BlockTraits, now: Timestamp) -> Option<BlockKey> {
+    /// A free key, evicting a victim if needed. `None` if the running request holds everything, or
+    /// the policy refuses the newcomer.
+    fn take_key(&mut self, newcomer: BlockTraits, now: Timestamp) -> Option<BlockKey> {
         if self.keys.len() < self.capacity_blocks {
             return self.free.pop().or_else(|| {
                 let key = BlockKey(u32::try_from(self.slots.len()).ok().filter(|&raw| raw < u32::MAX - 1)?);
@@ -163,21 +166,21 @@ impl Cache {
         Some(victim)
     }
 
-    /// What was counted so far.
+    /// Counters so far.
     #[must_use]
-    pub fn outcome(&self) -> Outcome {
+    pub fn outcome(&self) -> ReplayOutcome {
         self.outcome
     }
 
-    /// What its policy saw of each category.
+    /// The policy's statistics of each category.
     #[must_use]
-    pub fn statistics(&mut self, now: Timestamp) -> Statistics {
-        self.policy.statistics(now)
+    pub fn category_stats(&mut self, now: Timestamp) -> ReuseStats {
+        self.policy.reuse_stats(now)
     }
 
-    /// Tells its policy what others saw.
-    pub fn inform(&mut self, fleet: &Statistics, now: Timestamp) {
-        self.policy.inform(fleet, now);
+    /// Gives the policy the statistics of the fleet.
+    pub fn set_fleet_stats(&mut self, fleet: &ReuseStats, now: Timestamp) {
+        self.policy.set_fleet_stats(fleet, now);
     }
 
     /// Blocks resident now.
@@ -195,7 +198,7 @@ fn traits(request: &Request, offset: usize) -> BlockTraits {
         offset_blocks,
         bytes: 1,
         is_partial: is_last && !request.input_tokens.is_multiple_of(request.block_tokens.max(1)),
-        fingerprint: mixed(request.blocks[offset]),
+        fingerprint: mix_bits(request.blocks[offset]),
     }
 }
 
@@ -204,8 +207,8 @@ pub fn simulate<'a>(
     policy: Box<dyn Policy>,
     capacity_blocks: usize,
     requests: impl IntoIterator<Item = &'a Request>,
-) -> Outcome {
-    let mut cache = Cache::new(policy, capacity_blocks);
+) -> ReplayOutcome {
+    let mut cache = CacheReplay::new(policy, capacity_blocks);
     for request in requests {
         cache.serve(request);
     }

@@ -11,8 +11,8 @@ fn request(arrival_us: u64, blocks: &[u64]) -> Request {
     Request { arrival_us, blocks: blocks.to_vec(), block_tokens: 512, ..Request::default() }
 }
 
-fn cache(name: &str, capacity_blocks: usize) -> Cache {
-    Cache::new(by_name(name, 0).unwrap(), capacity_blocks)
+fn cache(name: &str, capacity_blocks: usize) -> CacheReplay {
+    CacheReplay::new(by_name(name, 0).unwrap(), capacity_blocks)
 }
 
 #[test]
@@ -21,7 +21,10 @@ fn a_hit_needs_every_earlier_block() {
     assert_eq!(cache.serve(&request(0, &[1, 2, 3])), 0);
     assert_eq!(cache.serve(&request(1, &[1, 2, 3, 4])), 3);
     assert_eq!(cache.serve(&request(2, &[9, 2, 3])), 0, "2 and 3 are resident, but behind a miss");
-    assert_eq!(cache.outcome(), Outcome { requests: 3, block_accesses: 10, block_hits: 3, evictions: 0 });
+    assert_eq!(
+        cache.outcome(),
+        ReplayOutcome { requests: 3, block_accesses: 10, block_hits: 3, evictions: 0 }
+    );
 }
 
 #[test]
@@ -35,7 +38,7 @@ fn the_tail_of_a_request_leaves_before_its_head() {
 }
 
 #[test]
-fn the_running_request_is_no_victim_and_what_does_not_fit_is_not_kept() {
+fn blocks_of_the_running_request_are_not_evicted() {
     for name in NAMES {
         let mut cache = cache(name, 3);
         cache.serve(&request(0, &[1, 2, 3, 4, 5]));
@@ -52,17 +55,17 @@ fn a_resident_block_behind_a_miss_is_touched() {
     cache.serve(&request(1, &[3]));
     cache.serve(&request(2, &[4, 2]));
     cache.serve(&request(3, &[5]));
-    assert_eq!(cache.serve(&request(4, &[2])), 1, "1 left, not 2");
+    assert_eq!(cache.serve(&request(4, &[2])), 1, "1 was evicted, not 2");
     assert_eq!(cache.serve(&request(5, &[1])), 0);
 }
 
 #[test]
-fn nothing_asked_is_no_hit_rate() {
-    assert_eq!(Outcome::default().hit_rate(), 0.0);
-    assert_eq!(simulate(by_name("lru", 0).unwrap(), 5, &[]), Outcome::default());
+fn the_hit_rate_of_an_empty_replay_is_zero() {
+    assert_eq!(ReplayOutcome::default().hit_rate(), 0.0);
+    assert_eq!(simulate(by_name("lru", 0).unwrap(), 5, &[]), ReplayOutcome::default());
 }
 
-/// Least recently used as one writes it down first: a list, oldest first.
+/// Least recently used in its simplest form: a list, oldest first.
 fn plain_lru(requests: &[Request], capacity: usize) -> u64 {
     let (mut list, mut hits) = (Vec::<u64>::new(), 0);
     for request in requests {
@@ -103,7 +106,7 @@ proptest! {
     }
 
     #[test]
-    fn no_policy_passes_the_bound(requests in any_requests(), capacity in 8..40_usize) {
+    fn no_policy_exceeds_the_bound(requests in any_requests(), capacity in 8..40_usize) {
         let bound = simulate_optimal(&requests, capacity).block_hits;
         for name in NAMES {
             let hits = simulate(by_name(name, 0).unwrap(), capacity, &requests).block_hits;
@@ -112,7 +115,7 @@ proptest! {
     }
 
     #[test]
-    fn without_bound_all_policies_are_equal(requests in any_requests()) {
+    fn all_policies_are_equal_with_unbounded_capacity(requests in any_requests()) {
         let ideal = simulate_optimal(&requests, usize::MAX);
         prop_assert_eq!(ideal.evictions, 0);
         for name in NAMES {

@@ -1,11 +1,12 @@
-//! A fleet in virtual time: instances with continuous batching under a named hardware profile, nodes with tiers and lanes, and a router
-//! that knows what has reached it. The production scheduler and any other run on the same fleet.
+//! A fleet in virtual time: instances with continuous batching under a named hardware profile,
+//! nodes with tiers and links, and a router with delayed knowledge. The production scheduler and
+//! all others run on the same fleet.
 //!
-//! Equal arguments give equal reports, byte for byte. Not here: the routers (`crate::routers`), traces (`crate::trace`), and a real fleet
-//! (`kvfleet replay`).
+//! Equal arguments give equal reports, byte for byte. Not here: the routers (`crate::routers`),
+//! traces (`crate::trace`), and a real fleet (`kvfleet replay`).
 
-mod ahead;
 mod engine;
+mod lookahead;
 mod memory;
 mod oracle;
 mod report;
@@ -18,92 +19,101 @@ use std::collections::BinaryHeap;
 
 use kv_core::id::{InstanceId, NodeId, RequestId, Timestamp};
 use kv_core::index::command::Change;
-use kv_core::schedule::{Decision, Decoding, HardwareProfile, Load, Paced, Prediction, RouteRequest, Source};
+use kv_core::schedule::{
+    Decision, DecodeObservation, DecodeReport, HardwareProfile, Load, Prediction, RouteRequest, Source,
+};
 
-pub use engine::Batch;
-pub use report::{Report, Served, Spread};
-pub use view::{Ask, Seen, View};
-pub use workload::{Hashed, Workload};
+pub use engine::BatchLimits;
+pub use report::{FleetReport, LatencySummary, ServedRequest};
+pub use view::{InstanceUse, RouteQuery, RouterView};
+pub use workload::{HashedRequest, Workload};
 
-use crate::routers::{Plane, Route, Router};
-use engine::{Between, Ended, Engine, Job};
-use memory::Memory;
+use crate::routers::{FetchScope, Route, Router};
+use engine::{Engine, EngineEvent, EngineJob, TokenIntervals};
+use memory::GpuMemory;
 use oracle::Oracle;
-use store::{Fetched, Leaves, Store};
+use store::{FetchResult, NodeStore, SkippedBlocks};
 
-/// What instances are.
+/// Kind of the instances.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Engines {
-    /// Engines of a model: continuous batching, and a prefix cache in GPU memory of which routers hear. First tokens are seen as they pass. What was
-    /// computed or was in GPU memory is offered to a node, which keeps what it has not, and what was fetched where a router has it so ([`Router::keeps_fetched`]).
+pub enum EngineKind {
+    /// Model engines: continuous batching, and a prefix cache in GPU memory that routers are told
+    /// of. First tokens are observed at once. Blocks computed or in GPU memory are offered to a
+    /// node, which stores the missing ones; fetched blocks too if the router wants it
+    /// ([`Router::keeps_fetched`]).
     #[default]
     Batching,
-    /// Stand-ins as `kvfleet replay` runs them: one prompt at a time and in one step, nothing behind the first token, nothing kept in GPU memory. What was
-    /// computed is saved and no more, and of first tokens they tell with their next report.
-    StandIns {
-        /// Whether computing takes the profile's time; else it takes none, and of no first token is told.
+    /// Mock engines as in `kvfleet replay`: one prompt at a time in one step, no output after the
+    /// first token, no blocks kept in GPU memory. Only computed blocks are saved, and first tokens
+    /// are reported with the next load report.
+    Mock {
+        /// Whether computing takes the profile's time; otherwise it takes none, and first tokens
+        /// are not reported.
         takes_time: bool,
     },
 }
 
-/// What the fleet is made of. Node n is the own node of instance n.
+/// Configuration of the fleet. Node n is the own node of instance n.
 #[derive(Clone, Debug)]
-pub struct Setup {
-    /// What they are.
-    pub engines: Engines,
+pub struct FleetSetup {
+    /// Kind of the instances.
+    pub engine_kind: EngineKind,
     /// Number of the first instance, and of the first node.
     pub first: u32,
-    /// How many nodes; the last instances have none of their own if these are fewer.
+    /// Number of nodes; if it is below the number of instances, the last instances have no own
+    /// node.
     pub nodes: u32,
-    /// High and low fill level of each tier of a node.
+    /// High and low watermark of each tier of a node.
     pub watermarks: (f64, f64),
-    /// Least chance that a block is used before it would leave an SSD at which it is written to one.
+    /// Minimum probability of reuse on SSD for a block to be written to it.
     pub ssd_reuse_min: f64,
-    /// How many instances.
+    /// Number of instances.
     pub instances: u32,
-    /// Their speeds, as routers know them.
+    /// Hardware profile that routers assume.
     pub profile: HardwareProfile,
-    /// The same as they are.
+    /// Actual hardware profile.
     pub actual: HardwareProfile,
-    /// Instances that take so many times as long for all that they compute.
+    /// Instances that compute slower, each with its factor.
     pub slower: Vec<(u32, f64)>,
-    /// Of each instance.
-    pub batch: Batch,
-    /// KV blocks in GPU memory of each.
+    /// Batch limits of each instance.
+    pub batch: BatchLimits,
+    /// KV blocks in GPU memory of each instance.
     pub gpu_blocks: usize,
     /// Blocks in DRAM and on SSD of each node.
     pub node_blocks: (u64, u64),
-    /// Which policy evicts from nodes.
+    /// Name of the nodes' eviction policy.
     pub policy: String,
-    /// From where instances may fetch under a router that is not the production scheduler.
-    pub plane: Plane,
-    /// Whether instances begin what waits in the order of the production scheduler's turns. The others have none, and theirs is that of coming.
-    pub orders: bool,
-    /// Between two load reports of an instance; 0 where each decision reads the loads as they are.
+    /// Nodes that instances may fetch from under routers other than the production scheduler.
+    pub fetch_scope: FetchScope,
+    /// Whether instances start waiting requests by the production scheduler's priority deadline.
+    /// Other routers set none, so their order is that of arrival.
+    pub uses_priority_deadlines: bool,
+    /// Interval of an instance's load reports; 0 means that each decision reads current loads.
     pub report_every_ns: u64,
-    /// From a decision until its request is at the instance; TTFT counts from there. A report that leaves meanwhile says nothing of it, and routers take it for
-    /// one that does.
+    /// Delay from a decision until its request is at the instance; TTFT counts from then. A report
+    /// sent meanwhile does not include the request, but routers assume that it does.
     pub delivery_ns: u64,
-    /// When reports of each instance come, by number and ascending; behind the last of these they are as far apart as usual. Where nothing is said, the first
-    /// ones are spread evenly over the time between two.
+    /// Times of each instance's reports, by instance number, ascending; later reports follow at the
+    /// usual interval. Without entries the first reports are spread evenly over one interval.
     pub reports_ns: Vec<Vec<u64>>,
-    /// Instances that are not there at first, and when they join.
+    /// Instances that join later, and when.
     pub joins: Vec<(u32, u64)>,
-    /// From a change at a node until routers know of it; 0 where they know at once.
+    /// Delay until routers know of a change at a node; 0 for none.
     pub announce_ns: u64,
-    /// The same of GPU memory.
+    /// Delay until routers know of a change in GPU memory; 0 for none.
     pub events_ns: u64,
 }
 
-impl Setup {
-    /// Instances of this profile as they are deployed for a model of eight billion parameters: 48 GiB of KV in GPU memory, 256 GiB in DRAM of
-    /// each node and 1 TiB on SSD, reports five times a second; nodes are configured as they are by default.
+impl FleetSetup {
+    /// A deployment of this profile for a model of eight billion parameters: 48 GiB of KV in GPU
+    /// memory, 256 GiB in DRAM and 1 TiB on SSD of each node, five load reports a second, and
+    /// default node settings.
     #[must_use]
-    pub fn new(instances: u32, profile: HardwareProfile, block_tokens: u32) -> Setup {
+    pub fn new(instances: u32, profile: HardwareProfile, block_tokens: u32) -> FleetSetup {
         let block_bytes = profile.kv_bytes_per_token * u64::from(block_tokens);
         let blocks = |gib: u64| (gib << 30) / block_bytes.max(1);
-        Setup {
-            engines: Engines::default(),
+        FleetSetup {
+            engine_kind: EngineKind::default(),
             first: 0,
             nodes: instances,
             watermarks: (0.95, 0.90),
@@ -112,12 +122,12 @@ impl Setup {
             profile,
             actual: profile,
             slower: Vec::new(),
-            batch: Batch { requests_max: 256, chunk_tokens: 4_096 },
+            batch: BatchLimits { requests_max: 256, chunk_tokens: 4_096 },
             gpu_blocks: blocks(48) as usize,
             node_blocks: (blocks(256), blocks(1_024)),
             policy: kv_core::evict::DEFAULT.to_owned(),
-            plane: Plane::default(),
-            orders: true,
+            fetch_scope: FetchScope::default(),
+            uses_priority_deadlines: true,
             report_every_ns: 200_000_000,
             delivery_ns: 0,
             reports_ns: Vec::new(),
@@ -127,132 +137,135 @@ impl Setup {
         }
     }
 
-    /// Stand-ins under this profile, each node with so many blocks in DRAM and on SSD.
+    /// Mock engines under this profile, with these blocks in DRAM and on SSD of each node.
     #[must_use]
-    pub fn stand_ins(
+    pub fn mock_engines(
         (instances, nodes): (u32, u32),
         profile: HardwareProfile,
         takes_time: bool,
         node_blocks: (u64, u64),
-    ) -> Setup {
-        Setup {
-            engines: Engines::StandIns { takes_time },
+    ) -> FleetSetup {
+        FleetSetup {
+            engine_kind: EngineKind::Mock { takes_time },
             actual: if takes_time { profile } else { profile.timeless() },
             nodes,
-            batch: Batch { requests_max: usize::MAX, chunk_tokens: u32::MAX },
+            batch: BatchLimits { requests_max: usize::MAX, chunk_tokens: u32::MAX },
             gpu_blocks: usize::MAX,
             node_blocks,
-            // Where compute takes no time nobody waits.
-            orders: takes_time,
-            ..Setup::new(instances, profile, 1)
+            // If computing takes no time, no request waits.
+            uses_priority_deadlines: takes_time,
+            ..FleetSetup::new(instances, profile, 1)
         }
     }
 
-    /// The numbers of all instances.
-    fn numbers(&self) -> std::ops::Range<u32> {
+    /// Numbers of all instances.
+    fn instance_ids(&self) -> std::ops::Range<u32> {
         self.first..self.first + self.instances
     }
 
-    /// The speeds of an instance as they are.
+    /// Actual hardware profile of an instance.
     fn actual_of(&self, instance: u32) -> HardwareProfile {
         let slower = self.slower.iter().find(|(slow, _)| *slow == instance);
         slower.map_or(self.actual, |(_, times)| self.actual.scaled(*times))
     }
 
-    /// Whether instances are engines of a model.
+    /// Whether instances are model engines.
     fn is_batching(&self) -> bool {
-        self.engines == Engines::Batching
+        self.engine_kind == EngineKind::Batching
     }
 
-    /// When an instance joins that is not there at first.
-    fn joins_ns(&self, instance: u32) -> Option<u64> {
+    /// When a late instance joins; `None` if it exists from the start.
+    fn join_ns(&self, instance: u32) -> Option<u64> {
         self.joins.iter().find(|(late, _)| *late == instance).map(|(_, at_ns)| *at_ns)
     }
 
-    /// When the next report of an instance comes from some time on, if that is said.
-    fn report_from(&self, instance: u32, from_ns: u64) -> Option<u64> {
+    /// Time of the next configured report of an instance from `from_ns` on, if any.
+    fn next_report_ns(&self, instance: u32, from_ns: u64) -> Option<u64> {
         let all = self.reports_ns.get((instance - self.first) as usize)?;
         all.get(all.partition_point(|at_ns| *at_ns < from_ns)).copied()
     }
 
-    /// The same where nothing that a router knows is old.
+    /// The same fleet without delays in the router's knowledge.
     #[must_use]
-    pub fn fresh(self) -> Setup {
-        Setup { report_every_ns: 0, announce_ns: 0, events_ns: 0, ..self }
+    pub fn with_fresh_state(self) -> FleetSetup {
+        FleetSetup { report_every_ns: 0, announce_ns: 0, events_ns: 0, ..self }
     }
 }
 
-/// Who decides where requests go.
+/// Chooses the instance of each request.
 enum Decider<'a> {
     Router(&'a mut dyn Router),
     Oracle(Oracle),
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Event {
-    Arrives(usize),
-    /// A request is at the instance that it was sent to.
-    Comes(usize),
-    StepEnds(u32),
-    /// Something that an instance waits for has come.
-    Wakes(u32),
-    Reports(u32),
-    Announced(NodeId, Vec<Change>),
-    Told(InstanceId, Vec<Change>),
+enum FleetEvent {
+    Arrival(usize),
+    /// A request is at its instance.
+    Delivery(usize),
+    StepEnd(u32),
+    /// Fetched blocks that an instance waits for have arrived.
+    Wake(u32),
+    LoadReport(u32),
+    NodeChanges(NodeId, Vec<Change>),
+    MemoryChanges(InstanceId, Vec<Change>),
 }
 
-/// An event at its time; events of one time are in the order in which they were made.
-struct Due {
+/// An event at its time; events of equal time run in the order of creation.
+struct ScheduledEvent {
     at_ns: u64,
-    nth: u64,
-    event: Event,
+    order: u64,
+    event: FleetEvent,
 }
 
-impl PartialEq for Due {
-    fn eq(&self, other: &Due) -> bool {
-        (self.at_ns, self.nth) == (other.at_ns, other.nth)
+impl PartialEq for ScheduledEvent {
+    fn eq(&self, other: &ScheduledEvent) -> bool {
+        (self.at_ns, self.order) == (other.at_ns, other.order)
     }
 }
 
-impl Eq for Due {}
+impl Eq for ScheduledEvent {}
 
-impl PartialOrd for Due {
-    fn partial_cmp(&self, other: &Due) -> Option<std::cmp::Ordering> {
+impl PartialOrd for ScheduledEvent {
+    fn partial_cmp(&self, other: &ScheduledEvent) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Due {
-    fn cmp(&self, other: &Due) -> std::cmp::Ordering {
-        (self.at_ns, self.nth).cmp(&(other.at_ns, other.nth))
+impl Ord for ScheduledEvent {
+    fn cmp(&self, other: &ScheduledEvent) -> std::cmp::Ordering {
+        (self.at_ns, self.order).cmp(&(other.at_ns, other.order))
     }
 }
 
-/// A request that was sent.
-struct Sent {
+/// A request that was sent to an instance.
+struct SentRequest {
     instance: u32,
     save_to: Option<NodeId>,
-    /// What it fetched, once it is at its instance.
-    fetched: Fetched,
-    plan: Plan,
-    /// From where it is to fetch.
+    /// Result of its fetch, once it is at its instance.
+    fetched: FetchResult,
+    plan: InstancePlan,
+    /// Sources to fetch from.
     sources: Vec<Source>,
     predicted_ns: u64,
     parts: Prediction,
-    /// Whether that is saved as well.
+    /// Whether fetched blocks are saved as well.
     keeps_fetched: bool,
 }
 
-/// What an instance is told of a request beside its sources.
+/// Instructions for an instance besides the sources.
 #[derive(Clone, Copy)]
-struct Plan {
+struct InstancePlan {
     resident_blocks: u32,
-    turn: Timestamp,
+    priority_deadline: Timestamp,
 }
 
-impl Plan {
-    fn of(decision: &Decision) -> Plan {
-        Plan { resident_blocks: decision.resident_blocks, turn: decision.turn }
+impl InstancePlan {
+    fn of(decision: &Decision) -> InstancePlan {
+        InstancePlan {
+            resident_blocks: decision.resident_blocks,
+            priority_deadline: decision.priority_deadline,
+        }
     }
 }
 
@@ -260,102 +273,106 @@ fn nodes_of(sources: &[Source]) -> Vec<NodeId> {
     sources.iter().map(|source| source.node).collect()
 }
 
-struct Fleet<'a> {
-    setup: &'a Setup,
+struct SimFleet<'a> {
+    setup: &'a FleetSetup,
     workload: &'a Workload,
     engines: Vec<Engine>,
-    store: Store,
-    view: View,
-    due: BinaryHeap<Reverse<Due>>,
-    made: u64,
-    sent: Vec<Option<Sent>>,
-    /// First tokens of which an instance tells with its next report, by instance.
-    to_tell: Vec<Vec<(Prediction, u64)>>,
-    /// Of each instance, what its last report told of times between tokens.
-    told: Vec<Between>,
-    /// Of each request that was sent, what was predicted of its decoding: time between tokens in nanoseconds, all of it before factors, and its limit between tokens in microseconds.
-    paced: Vec<(u64, Prediction, u64)>,
+    store: NodeStore,
+    view: RouterView,
+    events: BinaryHeap<Reverse<ScheduledEvent>>,
+    events_made: u64,
+    sent: Vec<Option<SentRequest>>,
+    /// First tokens for the next report of each instance.
+    unreported_first_tokens: Vec<Vec<(Prediction, u64)>>,
+    /// Token intervals in the last report of each instance.
+    reported_intervals: Vec<TokenIntervals>,
+    /// Decode prediction of each sent request: inter-token latency in nanoseconds, the prediction
+    /// before factors, and the limit in microseconds.
+    predicted_pacing: Vec<(u64, Prediction, u64)>,
     /// Requests that have neither ended nor been rejected.
-    open: usize,
-    report: Report,
+    open_requests: usize,
+    report: FleetReport,
 }
 
 /// Serves a workload.
 #[must_use]
-pub fn run(workload: &Workload, setup: &Setup, router: &mut dyn Router) -> Report {
-    serve(workload, setup, &mut Decider::Router(router))
+pub fn run(workload: &Workload, setup: &FleetSetup, router: &mut dyn Router) -> FleetReport {
+    run_fleet(workload, setup, &mut Decider::Router(router))
 }
 
-/// Serves a workload by plans of the production scheduler, each at the instance where the engines themselves say that it is best for all
-/// requests that are there, and for the next `window` ones, which it knows. Nothing that it knows is old.
+/// Serves a workload with an oracle. It chooses among the production scheduler's plans by
+/// simulating the engines with all present requests and the next `window` ones, which it knows. Its
+/// knowledge has no delay.
 #[must_use]
-pub fn run_knowing(workload: &Workload, setup: &Setup, window: usize) -> Report {
-    let setup = setup.clone().fresh();
-    serve(workload, &setup, &mut Decider::Oracle(Oracle::new(workload, setup.instances, window)))
+pub fn run_with_oracle(workload: &Workload, setup: &FleetSetup, window: usize) -> FleetReport {
+    let setup = setup.clone().with_fresh_state();
+    run_fleet(workload, &setup, &mut Decider::Oracle(Oracle::new(workload, setup.instances, window)))
 }
 
-fn serve(workload: &Workload, setup: &Setup, decider: &mut Decider<'_>) -> Report {
-    let mut fleet = Fleet::new(workload, setup);
-    while let Some(Reverse(Due { at_ns, event, .. })) = fleet.due.pop() {
+fn run_fleet(workload: &Workload, setup: &FleetSetup, decider: &mut Decider<'_>) -> FleetReport {
+    let mut fleet = SimFleet::new(workload, setup);
+    while let Some(Reverse(ScheduledEvent { at_ns, event, .. })) = fleet.events.pop() {
         match event {
-            Event::Arrives(nth) => fleet.arrives(nth, at_ns, decider),
-            Event::Comes(nth) => fleet.comes(nth, at_ns),
-            Event::StepEnds(instance) => fleet.step_ends(instance, at_ns),
-            Event::Wakes(instance) => fleet.poke(instance, at_ns),
-            Event::Reports(instance) => fleet.reports(instance, at_ns),
-            Event::Announced(node, changes) => fleet.view.announced(node, changes),
-            Event::Told(instance, changes) => fleet.view.told(instance, changes),
+            FleetEvent::Arrival(nth) => fleet.on_arrival(nth, at_ns, decider),
+            FleetEvent::Delivery(nth) => fleet.on_delivery(nth, at_ns),
+            FleetEvent::StepEnd(instance) => fleet.on_step_end(instance, at_ns),
+            FleetEvent::Wake(instance) => fleet.advance_engine(instance, at_ns),
+            FleetEvent::LoadReport(instance) => fleet.on_load_report(instance, at_ns),
+            FleetEvent::NodeChanges(node, changes) => fleet.view.apply_node_changes(node, changes),
+            FleetEvent::MemoryChanges(instance, changes) => {
+                fleet.view.apply_memory_changes(instance, changes);
+            }
         }
     }
     fleet.finish()
 }
 
-impl<'a> Fleet<'a> {
-    fn new(workload: &'a Workload, setup: &'a Setup) -> Fleet<'a> {
+impl<'a> SimFleet<'a> {
+    fn new(workload: &'a Workload, setup: &'a FleetSetup) -> SimFleet<'a> {
         let memory = || {
-            let memory = Memory::new(workload.block_tokens, setup.gpu_blocks, workload.prompts());
-            if setup.is_batching() { memory } else { memory.keeping_nothing() }
+            let memory = GpuMemory::new(workload.block_tokens, setup.gpu_blocks, workload.prompts());
+            if setup.is_batching() { memory } else { memory.without_prefix_cache() }
         };
         let engine = |instance| Engine::new(setup.actual_of(instance), setup.batch, memory());
-        // None has a number below the first.
-        let places = setup.numbers().end;
-        let mut fleet = Fleet {
+        // Slots below the first number stay unused.
+        let places = setup.instance_ids().end;
+        let mut fleet = SimFleet {
             setup,
             workload,
             engines: (0..places).map(engine).collect(),
-            store: Store::new(setup),
-            view: View::new(setup),
-            due: BinaryHeap::new(),
-            made: 0,
+            store: NodeStore::new(setup),
+            view: RouterView::new(setup),
+            events: BinaryHeap::new(),
+            events_made: 0,
             sent: workload.requests.iter().map(|_| None).collect(),
-            to_tell: vec![Vec::new(); places as usize],
-            told: vec![Between::default(); places as usize],
-            paced: vec![(0, Prediction::default(), 0); workload.requests.len()],
-            open: workload.requests.len(),
-            report: Report::default(),
+            unreported_first_tokens: vec![Vec::new(); places as usize],
+            reported_intervals: vec![TokenIntervals::default(); places as usize],
+            predicted_pacing: vec![(0, Prediction::default(), 0); workload.requests.len()],
+            open_requests: workload.requests.len(),
+            report: FleetReport::default(),
         };
         for (nth, request) in workload.requests.iter().enumerate() {
-            fleet.at(request.arrival_ns, Event::Arrives(nth));
+            fleet.schedule(request.arrival_ns, FleetEvent::Arrival(nth));
         }
-        for instance in setup.numbers().filter(|_| setup.report_every_ns > 0) {
-            // They do not all speak at once.
+        for instance in setup.instance_ids().filter(|_| setup.report_every_ns > 0) {
+            // First reports are staggered.
             let nth = instance - setup.first;
             let even = setup.report_every_ns * u64::from(nth) / u64::from(setup.instances);
-            let first = setup.report_from(instance, 0).unwrap_or(even);
-            fleet.at(setup.joins_ns(instance).unwrap_or(first), Event::Reports(instance));
+            let first = setup.next_report_ns(instance, 0).unwrap_or(even);
+            fleet.schedule(setup.join_ns(instance).unwrap_or(first), FleetEvent::LoadReport(instance));
         }
         fleet
     }
 
-    fn at(&mut self, at_ns: u64, event: Event) {
-        self.made += 1;
-        self.due.push(Reverse(Due { at_ns, nth: self.made, event }));
+    fn schedule(&mut self, at_ns: u64, event: FleetEvent) {
+        self.events_made += 1;
+        self.events.push(Reverse(ScheduledEvent { at_ns, order: self.events_made, event }));
     }
 
-    fn arrives(&mut self, nth: usize, now_ns: u64, decider: &mut Decider<'_>) {
+    fn on_arrival(&mut self, nth: usize, now_ns: u64, decider: &mut Decider<'_>) {
         if self.setup.report_every_ns == 0 {
-            let there = |instance: &u32| self.setup.joins_ns(*instance).is_none_or(|at_ns| at_ns <= now_ns);
-            self.setup.numbers().filter(there).for_each(|instance| self.tell_load(instance, now_ns));
+            let there = |instance: &u32| self.setup.join_ns(*instance).is_none_or(|at_ns| at_ns <= now_ns);
+            self.setup.instance_ids().filter(there).for_each(|instance| self.report_load(instance, now_ns));
         }
         let request = &self.workload.requests[nth];
         let prompt = self.workload.prompt(nth);
@@ -368,16 +385,22 @@ impl<'a> Fleet<'a> {
             first_block: prompt.first().copied(),
             block_tokens: self.workload.block_tokens,
             input_tokens: request.input_tokens,
-            // Nobody knows beforehand how much a model will say.
+            // The output length is not known in advance.
             output_tokens: 0,
             ttft_max_us: 0,
             tbt_max_us: 0,
-            standing: Default::default(),
-            is_text: false,
+            queue_priority: Default::default(),
+            is_untokenized: false,
         };
         let now = Timestamp(now_ns / 1_000);
-        let coming = self.view.coming(&asked, prompt, now);
-        let ask = Ask { request: asked, matched: &matched, resident: &resident, coming: &coming, now };
+        let coming = self.view.in_flight_prefixes(&asked, prompt, now);
+        let ask = RouteQuery {
+            request: asked,
+            matched: &matched,
+            resident: &resident,
+            in_flight_prefixes: &coming,
+            now,
+        };
         let (route, keeps_fetched) = match decider {
             Decider::Router(router) => (router.route(&ask, &self.view), router.keeps_fetched()),
             Decider::Oracle(oracle) => (oracle.route(nth, &ask, self, now_ns), false),
@@ -385,7 +408,7 @@ impl<'a> Fleet<'a> {
         match route {
             Route::To(decision) => self.send(nth, &asked, (&decision, keeps_fetched), now_ns),
             Route::Reject => {
-                self.open -= 1;
+                self.open_requests -= 1;
                 self.report.rejected += 1;
             }
         }
@@ -398,200 +421,210 @@ impl<'a> Fleet<'a> {
         (decision, keeps_fetched): (&Decision, bool),
         now_ns: u64,
     ) {
-        self.view.sent((asked, self.workload.prompt(nth)), decision, Timestamp(now_ns / 1_000));
-        self.sent[nth] = Some(Sent {
+        self.view.record_sent((asked, self.workload.prompt(nth)), decision, Timestamp(now_ns / 1_000));
+        self.sent[nth] = Some(SentRequest {
             instance: decision.instance.0,
             save_to: decision.save_to.as_ref().map(|holder| holder.node),
-            fetched: Fetched::default(),
-            plan: Plan::of(decision),
+            fetched: FetchResult::default(),
+            plan: InstancePlan::of(decision),
             sources: decision.sources.clone(),
             predicted_ns: decision.predicted.ttft_us() * 1_000,
-            parts: decision.parts,
+            parts: decision.uncorrected,
             keeps_fetched,
         });
-        self.paced[nth] = (decision.predicted.tbt_us * 1_000, decision.parts, decision.pacing.limit_us);
+        self.predicted_pacing[nth] =
+            (decision.predicted.tbt_us * 1_000, decision.uncorrected, decision.decode.limit_us);
         match self.setup.delivery_ns {
-            0 => self.comes(nth, now_ns),
-            later => self.at(now_ns + later, Event::Comes(nth)),
+            0 => self.on_delivery(nth, now_ns),
+            later => self.schedule(now_ns + later, FleetEvent::Delivery(nth)),
         }
     }
 
-    /// A request is at its instance, which fetches what it was told to.
-    fn comes(&mut self, nth: usize, now_ns: u64) {
+    /// Delivers a request to its instance, which starts to fetch.
+    fn on_delivery(&mut self, nth: usize, now_ns: u64) {
         let Some(sent) = &mut self.sent[nth] else { return };
         let instance = sent.instance;
         let whose = (NodeId(instance), self.workload.block_tokens, self.workload.requests[nth].category);
         let fetched = self.store.fetch(&sent.sources, self.workload.prompt(nth), whose, now_ns);
         sent.fetched = fetched;
         let (plan, nodes) = (sent.plan, nodes_of(&sent.sources));
-        nodes.into_iter().for_each(|node| self.node_changed(node, now_ns));
+        nodes.into_iter().for_each(|node| self.announce_node_changes(node, now_ns));
         let job = self.job(nth, plan, fetched);
         self.report.fetched_blocks += u64::from(fetched.blocks);
-        self.engines[instance as usize].put(job);
+        self.engines[instance as usize].enqueue(job);
         if job.ready_ns > now_ns {
-            self.at(job.ready_ns, Event::Wakes(instance));
+            self.schedule(job.ready_ns, FleetEvent::Wake(instance));
         }
-        self.poke(instance, now_ns);
+        self.advance_engine(instance, now_ns);
     }
 
-    /// A request as it comes to the instance of a decision, whose blocks come so.
-    fn job(&self, nth: usize, plan: Plan, fetched: Fetched) -> Job {
+    /// The engine's job for a request, given its fetch.
+    fn job(&self, nth: usize, plan: InstancePlan, fetched: FetchResult) -> EngineJob {
         let request = &self.workload.requests[nth];
         let tokens = |blocks: u32| (blocks * self.workload.block_tokens).min(request.input_tokens);
-        Job {
+        EngineJob {
             nth,
             input_tokens: request.input_tokens,
             output_tokens: if self.setup.is_batching() { request.output_tokens } else { 1 },
             fetched_tokens: tokens(plan.resident_blocks + fetched.blocks),
             resident_tokens: tokens(plan.resident_blocks),
             ready_ns: fetched.ready_ns,
-            turn: plan.turn,
+            priority_deadline: plan.priority_deadline,
         }
     }
 
-    /// Lets an instance begin what it can.
-    fn poke(&mut self, instance: u32, now_ns: u64) {
+    /// Lets an instance start its next step, if possible.
+    fn advance_engine(&mut self, instance: u32, now_ns: u64) {
         let engine = &mut self.engines[instance as usize];
-        if let Some(end_ns) = engine.interrupt(now_ns).or_else(|| engine.begin(now_ns)) {
-            self.at(end_ns, Event::StepEnds(instance));
+        if let Some(end_ns) = engine.cut_decode_run(now_ns).or_else(|| engine.start_step(now_ns)) {
+            self.schedule(end_ns, FleetEvent::StepEnd(instance));
         }
-        self.memory_changed(instance, now_ns);
+        self.announce_memory_changes(instance, now_ns);
     }
 
-    fn step_ends(&mut self, instance: u32, now_ns: u64) {
+    fn on_step_end(&mut self, instance: u32, now_ns: u64) {
         let mut ended = Vec::new();
-        self.engines[instance as usize].end(now_ns, &mut ended);
+        self.engines[instance as usize].end_step(now_ns, &mut ended);
         for one in ended {
             match one {
-                Ended::First { nth, computed_tokens } => self.first_token(nth, computed_tokens, now_ns),
-                Ended::Last { nth, between } => {
-                    self.open -= 1;
+                EngineEvent::FirstToken { nth, computed_tokens } => {
+                    self.on_first_token(nth, computed_tokens, now_ns);
+                }
+                EngineEvent::LastToken { nth, intervals: between } => {
+                    self.open_requests -= 1;
                     let tbt_ns = between.ns.checked_div(between.tokens).unwrap_or_default();
                     self.report.ended.push((nth, tbt_ns));
                     self.report.ended_ns = now_ns;
                     let request = &self.workload.requests[nth];
-                    self.view.ended(InstanceId(instance), request.input_tokens.into());
-                    let (predicted_ns, parts, limit_us) = &self.paced[nth];
-                    if self.setup.engines == Engines::Batching {
+                    self.view.record_end(InstanceId(instance), request.input_tokens.into());
+                    let (predicted_ns, parts, limit_us) = &self.predicted_pacing[nth];
+                    if self.setup.engine_kind == EngineKind::Batching {
                         let (said, now) =
                             ((request.category, request.output_tokens), Timestamp(now_ns / 1_000));
-                        let paced = Paced {
-                            parts,
+                        let paced = DecodeObservation {
+                            uncorrected: parts,
                             predicted_us: predicted_ns / 1_000,
                             tokens: request.output_tokens,
                             tbt_us: tbt_ns / 1_000,
                             limit_us: *limit_us,
                         };
-                        self.view.said(said, paced, now);
+                        self.view.record_output(said, paced, now);
                     }
                     self.report.paced.push((*predicted_ns, tbt_ns));
                 }
             }
         }
-        self.poke(instance, now_ns);
+        self.advance_engine(instance, now_ns);
     }
 
-    fn first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
+    fn on_first_token(&mut self, nth: usize, computed_tokens: u32, now_ns: u64) {
         let request = &self.workload.requests[nth];
         let Some(sent) = self.sent[nth].take() else { return };
-        let Sent { instance, save_to, fetched, plan, sources, predicted_ns, parts, keeps_fetched } = sent;
+        let SentRequest { instance, save_to, fetched, plan, sources, predicted_ns, parts, keeps_fetched } =
+            sent;
         let ttft_ns = now_ns - request.arrival_ns - self.setup.delivery_ns;
-        match self.setup.engines {
-            Engines::Batching => self.view.first_token(instance, &parts, ttft_ns, now_ns),
-            Engines::StandIns { takes_time: true } => self.to_tell[instance as usize].push((parts, ttft_ns)),
-            Engines::StandIns { takes_time: false } => {}
+        match self.setup.engine_kind {
+            EngineKind::Batching => self.view.record_first_token(instance, &parts, ttft_ns, now_ns),
+            EngineKind::Mock { takes_time: true } => {
+                self.unreported_first_tokens[instance as usize].push((parts, ttft_ns));
+            }
+            EngineKind::Mock { takes_time: false } => {}
         }
-        self.report.served.push(Served {
+        self.report.served.push(ServedRequest {
             nth,
             instance,
             ttft_ns,
             predicted_ns,
-            fetched: fetched.from,
+            fetched: fetched.blocks_by_tier,
             input_tokens: request.input_tokens,
             computed_tokens,
         });
         let held = !self.setup.is_batching();
         let leaves = if held {
-            Leaves::Held(&fetched)
+            SkippedBlocks::Held(&fetched)
         } else if keeps_fetched {
-            Leaves::Known
+            SkippedBlocks::Resident
         } else {
-            Leaves::Fetched(plan.resident_blocks, fetched.blocks)
+            SkippedBlocks::Fetched(plan.resident_blocks, fetched.blocks)
         };
         if let Some(node) = save_to {
             self.store.save(node, (self.workload.prompt(nth), leaves), request.category, now_ns);
-            self.node_changed(node, now_ns);
+            self.announce_node_changes(node, now_ns);
         }
         if held {
             let nodes = nodes_of(&sources);
-            self.store.give_back(&fetched, nodes.iter().copied(), now_ns);
-            nodes.into_iter().for_each(|node| self.node_changed(node, now_ns));
+            self.store.release(&fetched, nodes.iter().copied(), now_ns);
+            nodes.into_iter().for_each(|node| self.announce_node_changes(node, now_ns));
         }
     }
 
-    fn reports(&mut self, instance: u32, now_ns: u64) {
-        if self.open == 0 {
+    fn on_load_report(&mut self, instance: u32, now_ns: u64) {
+        if self.open_requests == 0 {
             return;
         }
-        self.tell_load(instance, now_ns);
-        let next_ns = self.setup.report_from(instance, now_ns + 1);
-        self.at(next_ns.unwrap_or(now_ns + self.setup.report_every_ns), Event::Reports(instance));
+        self.report_load(instance, now_ns);
+        let next_ns = self.setup.next_report_ns(instance, now_ns + 1);
+        self.schedule(
+            next_ns.unwrap_or(now_ns + self.setup.report_every_ns),
+            FleetEvent::LoadReport(instance),
+        );
     }
 
-    /// Word of an instance's load, and with that of the first of how much nodes have.
-    fn tell_load(&mut self, instance: u32, now_ns: u64) {
+    /// Reports an instance's load; the first instance also triggers the report of the nodes' block
+    /// counts.
+    fn report_load(&mut self, instance: u32, now_ns: u64) {
         let engine = &self.engines[instance as usize];
         let (waiting, running) = engine.requests();
-        let between = engine.between_by(now_ns);
-        let told = std::mem::replace(&mut self.told[instance as usize], between);
+        let between = engine.intervals_by(now_ns);
+        let told = std::mem::replace(&mut self.reported_intervals[instance as usize], between);
         let apart_ns = (between.ns - told.ns).checked_div(between.tokens - told.tokens).unwrap_or_default();
         let (kv_tokens_max, kv_tokens) = engine.memory.tokens();
-        let decoding = Decoding {
+        let decoding = DecodeReport {
             kv_tokens_max,
             kv_tokens,
             tbt_us: u32::try_from(apart_ns / 1_000).unwrap_or(u32::MAX),
             chunk_tokens: self.setup.batch.chunk_tokens,
         };
-        // Stand-ins without a GPU memory tell nothing of one.
-        let decoding = match self.setup.engines {
-            Engines::Batching => decoding,
-            _ => Decoding { chunk_tokens: decoding.chunk_tokens, ..Decoding::default() },
+        // Mock engines have no GPU memory to report.
+        let decoding = match self.setup.engine_kind {
+            EngineKind::Batching => decoding,
+            _ => DecodeReport { chunk_tokens: decoding.chunk_tokens, ..DecodeReport::default() },
         };
-        let load = Load::reported(engine.queue_tokens(), running, waiting).with_decoding(decoding);
-        let in_use = engine.memory.in_use();
-        self.view.reported(InstanceId(instance), load, in_use, Timestamp(now_ns / 1_000));
-        for (parts, ttft_ns) in std::mem::take(&mut self.to_tell[instance as usize]) {
-            self.view.first_token(instance, &parts, ttft_ns, now_ns);
+        let load = Load::reported(engine.queue_tokens(), running, waiting).with_decode_report(decoding);
+        let in_use = engine.memory.used_share();
+        self.view.apply_load(InstanceId(instance), load, in_use, Timestamp(now_ns / 1_000));
+        for (parts, ttft_ns) in std::mem::take(&mut self.unreported_first_tokens[instance as usize]) {
+            self.view.record_first_token(instance, &parts, ttft_ns, now_ns);
         }
         if instance == self.setup.first {
-            let Fleet { view, store, .. } = self;
-            view.counted(|node| store.blocks(node));
+            let SimFleet { view, store, .. } = self;
+            view.apply_block_counts(|node| store.blocks(node));
         }
     }
 
-    fn node_changed(&mut self, node: NodeId, now_ns: u64) {
+    fn announce_node_changes(&mut self, node: NodeId, now_ns: u64) {
         let changes = self.store.take_changes(node);
         match self.setup.announce_ns {
             _ if changes.is_empty() => {}
-            0 => self.view.announced(node, changes),
-            later => self.at(now_ns + later, Event::Announced(node, changes)),
+            0 => self.view.apply_node_changes(node, changes),
+            later => self.schedule(now_ns + later, FleetEvent::NodeChanges(node, changes)),
         }
     }
 
-    fn memory_changed(&mut self, instance: u32, now_ns: u64) {
+    fn announce_memory_changes(&mut self, instance: u32, now_ns: u64) {
         let changes = self.engines[instance as usize].memory.take_changes();
         match self.setup.events_ns {
             _ if changes.is_empty() => {}
-            0 => self.view.told(InstanceId(instance), changes),
-            later => self.at(now_ns + later, Event::Told(InstanceId(instance), changes)),
+            0 => self.view.apply_memory_changes(InstanceId(instance), changes),
+            later => self.schedule(now_ns + later, FleetEvent::MemoryChanges(InstanceId(instance), changes)),
         }
     }
 
-    fn finish(mut self) -> Report {
+    fn finish(mut self) -> FleetReport {
         self.report.busy_ns = self.engines.iter().map(|engine| engine.busy_ns).collect();
         for engine in &self.engines {
-            self.report.between_tokens += engine.between.tokens;
-            self.report.between_ns += engine.between.ns;
+            self.report.between_tokens += engine.intervals.tokens;
+            self.report.between_ns += engine.intervals.ns;
         }
         self.report
     }

@@ -1,4 +1,5 @@
-//! The requests that a fleet serves: a trace with hashes, at a pace, in as many copies as the fleet is large.
+//! The requests that a fleet serves: a hashed trace, at a given rate, in as many copies as the
+//! fleet needs.
 //!
 //! Not here: reading traces (`crate::trace`).
 
@@ -9,49 +10,50 @@ use kv_core::prefix::{IdentityManifest, PrefixHasher};
 
 use crate::trace::Request;
 
-/// Copies of a trace begin within this share of its time, evenly. So they do not do the same at the same moment; and yet all of them run for nearly all of the time. With offsets
-/// that add up to a third of it a load of 80 % would be one of 107 % where all run.
-const COPY_SHARE: f64 = 0.03;
+/// Copies of a trace start evenly within this share of its duration. So copies do not act in step,
+/// and yet all of them run for nearly all of the time. Larger offsets would raise the load while
+/// all run well above the average.
+const COPY_OFFSET_SHARE: f64 = 0.03;
 
 /// One request.
 #[derive(Clone, Debug)]
-pub(crate) struct Item {
+pub(crate) struct WorkloadRequest {
     pub(crate) arrival_ns: u64,
     pub(crate) input_tokens: u32,
     pub(crate) output_tokens: u32,
     pub(crate) category: Category,
     pub(crate) tenant: TenantId,
-    /// Blocks of its prompt, a partly filled last one counted.
+    /// Blocks of its prompt, including a partly filled last one.
     pub(crate) blocks: u32,
 }
 
-/// A request whose blocks are hashed already: what a real fleet is asked, too.
+/// A request with hashed blocks, as a real fleet receives it.
 #[derive(Clone, Debug)]
-pub struct Hashed {
-    /// When it comes, since the first.
+pub struct HashedRequest {
+    /// Arrival, relative to the first.
     pub arrival_ns: u64,
-    /// Tokens of its prompt.
+    /// Prompt tokens.
     pub input_tokens: u32,
-    /// Tokens that it generates.
+    /// Output tokens.
     pub output_tokens: u32,
-    /// Its category.
+    /// Category of the request.
     pub category: Category,
-    /// Its blocks, in prefix order; a partly filled last one counts where it has a hash.
+    /// Block hashes in prefix order, with a partly filled last block if it has a hash.
     pub hashes: Vec<BlockHash>,
 }
 
 /// Requests by arrival.
 #[derive(Clone, Debug)]
 pub struct Workload {
-    /// Tokens of a block.
+    /// Tokens per block.
     pub block_tokens: u32,
-    pub(crate) requests: Vec<Item>,
-    /// Hashes of the whole blocks of each.
+    pub(crate) requests: Vec<WorkloadRequest>,
+    /// Hashes of each request's whole blocks.
     prompts: Arc<[Arc<[BlockHash]>]>,
 }
 
 impl Workload {
-    /// `copies` of a trace whose blocks have nothing in common, each a little after the one before.
+    /// `copies` of a trace with distinct blocks, each starting a little after the previous one.
     #[must_use]
     pub fn new(trace: &[Request], copies: u64) -> Workload {
         let block_tokens = trace.first().map_or(512, |request| request.block_tokens).max(1);
@@ -62,11 +64,11 @@ impl Workload {
             _ => 0,
         };
         for copy in 0..copies {
-            let offset_ns = (span_us as f64 * 1e3 * COPY_SHARE * copy as f64 / copies as f64) as u64;
+            let offset_ns = (span_us as f64 * 1e3 * COPY_OFFSET_SHARE * copy as f64 / copies as f64) as u64;
             for request in trace {
                 let whole = (request.input_tokens / block_tokens) as usize;
                 let ids: Vec<u64> = request.blocks.iter().take(whole).map(|id| id * copies + copy).collect();
-                let item = Item {
+                let item = WorkloadRequest {
                     arrival_ns: request.arrival_us * 1_000 + offset_ns,
                     input_tokens: request.input_tokens.max(1),
                     output_tokens: request.output_tokens.max(1),
@@ -82,11 +84,11 @@ impl Workload {
         Workload { block_tokens, requests, prompts: prompts.into() }
     }
 
-    /// Requests in the order in which they come, with blocks of so many tokens.
+    /// Requests in order of arrival, with blocks of `block_tokens` tokens.
     #[must_use]
-    pub fn hashed(block_tokens: u32, requests: impl IntoIterator<Item = Hashed>) -> Workload {
-        let item = |hashed: Hashed| {
-            let item = Item {
+    pub fn from_hashed(block_tokens: u32, requests: impl IntoIterator<Item = HashedRequest>) -> Workload {
+        let item = |hashed: HashedRequest| {
+            let item = WorkloadRequest {
                 arrival_ns: hashed.arrival_ns,
                 input_tokens: hashed.input_tokens.max(1),
                 output_tokens: hashed.output_tokens.max(1),
@@ -100,17 +102,18 @@ impl Workload {
         Workload { block_tokens: block_tokens.max(1), requests, prompts: prompts.into() }
     }
 
-    /// The same requests, each of the tenant that `whose` names by its number; all are of tenant 0 otherwise.
+    /// The same requests with the tenants that `whose` returns by index; otherwise all belong to
+    /// tenant 0.
     #[must_use]
-    pub fn of_tenants(&self, whose: impl Fn(usize) -> TenantId) -> Workload {
+    pub fn with_tenants(&self, whose: impl Fn(usize) -> TenantId) -> Workload {
         let mut told = self.clone();
         (0..).zip(&mut told.requests).for_each(|(nth, request)| request.tenant = whose(nth));
         told
     }
 
-    /// The same requests, so many times as far apart; 0 for all at once.
+    /// The same requests with arrival times multiplied by `factor`; 0 means all at once.
     #[must_use]
-    pub fn paced(&self, factor: f64) -> Workload {
+    pub fn with_pace(&self, factor: f64) -> Workload {
         let mut paced = self.clone();
         for request in &mut paced.requests {
             request.arrival_ns = (request.arrival_ns as f64 * factor) as u64;
@@ -118,14 +121,14 @@ impl Workload {
         paced
     }
 
-    /// The same requests, so many a second on average.
+    /// The same requests at an average rate of `per_s` per second.
     #[must_use]
     pub fn at_rate(&self, per_s: f64) -> Workload {
         let wanted_span_s = self.len() as f64 / per_s.max(f64::MIN_POSITIVE);
-        self.paced(wanted_span_s * 1e9 / self.span_ns().max(1) as f64)
+        self.with_pace(wanted_span_s * 1e9 / self.span_ns().max(1) as f64)
     }
 
-    /// This share of the requests: those with the longest prompts, in ascending order.
+    /// Indices of the share of requests with the longest prompts, ascending.
     #[must_use]
     pub fn longest(&self, share: f64) -> Vec<usize> {
         let mut all: Vec<usize> = (0..self.len()).collect();
@@ -135,19 +138,19 @@ impl Workload {
         all
     }
 
-    /// How many.
+    /// Number of requests.
     #[must_use]
     pub fn len(&self) -> usize {
         self.requests.len()
     }
 
-    /// Whether there is none.
+    /// Whether there are no requests.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.requests.is_empty()
     }
 
-    /// From the first arrival to the last.
+    /// Time from the first arrival to the last.
     #[must_use]
     pub fn span_ns(&self) -> u64 {
         match (self.requests.first(), self.requests.last()) {
@@ -156,7 +159,7 @@ impl Workload {
         }
     }
 
-    /// When the last one arrives.
+    /// Time of the last arrival.
     #[must_use]
     pub fn last_ns(&self) -> u64 {
         self.requests.last().map_or(0, |last| last.arrival_ns)
@@ -174,16 +177,16 @@ impl Workload {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::generate::{Generator, Kind, Spec};
+    use crate::generate::{TraceGenerator, TraceSpec, TrafficKind};
 
     #[test]
-    fn as_much_comes_of_many_copies_at_any_time_as_of_one() {
-        let spec = Spec { block_tokens: 64, ..Spec::new(Kind::Business, 1, 1_000) };
-        let trace: Vec<Request> = Generator::new(spec).collect();
+    fn many_copies_arrive_as_evenly_as_one() {
+        let spec = TraceSpec { block_tokens: 64, ..TraceSpec::new(TrafficKind::Business, 1, 1_000) };
+        let trace: Vec<Request> = TraceGenerator::new(spec).collect();
         let one = Workload::new(&trace, 1).at_rate(1.0);
         let many = Workload::new(&trace, 16).at_rate(16.0);
         assert_eq!(one.len() * 16, many.len());
-        // By the time at which a tenth of the one came, and so on.
+        // At the times when each tenth of the single copy has arrived.
         for tenth in 1..10 {
             let at_ns = one.requests[one.len() * tenth / 10].arrival_ns;
             let came = many.requests.iter().filter(|item| item.arrival_ns < at_ns).count();
@@ -191,6 +194,6 @@ mod tests {
             assert!(share.abs() < 0.03, "{tenth} tenths and {share}");
         }
         let together = many.requests.windows(2).filter(|pair| pair[0].arrival_ns == pair[1].arrival_ns);
-        assert!(together.count() < many.len() / 100, "they do not come in step");
+        assert!(together.count() < many.len() / 100, "the copies must not arrive in step");
     }
 }

@@ -1,17 +1,18 @@
-//! Agent traffic: loops of model call and tool call over one growing context.
+//! Agent traffic: loops of model calls and tool calls over one growing context.
 //!
-//! No paper of ours publishes such a trace, so these are assumptions, stated: a loop starts from one of a few
-//! long system prompts with tool descriptions, takes a dozen steps in the mean, and waits between steps as
-//! long as its tool runs: most tools answer in a second, some (builds, test runs, browsers) take most of a
-//! minute, and now and then a person is asked. Not here: parallel tool calls and sub-agents.
+//! No published trace is known to us, so these are stated assumptions. A loop starts from one of a
+//! few long system prompts with tool descriptions and takes a dozen steps on average. Between steps
+//! it waits as long as its tool runs: most tools answer in a second, some (builds, test runs,
+//! browsers) take most of a minute, and sometimes a person is asked. Not here: parallel tool calls
+//! and sub-agents.
 
 use super::draw::lognormal_at;
-use super::{Draw, Model, Opening, Step, Wait};
+use super::{Sampler, SessionStart, SessionStep, TrafficModel, WaitDistribution};
 use kv_core::id::RequestKind;
 
 /// New loops per second.
 const SESSIONS_PER_S: f64 = 0.3;
-/// Kinds of agents; each has its own prompt, used in the proportion of its weight.
+/// Weights of the kinds of agents; each kind has its own prompt.
 const PROMPT_WEIGHTS: [f64; 5] = [5.0, 3.0, 2.0, 1.0, 1.0];
 /// Tokens of each kind's prompt and tool descriptions.
 const PROMPT_TOKENS: [u32; 5] = [6_144, 4_096, 9_216, 2_560, 12_288];
@@ -24,7 +25,7 @@ const TASK_TOKENS: (f64, f64) = (400.0, 1.0);
 /// Median of the model's text and call, in tokens.
 const OUTPUT_TOKENS: f64 = 120.0;
 
-/// A sort of tool: how often it is called, how long it runs, how much it answers.
+/// A type of tool: frequency of calls, duration, and size of results.
 struct Tool {
     weight: f64,
     /// Median and log-spread of its duration, in seconds.
@@ -47,14 +48,14 @@ const TOOLS: [Tool; 4] = [
 /// The model of agent traffic.
 pub(super) struct Agent;
 
-impl Model for Agent {
+impl TrafficModel for Agent {
     fn sessions_per_s(&self) -> f64 {
         SESSIONS_PER_S
     }
 
-    fn open(&self, draw: &mut Draw) -> Opening {
+    fn open(&self, draw: &mut Sampler) -> SessionStart {
         let prompt = draw.pick(&PROMPT_WEIGHTS);
-        Opening {
+        SessionStart {
             profile: 0,
             kind: RequestKind::Agent,
             shared: Some((prompt, PROMPT_TOKENS[prompt])),
@@ -63,33 +64,33 @@ impl Model for Agent {
         }
     }
 
-    fn share_of(&self, shared: usize) -> f64 {
+    fn shared_text_share(&self, shared: usize) -> f64 {
         PROMPT_WEIGHTS[shared] / PROMPT_WEIGHTS.iter().sum::<f64>()
     }
 
-    fn goes_on(&self, _profile: usize, turn: u32) -> f64 {
+    fn continue_chance(&self, _profile: usize, turn: u32) -> f64 {
         if turn < STEPS_MAX { NEXT_STEP } else { 0.0 }
     }
 
-    fn wait(&self, _profile: usize, _turn: u32, age_s: f64) -> Wait {
+    fn wait_at(&self, _profile: usize, _turn: u32, age_s: f64) -> WaitDistribution {
         let weights: f64 = TOOLS.iter().map(|tool| tool.weight).sum();
-        TOOLS.iter().fold(Wait { density_per_s: 0.0, longer: 0.0 }, |sum, tool| {
+        TOOLS.iter().fold(WaitDistribution { density_per_s: 0.0, longer_share: 0.0 }, |sum, tool| {
             let (density_per_s, longer) = lognormal_at(tool.duration_s.0, tool.duration_s.1, age_s);
             let share = tool.weight / weights;
-            Wait {
+            WaitDistribution {
                 density_per_s: sum.density_per_s + share * density_per_s,
-                longer: sum.longer + share * longer,
+                longer_share: sum.longer_share + share * longer,
             }
         })
     }
 
-    fn next(&self, profile: usize, turn: u32, draw: &mut Draw) -> Option<Step> {
-        // The longest draw nothing more.
-        if turn >= STEPS_MAX || !draw.happens(self.goes_on(profile, turn)) {
+    fn next_step(&self, profile: usize, turn: u32, draw: &mut Sampler) -> Option<SessionStep> {
+        // The longest loop draws no random number here.
+        if turn >= STEPS_MAX || !draw.happens(self.continue_chance(profile, turn)) {
             return None;
         }
         let tool = &TOOLS[draw.pick(&TOOLS.each_ref().map(|tool| tool.weight))];
-        Some(Step {
+        Some(SessionStep {
             gap_us: (draw.lognormal(tool.duration_s.0, tool.duration_s.1) * 1e6) as u64,
             own_tokens: draw.tokens(tool.result_tokens, 0.9, 4, 16_000),
             output_tokens: draw.tokens(OUTPUT_TOKENS, 0.9, 1, 4_000),

@@ -1,21 +1,21 @@
-//! Draws from the few distributions the generators need, from one seeded stream.
+//! Samples from the few distributions that the generators need, from one seeded stream.
 //!
-//! Not here: which numbers they are given (one file per kind of trace beside this one).
+//! Not here: parameters (one file per kind of trace beside this one).
 
 use rand::Rng;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
 
-/// The one source of chance of a generator.
+/// The only source of randomness of a generator.
 #[derive(Debug)]
-pub(super) struct Draw(ChaCha8Rng);
+pub(super) struct Sampler(ChaCha8Rng);
 
-impl Draw {
+impl Sampler {
     pub(super) fn new(seed: u64) -> Self {
-        Draw(ChaCha8Rng::seed_from_u64(seed))
+        Sampler(ChaCha8Rng::seed_from_u64(seed))
     }
 
-    /// Evenly in `[0, 1)`.
+    /// Uniform in `[0, 1)`.
     pub(super) fn chance(&mut self) -> f64 {
         self.0.random::<f64>()
     }
@@ -42,7 +42,7 @@ impl Draw {
         (self.lognormal(median, spread).round() as u32).clamp(least, most)
     }
 
-    /// Position of one of `weights`, drawn in their proportion.
+    /// Index of one of `weights`, drawn in proportion to them.
     pub(super) fn pick(&mut self, weights: &[f64]) -> usize {
         let mut left = self.chance() * weights.iter().sum::<f64>();
         for (position, weight) in weights.iter().enumerate() {
@@ -55,13 +55,13 @@ impl Draw {
     }
 }
 
-/// Density at `value`, and share above it, of the exponential with this mean.
+/// Density at `value`, and probability above it, of the exponential with this mean.
 pub(super) fn exponential_at(mean: f64, value: f64) -> (f64, f64) {
     let above = (-value / mean).exp();
     (above / mean, above)
 }
 
-/// The same of the lognormal with this median and this standard deviation of the logarithm.
+/// The same for the lognormal with this median and this standard deviation of the logarithm.
 pub(super) fn lognormal_at(median: f64, spread: f64, value: f64) -> (f64, f64) {
     if value <= 0.0 {
         return (0.0, 1.0);
@@ -71,8 +71,8 @@ pub(super) fn lognormal_at(median: f64, spread: f64, value: f64) -> (f64, f64) {
     (density / (spread * value), normal_above(normal, density))
 }
 
-/// Share of the normal distribution above a value that it has this density at. Zelen and Severo (Abramowitz and Stegun
-/// 26.2.17): off by less than 1e-7.
+/// Probability of the normal distribution above `value`, given its density there. Zelen and Severo
+/// (Abramowitz and Stegun 26.2.17): error below 1e-7.
 fn normal_above(value: f64, density: f64) -> f64 {
     if value < 0.0 {
         return 1.0 - normal_above(-value, density);
@@ -86,14 +86,14 @@ fn normal_above(value: f64, density: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Mean of many draws. The seed is fixed, so the bounds below cannot fail by chance.
-    fn mean(mut draw: impl FnMut(&mut Draw) -> f64) -> f64 {
-        let mut source = Draw::new(7);
+    /// Mean of many samples. The seed is fixed, so the bounds below cannot fail by chance.
+    fn mean(mut draw: impl FnMut(&mut Sampler) -> f64) -> f64 {
+        let mut source = Sampler::new(7);
         (0..20_000).map(|_| draw(&mut source)).sum::<f64>() / 20_000.0
     }
 
     #[test]
-    fn draws_have_the_moments_asked_for() {
+    fn samples_have_the_requested_moments() {
         assert!((mean(|draw| draw.exponential(40.0)) / 40.0 - 1.0).abs() < 0.03);
         // The mean of a lognormal is its median times e^(spread²/2).
         assert!((mean(|draw| draw.lognormal(100.0, 0.5)) / 113.31 - 1.0).abs() < 0.03);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn density_and_share_above_are_those_of_the_draws() {
+    fn densities_and_tails_match_the_samples() {
         for value in [0.3, 2.0, 9.0] {
             let above = mean(|draw| f64::from(u8::from(draw.lognormal(2.0, 0.8) > value)));
             assert!((lognormal_at(2.0, 0.8, value).1 - above).abs() < 0.01, "{value}: {above}");
@@ -117,7 +117,7 @@ mod tests {
 
     #[test]
     fn tokens_stay_in_bounds() {
-        let mut draw = Draw::new(1);
+        let mut draw = Sampler::new(1);
         assert!((0..1000).all(|_| (10..=20).contains(&draw.tokens(15.0, 3.0, 10, 20))));
     }
 }

@@ -1,52 +1,53 @@
-//! The bound no policy passes that does not know the future, even if it knew how its traffic is made.
+//! An upper bound for policies that do not know the future, even if they knew how the traffic is
+//! generated.
 //!
-//! At every moment each block has a rate at which it is expected to be used, given how traffic is made and what has
-//! happened so far. Whoever does not know the future expects no more hits from a tier of `B` blocks than the `B` highest
-//! rates come to; here a tier holds those at the time of every request, also blocks that it would have had to fetch
-//! back. So this is above the best policy there can be, and `opt` less this is what only the future says.
-//! Not here: recorded traffic, of which nobody knows how it is made.
+//! At every moment each block has an expected rate of use, given the traffic model and the past.
+//! Without the future, a tier of `B` blocks cannot expect more hits than the sum of the `B` highest
+//! rates. Here a tier holds exactly those at the time of every request, even blocks that it would
+//! have to fetch back. So this bound is above the best possible policy, and the difference to `opt`
+//! is available only from the future. Not here: recorded traffic, because its model is unknown.
 
-use super::{Generator, Session, Spec};
-use crate::cache::Outcome;
+use super::{Session, TraceGenerator, TraceSpec};
+use crate::cache::ReplayOutcome;
 use std::collections::BTreeMap;
 
-/// A session as who has seen it so far knows it.
-struct Known {
+/// A session as known from its requests so far.
+struct SeenSession {
     profile: usize,
     turn: u32,
-    asked_us: u64,
+    last_request_us: u64,
     shared: Option<usize>,
-    /// Whole blocks that are its own.
+    /// Whole blocks that are not shared.
     own_blocks: usize,
 }
 
 /// Blocks that are used together.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Group {
-    /// The shared start of this number.
+enum BlockGroup {
+    /// The shared text of this number.
     Shared(usize),
-    /// What this session has for itself.
+    /// The blocks of this session alone.
     Own(u64),
 }
 
 /// Replays the traffic at each capacity, in blocks.
 #[must_use]
-pub fn simulate_knowable(spec: Spec, capacities_blocks: &[usize]) -> Vec<Outcome> {
-    let mut outcomes = vec![Outcome::default(); capacities_blocks.len()];
-    let mut generator = Generator::new(spec);
-    let mut known: BTreeMap<u64, Known> = BTreeMap::new();
+pub fn simulate_knowable(spec: TraceSpec, capacities_blocks: &[usize]) -> Vec<ReplayOutcome> {
+    let mut outcomes = vec![ReplayOutcome::default(); capacities_blocks.len()];
+    let mut generator = TraceGenerator::new(spec);
+    let mut known: BTreeMap<u64, SeenSession> = BTreeMap::new();
     let mut shared_blocks: BTreeMap<usize, usize> = BTreeMap::new();
-    while let Some((number, session)) = generator.step() {
+    while let Some((number, session)) = generator.next_due() {
         let request = &session.request;
-        // A session goes by the number of its last request.
+        // A session has the number of its last request.
         let last = request.parent.unwrap_or(number);
         let before = known.get(&last).map_or(0, |session| session.own_blocks);
         let order = by_rate(&generator, &known, &shared_blocks, request.arrival_us);
         let asked = [
             session
                 .shared
-                .map(|shared| (Group::Shared(shared), shared_blocks.get(&shared).copied().unwrap_or(0))),
-            Some((Group::Own(last), before)),
+                .map(|shared| (BlockGroup::Shared(shared), shared_blocks.get(&shared).copied().unwrap_or(0))),
+            Some((BlockGroup::Own(last), before)),
         ];
         for (outcome, &capacity) in outcomes.iter_mut().zip(capacities_blocks) {
             let hits = asked.iter().flatten().map(|&(group, blocks)| {
@@ -61,45 +62,46 @@ pub fn simulate_knowable(spec: Spec, capacities_blocks: &[usize]) -> Vec<Outcome
             shared_blocks.insert(shared, start);
         }
         known.remove(&last);
-        known.insert(number, Known::of(&session, start));
+        known.insert(number, SeenSession::new(&session, start));
     }
     outcomes
 }
 
-impl Known {
-    fn of(session: &Session, start: usize) -> Known {
+impl SeenSession {
+    fn new(session: &Session, start: usize) -> SeenSession {
         let request = &session.request;
         let whole = (request.input_tokens / request.block_tokens) as usize;
-        Known {
+        SeenSession {
             profile: session.profile,
             turn: request.turn,
-            asked_us: request.arrival_us,
+            last_request_us: request.arrival_us,
             shared: session.shared,
             own_blocks: whole.saturating_sub(start),
         }
     }
 }
 
-/// All that was ever asked for with its number of blocks, the highest rate first. What has a rate of nothing is left out.
+/// All block groups requested so far with their block counts, the highest rate first. Groups with a
+/// rate of zero are skipped.
 fn by_rate(
-    generator: &Generator,
-    known: &BTreeMap<u64, Known>,
+    generator: &TraceGenerator,
+    known: &BTreeMap<u64, SeenSession>,
     shared_blocks: &BTreeMap<usize, usize>,
     now_us: u64,
-) -> Vec<(f64, usize, Group)> {
+) -> Vec<(f64, usize, BlockGroup)> {
     let mut shared_rates: BTreeMap<usize, f64> =
-        shared_blocks.keys().map(|&shared| (shared, generator.opened_per_s(shared))).collect();
+        shared_blocks.keys().map(|&shared| (shared, generator.shared_starts_per_s(shared))).collect();
     let mut order = Vec::with_capacity(known.len() + shared_blocks.len());
     for (&number, session) in known {
-        let age_s = now_us.saturating_sub(session.asked_us) as f64 / 1e6;
-        let rate = generator.model.next_per_s(session.profile, session.turn, age_s);
+        let age_s = now_us.saturating_sub(session.last_request_us) as f64 / 1e6;
+        let rate = generator.model.expected_rate_per_s(session.profile, session.turn, age_s);
         if let Some(shared) = session.shared.and_then(|shared| shared_rates.get_mut(&shared)) {
             *shared += rate;
         }
-        order.push((rate, session.own_blocks, Group::Own(number)));
+        order.push((rate, session.own_blocks, BlockGroup::Own(number)));
     }
     order.extend(shared_rates.into_iter().map(|(shared, rate)| {
-        (rate, shared_blocks.get(&shared).copied().unwrap_or(0), Group::Shared(shared))
+        (rate, shared_blocks.get(&shared).copied().unwrap_or(0), BlockGroup::Shared(shared))
     }));
     order.retain(|&(rate, blocks, _)| rate > 0.0 && blocks > 0);
     order.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.2.cmp(&b.2)));

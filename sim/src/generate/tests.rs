@@ -1,4 +1,4 @@
-//! Tests of the generators: same bytes from the same seed, valid traces, and the published numbers.
+//! Tests of the generators: equal bytes from equal seeds, valid traces, and the published numbers.
 
 #![allow(clippy::unwrap_used)]
 
@@ -6,9 +6,9 @@ use super::*;
 use crate::stats::{Characteristics, characterise, published};
 use crate::trace::{Format, Strictness, Writer, read};
 
-fn bytes(spec: Spec) -> Vec<u8> {
+fn bytes(spec: TraceSpec) -> Vec<u8> {
     let mut writer = Writer::new(Vec::new(), Format::Bailian);
-    Generator::new(spec).for_each(|request| writer.write(&request).unwrap());
+    TraceGenerator::new(spec).for_each(|request| writer.write(&request).unwrap());
     writer.finish().unwrap()
 }
 
@@ -21,26 +21,26 @@ fn digest(bytes: &[u8]) -> u64 {
 
 #[test]
 fn equal_seeds_give_equal_bytes_and_other_seeds_do_not() {
-    for kind in Kind::ALL {
-        let first = digest(&bytes(Spec::new(kind, 42, 500)));
-        assert_eq!(first, digest(&bytes(Spec::new(kind, 42, 500))), "{}", kind.name());
-        assert_ne!(first, digest(&bytes(Spec::new(kind, 43, 500))), "{}", kind.name());
+    for kind in TrafficKind::ALL {
+        let first = digest(&bytes(TraceSpec::new(kind, 42, 500)));
+        assert_eq!(first, digest(&bytes(TraceSpec::new(kind, 42, 500))), "{}", kind.name());
+        assert_ne!(first, digest(&bytes(TraceSpec::new(kind, 43, 500))), "{}", kind.name());
     }
 }
 
 #[test]
 fn a_longer_trace_starts_like_a_shorter_one() {
-    let long: Vec<Request> = Generator::new(Spec::new(Kind::Consumer, 3, 400)).collect();
-    let short: Vec<Request> = Generator::new(Spec::new(Kind::Consumer, 3, 100)).collect();
+    let long: Vec<Request> = TraceGenerator::new(TraceSpec::new(TrafficKind::Consumer, 3, 400)).collect();
+    let short: Vec<Request> = TraceGenerator::new(TraceSpec::new(TrafficKind::Consumer, 3, 100)).collect();
     assert_eq!(long[..100], short);
 }
 
 #[test]
-fn what_is_generated_is_read_back_strictly_with_the_same_sharing() {
-    for kind in Kind::ALL {
-        let generated: Vec<Request> = Generator::new(Spec::new(kind, 5, 2000)).collect();
+fn generated_traces_are_read_back_with_the_same_sharing() {
+    for kind in TrafficKind::ALL {
+        let generated: Vec<Request> = TraceGenerator::new(TraceSpec::new(kind, 5, 2000)).collect();
         let read: Vec<Request> =
-            read(&bytes(Spec::new(kind, 5, 2000))[..], Format::Detect, Strictness::Strict)
+            read(&bytes(TraceSpec::new(kind, 5, 2000))[..], Format::Detect, Strictness::Strict)
                 .map(Result::unwrap)
                 .collect();
         let outline = |request: &Request| Request { blocks: Vec::new(), ..request.clone() };
@@ -52,10 +52,10 @@ fn what_is_generated_is_read_back_strictly_with_the_same_sharing() {
 
 #[test]
 fn a_trace_in_large_blocks_is_a_valid_mooncake_file() {
-    for kind in Kind::ALL {
-        let spec = Spec { block_tokens: 512, ..Spec::new(kind, 5, 500) };
+    for kind in TrafficKind::ALL {
+        let spec = TraceSpec { block_tokens: 512, ..TraceSpec::new(kind, 5, 500) };
         let mut writer = Writer::new(Vec::new(), Format::Mooncake);
-        Generator::new(spec).for_each(|request| writer.write(&request).unwrap());
+        TraceGenerator::new(spec).for_each(|request| writer.write(&request).unwrap());
         let bytes = writer.finish().unwrap();
         assert_eq!(read(&bytes[..], Format::Detect, Strictness::Strict).map(Result::unwrap).count(), 500);
     }
@@ -63,9 +63,9 @@ fn a_trace_in_large_blocks_is_a_valid_mooncake_file() {
 
 #[test]
 fn a_child_extends_its_parent_and_every_block_has_one_parent() {
-    for kind in Kind::ALL {
+    for kind in TrafficKind::ALL {
         let (mut chats, mut parents) = (BTreeMap::new(), BTreeMap::new());
-        for request in Generator::new(Spec::new(kind, 9, 2000)) {
+        for request in TraceGenerator::new(TraceSpec::new(kind, 9, 2000)) {
             let mut above = None;
             for &block in &request.blocks {
                 assert_eq!(*parents.entry(block).or_insert(above), above);
@@ -84,29 +84,29 @@ fn a_child_extends_its_parent_and_every_block_has_one_parent() {
 #[test]
 fn a_lower_rate_spreads_the_sessions() {
     let duration = |sessions_per_s| {
-        let spec = Spec { sessions_per_s, ..Spec::new(Kind::Consumer, 1, 2000) };
-        characterise(Generator::new(spec)).duration_s
+        let spec = TraceSpec { sessions_per_s, ..TraceSpec::new(TrafficKind::Consumer, 1, 2000) };
+        characterise(TraceGenerator::new(spec)).duration_s
     };
     assert!(duration(Some(0.02)) > 5.0 * duration(None));
 }
 
 #[test]
-fn no_request_asked_is_no_request() {
-    assert_eq!(Generator::new(Spec::new(Kind::Agent, 0, 0)).count(), 0);
-    assert_eq!(Kind::by_name("agent"), Some(Kind::Agent));
-    assert_eq!(Kind::by_name("agents"), None);
+fn zero_requests_generate_an_empty_trace() {
+    assert_eq!(TraceGenerator::new(TraceSpec::new(TrafficKind::Agent, 0, 0)).count(), 0);
+    assert_eq!(TrafficKind::by_name("agent"), Some(TrafficKind::Agent));
+    assert_eq!(TrafficKind::by_name("agents"), None);
 }
 
-fn measured(kind: Kind, requests: u64) -> Characteristics {
-    let found = characterise(Generator::new(Spec::new(kind, 1, requests)));
+fn measured(kind: TrafficKind, requests: u64) -> Characteristics {
+    let found = characterise(TraceGenerator::new(TraceSpec::new(kind, 1, requests)));
     for claim in published::compare(kind, &found) {
         eprintln!("{}: {:<40} {:>8.2} {:>8.2}", kind.name(), claim.what, claim.published, claim.measured);
     }
     found
 }
 
-/// Fails for every claim outside the tolerance given for it; claims not named are shown only.
-fn check(kind: Kind, tolerances: &[(&str, f64)]) {
+/// Fails for every claim outside its tolerance; other claims are only printed.
+fn check(kind: TrafficKind, tolerances: &[(&str, f64)]) {
     let found = measured(kind, 20_000);
     let claims = published::compare(kind, &found);
     for (what, tolerance) in tolerances {
@@ -118,7 +118,7 @@ fn check(kind: Kind, tolerances: &[(&str, f64)]) {
 #[test]
 fn consumer_traffic_has_the_published_shape() {
     check(
-        Kind::Consumer,
+        TrafficKind::Consumer,
         &[
             ("ideal hit rate", 2.0),
             ("reuses within 10 min", 2.0),
@@ -142,14 +142,14 @@ fn consumer_traffic_has_the_published_shape() {
 #[test]
 fn business_traffic_has_the_published_shape() {
     check(
-        Kind::Business,
+        TrafficKind::Business,
         &[("ideal hit rate", 2.0), ("hits by single-turn API", 1.0), ("reuses within 10 s", 2.0)],
     );
 }
 
 #[test]
 fn agent_loops_reuse_nearly_everything_within_a_tool_call() {
-    let found = measured(Kind::Agent, 1_500);
+    let found = measured(TrafficKind::Agent, 1_500);
     assert!(found.ideal_hit_rate > 0.8, "{}", found.ideal_hit_rate);
     assert!(found.reuse.percentiles.p50_s < 10.0);
     assert!(found.turns.unwrap().p50 >= 5);

@@ -1,87 +1,89 @@
-//! Many routers on equal fleets at equal loads.
+//! Compares routers on equal fleets at equal loads.
 //!
-//! A load is a share of what the fleet keeps up with when the least loaded instance takes each request: a measure that favours none of those
-//! compared by their caches. Not here: what one run is (`crate::fleet`).
+//! A load is a share of the capacity of a fleet with least-loaded routing, a measure that favours
+//! no compared router by its caches. Not here: a single run (`crate::fleet`).
 
 use serde::{Deserialize, Serialize};
 
-use super::goodput::alone_ns;
-use super::{BASELINES, PRODUCTION, Plane, by_name};
-use crate::fleet::{Report, Served, Setup, Spread, Workload, run};
+use super::goodput::unloaded_ns;
+use super::{BASELINES, FetchScope, PRODUCTION, by_name};
+use crate::fleet::{FleetReport, FleetSetup, LatencySummary, ServedRequest, Workload, run};
 
-/// Requests that are not judged for prediction: what a router has to learn first.
-const WARM: usize = 200;
+/// Requests excluded from prediction metrics, while a router learns.
+const WARM_UP_REQUESTS: usize = 200;
 
-/// What one router came to at one load.
+/// Result of one router at one load.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Point {
-    /// Its name.
+pub struct RouterResult {
+    /// Name of the router.
     pub router: String,
-    /// Share of the fleet's capacity that is offered.
+    /// Offered share of the fleet's capacity.
     pub load: f64,
     /// Times to first token.
-    pub ttft: Spread,
-    /// Mean time between tokens, in milliseconds.
+    pub ttft: LatencySummary,
+    /// Mean inter-token latency, in milliseconds.
     pub tbt_ms: f64,
     /// Share of the prompts' tokens that were not computed.
     pub saved: f64,
-    /// Blocks that came from nodes.
+    /// Blocks fetched from nodes.
     pub fetched_blocks: u64,
-    /// Median error of the predicted TTFT, as a share of the observed one, and bias of their sums.
+    /// Median relative error of the predicted TTFT, and bias of the sums.
     pub prediction: (f64, f64),
-    /// Requests that were turned away.
+    /// Rejected requests.
     pub rejected: u64,
 }
 
-/// All of one load.
+/// Results of all routers at one load.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Comparison {
-    /// Of which.
+    /// The load.
     pub load: f64,
     /// The production scheduler.
-    pub production: Point,
-    /// The same where instances begin what waits in the order in which it came, as under the others.
-    pub in_order_of_coming: Point,
-    /// The others, by mean TTFT.
-    pub baselines: Vec<Point>,
-    /// Mean and P90 of the production scheduler over the best of the others, each, at rates beside the load's ([`Draw`]).
+    pub production: RouterResult,
+    /// The production scheduler with instances that start requests in order of arrival, as under
+    /// the baselines.
+    pub in_order_of_coming: RouterResult,
+    /// The baselines, by mean TTFT.
+    pub baselines: Vec<RouterResult>,
+    /// Ratios of the production scheduler to the best baseline, by mean and by P90, at rates near
+    /// the load's ([`LoadDraw`]).
     #[serde(default)]
     pub drawn: Vec<(f64, f64)>,
 }
 
-/// One of several runs at a load: a rate within a hundredth of the load's, and a seed of its own. One run is one draw, since every
-/// choice that differs makes all later ones other ones.
+/// One of several runs at a load: a rate within one percent of the load's, and its own seed. A
+/// single run is a random sample, because each different choice changes all later ones.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Draw {
-    /// By which the rate is multiplied.
+pub struct LoadDraw {
+    /// Factor of the rate.
     pub rate: f64,
-    /// Of routers that leave something to chance.
+    /// Seed of randomised routers.
     pub seed: u64,
 }
 
-impl Draw {
-    /// How far the rates are from the load's, at most.
-    const SPAN: f64 = 0.01;
+impl LoadDraw {
+    /// Maximum deviation of the rates from the load's.
+    const RATE_DEVIATION_MAX: f64 = 0.01;
 
-    /// The load itself, and then as many more as make `draws` of them, from below to above it.
+    /// The load itself, and then evenly spread further rates up to `draws` in total.
     #[must_use]
-    pub fn all(draws: u32, seed: u64) -> Vec<Draw> {
+    pub fn all(draws: u32, seed: u64) -> Vec<LoadDraw> {
         let others = draws.saturating_sub(1);
         let step = |nth: u32| match others {
             1 => 1.0,
             _ => 2.0 * f64::from(nth) / f64::from(others - 1) - 1.0,
         };
-        let beside = (0..others).map(|nth| Draw {
-            rate: 1.0 + Draw::SPAN * step(nth),
+        let beside = (0..others).map(|nth| LoadDraw {
+            rate: 1.0 + LoadDraw::RATE_DEVIATION_MAX * step(nth),
             seed: seed.wrapping_add(1 + u64::from(nth)),
         });
-        std::iter::once(Draw { rate: 1.0, seed }).chain(beside).collect()
+        std::iter::once(LoadDraw { rate: 1.0, seed }).chain(beside).collect()
     }
 }
 
 /// Median, least and greatest of the same ratio in several draws.
 #[must_use]
-pub fn spread(ratios: impl Iterator<Item = f64>) -> [f64; 3] {
+pub fn median_and_range(ratios: impl Iterator<Item = f64>) -> [f64; 3] {
     let mut all: Vec<f64> = ratios.collect();
     all.sort_by(f64::total_cmp);
     let (Some(least), Some(greatest)) = (all.first(), all.last()) else { return [f64::NAN; 3] };
@@ -95,10 +97,10 @@ impl Comparison {
         std::iter::once(self.ratios()).chain(self.drawn.iter().copied())
     }
 
-    /// Mean and P90 of the production scheduler over the best of the others, each.
+    /// Ratios of the production scheduler to the best baseline, by mean and by P90 TTFT.
     #[must_use]
     pub fn ratios(&self) -> (f64, f64) {
-        let best = |of: fn(&Spread) -> f64| {
+        let best = |of: fn(&LatencySummary) -> f64| {
             self.baselines.iter().map(|point| of(&point.ttft)).fold(f64::INFINITY, f64::min)
         };
         let own = &self.production.ttft;
@@ -106,37 +108,38 @@ impl Comparison {
     }
 }
 
-/// Share of the time of a workload that a fleet may need behind its last arrival and have kept up with it.
-const BEHIND: f64 = 0.03;
+/// Maximum time after the last arrival, as a share of the workload's duration, for a fleet that
+/// keeps up.
+const OVERRUN_SHARE_MAX: f64 = 0.03;
 
-/// Halvings of the span in which the capacity lies.
+/// Bisections of the capacity's range.
 const HALVINGS: u32 = 6;
 
-/// Times that the end of that span is doubled, at most, while the fleet keeps up with it.
+/// Maximum doublings of the range's upper end while the fleet keeps up with it.
 const DOUBLINGS: u32 = 8;
 
-/// Requests a second that the fleet keeps up with, with a pool of KV: the most at which none waits for its first token far beyond the last arrival. What each
-/// takes by itself is no waiting: a prompt of ten seconds among the last ones would end later on a fleet of any size. How long the last answers take says nothing
-/// either, and where many decode beside one another it is long. That all of them are there at once would tell less, for nothing of an earlier request can be known
-/// yet when the next one is sent.
+/// Highest rate of requests per second that the fleet keeps up with, with a pool of KV: none waits
+/// for its first token far beyond the last arrival. A request's own service time does not count as
+/// waiting, and neither does decoding. A burst of all requests would measure less, because no
+/// request could reuse blocks of an earlier one.
 #[must_use]
-pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
-    let setup = Setup { plane: Plane::Pool, ..setup.clone() };
+pub fn capacity(workload: &Workload, setup: &FleetSetup, seed: u64) -> f64 {
+    let setup = FleetSetup { fetch_scope: FetchScope::Pool, ..setup.clone() };
     let keeps_up = |per_s: f64| {
         let paced = workload.at_rate(per_s);
         let report = by_name("least-loaded", seed).map(|mut router| run(&paced, &setup, router.as_mut()));
-        let waited_ns = |served: &Served| {
+        let waited_ns = |served: &ServedRequest| {
             let request = &paced.requests[served.nth];
-            request.arrival_ns + served.ttft_ns.saturating_sub(alone_ns(request.input_tokens, &setup).0)
+            request.arrival_ns + served.ttft_ns.saturating_sub(unloaded_ns(request.input_tokens, &setup).0)
         };
         let last_ns = report.map(|report| report.served.iter().map(waited_ns).max().unwrap_or_default());
-        last_ns.is_some_and(|last_ns| last_ns as f64 <= paced.last_ns() as f64 * (1.0 + BEHIND))
+        last_ns.is_some_and(|last_ns| last_ns as f64 <= paced.last_ns() as f64 * (1.0 + OVERRUN_SHARE_MAX))
     };
-    let report =
-        by_name("least-loaded", seed).map(|mut router| run(&workload.paced(0.0), &setup, router.as_mut()));
+    let report = by_name("least-loaded", seed)
+        .map(|mut router| run(&workload.with_pace(0.0), &setup, router.as_mut()));
     let at_once = workload.len() as f64 / (report.map_or(1, |report| report.ended_ns.max(1)) as f64 / 1e9);
     let (mut low, mut high) = (at_once / 2.0, at_once * 4.0);
-    // Last tokens are in the time of all at once and in no other, and may be most of it.
+    // Only a burst includes the last tokens in its duration, and these may dominate it.
     for _ in 0..DOUBLINGS {
         if !keeps_up(high) {
             break;
@@ -144,59 +147,66 @@ pub fn capacity(workload: &Workload, setup: &Setup, seed: u64) -> f64 {
         (low, high) = (high, high * 2.0);
     }
     if !keeps_up(low) {
-        // A trace so short that whatever comes at once in it makes some wait longer.
+        // The trace is so short that any burst in it makes some requests wait longer.
         return at_once;
     }
     for _ in 0..HALVINGS {
-        // Halves the ratio: it is shares of the capacity that matter.
+        // Geometric bisection, because loads are shares of the capacity.
         let middle = (low * high).sqrt();
         if keeps_up(middle) { low = middle } else { high = middle }
     }
     low
 }
 
-/// Runs all routers at one share of `capacity`, in requests a second, in each of these draws. Of the first all is told, and the ratios of the others.
+/// Runs all routers at one share of `capacity`, in requests per second, for each draw. Reports the
+/// first draw in full, and the ratios of the others.
 #[must_use]
 pub fn compare(
     workload: &Workload,
-    setup: &Setup,
+    setup: &FleetSetup,
     (load, capacity): (f64, f64),
-    draws: &[Draw],
+    draws: &[LoadDraw],
 ) -> Comparison {
-    let mut all = draws.iter().map(|draw| drawn(workload, setup, (load, capacity), *draw));
+    let mut all = draws.iter().map(|draw| compare_draw(workload, setup, (load, capacity), *draw));
     let Some(first) = all.next() else { return Comparison { load, ..Comparison::default() } };
     let drawn = all.map(|comparison| comparison.ratios()).collect();
     let paced = workload.at_rate(load * capacity * draws.first().map_or(1.0, |draw| draw.rate));
-    let in_order_of_coming = by_name(PRODUCTION, 0)
-        .map(|mut router| run(&paced, &Setup { orders: false, ..setup.clone() }, router.as_mut()));
-    let in_order_of_coming = Point {
+    let in_order_of_coming = by_name(PRODUCTION, 0).map(|mut router| {
+        run(&paced, &FleetSetup { uses_priority_deadlines: false, ..setup.clone() }, router.as_mut())
+    });
+    let in_order_of_coming = RouterResult {
         router: format!("{PRODUCTION}, in order of coming"),
-        ..point(PRODUCTION, load, &in_order_of_coming.unwrap_or_default())
+        ..router_result(PRODUCTION, load, &in_order_of_coming.unwrap_or_default())
     };
     Comparison { in_order_of_coming, drawn, ..first }
 }
 
-fn drawn(workload: &Workload, setup: &Setup, (load, capacity): (f64, f64), draw: Draw) -> Comparison {
+fn compare_draw(
+    workload: &Workload,
+    setup: &FleetSetup,
+    (load, capacity): (f64, f64),
+    draw: LoadDraw,
+) -> Comparison {
     let paced = workload.at_rate(load * capacity * draw.rate);
     let point = |name: &str| {
         let report = by_name(name, draw.seed).map(|mut router| run(&paced, setup, router.as_mut()));
-        point(name, load, &report.unwrap_or_default())
+        router_result(name, load, &report.unwrap_or_default())
     };
     let production = point(PRODUCTION);
-    let mut baselines: Vec<Point> = BASELINES.iter().map(|name| point(name)).collect();
+    let mut baselines: Vec<RouterResult> = BASELINES.iter().map(|name| point(name)).collect();
     baselines.sort_by(|one, other| one.ttft.mean_ms.total_cmp(&other.ttft.mean_ms));
     Comparison { load, production, baselines, ..Comparison::default() }
 }
 
-fn point(name: &str, load: f64, report: &Report) -> Point {
-    Point {
+fn router_result(name: &str, load: f64, report: &FleetReport) -> RouterResult {
+    RouterResult {
         router: name.to_owned(),
         load,
         ttft: report.ttft(),
         tbt_ms: report.tbt_ms(),
-        saved: report.saved(),
+        saved: report.saved_share(),
         fetched_blocks: report.fetched_blocks,
-        prediction: report.prediction_error(WARM),
+        prediction: report.ttft_prediction_error(WARM_UP_REQUESTS),
         rejected: report.rejected,
     }
 }
@@ -206,20 +216,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn draws_begin_with_the_load_itself_and_lie_evenly_about_it() {
-        let rates = |draws| Draw::all(draws, 7).iter().map(|draw| draw.rate).collect::<Vec<_>>();
+    fn draws_start_with_the_load_and_surround_it_evenly() {
+        let rates = |draws| LoadDraw::all(draws, 7).iter().map(|draw| draw.rate).collect::<Vec<_>>();
         assert_eq!(rates(1), [1.0]);
         assert_eq!(rates(2), [1.0, 1.01]);
         assert_eq!(rates(3), [1.0, 0.99, 1.01]);
         assert_eq!(rates(4), [1.0, 0.99, 1.0, 1.01]);
-        let seeds: Vec<_> = Draw::all(3, u64::MAX).iter().map(|draw| draw.seed).collect();
+        let seeds: Vec<_> = LoadDraw::all(3, u64::MAX).iter().map(|draw| draw.seed).collect();
         assert_eq!(seeds, [u64::MAX, 0, 1]);
     }
 
     #[test]
-    fn a_spread_is_the_middle_and_both_ends() {
-        assert_eq!(spread([3.0, 1.0, 2.0].into_iter()), [2.0, 1.0, 3.0]);
-        assert_eq!(spread([4.0, 1.0, 2.0, 3.0].into_iter()), [2.5, 1.0, 4.0]);
-        assert!(spread(std::iter::empty()).iter().all(|one| one.is_nan()));
+    fn the_range_is_the_median_and_both_extremes() {
+        assert_eq!(median_and_range([3.0, 1.0, 2.0].into_iter()), [2.0, 1.0, 3.0]);
+        assert_eq!(median_and_range([4.0, 1.0, 2.0, 3.0].into_iter()), [2.5, 1.0, 4.0]);
+        assert!(median_and_range(std::iter::empty()).iter().all(|one| one.is_nan()));
     }
 }

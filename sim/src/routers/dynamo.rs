@@ -1,20 +1,23 @@
-//! The cost of NVIDIA Dynamo's KV router: blocks to prefill, times a weight, and blocks that decode, each with what the request would add; the least one is
-//! taken (documentation, "Routing Concepts", the linear score of "Cost Calculation", commit 03037af). Defaults of "Configuration and Tuning" (v1.3.0): a
-//! weight of 1 (`prefill_load_scale`, earlier `overlap_score_weight`); a block in GPU memory counts whole, one in the host's memory three quarters, on
-//! a disk a quarter; no decay of that, and temperature 0.
+//! The cost function of NVIDIA Dynamo's KV router: weighted blocks to prefill, plus decoding
+//! blocks, each including the request. The instance of least cost wins (documentation, "Routing
+//! Concepts", the linear score of "Cost Calculation", commit 03037af).
+//!
+//! Defaults of "Configuration and Tuning" (v1.3.0): a weight of 1 (`prefill_load_scale`, earlier
+//! `overlap_score_weight`). A block in GPU memory counts whole, one in host memory three quarters,
+//! on disk a quarter; no decay, and temperature 0.
 //!
 //! Not here: its queues, and the multiplicative score.
 
 use kv_core::id::{InstanceId, NodeId, Tier};
 
-use super::{Route, Router, cheapest, to};
-use crate::fleet::{Ask, View};
+use super::{Route, Router, cheapest, route_to};
+use crate::fleet::{RouteQuery, RouterView};
 
 const OVERLAP_WEIGHT: f64 = 1.0;
 const HOST_CREDIT: f64 = 0.75;
 const DISK_CREDIT: f64 = 0.25;
 
-/// See the file.
+/// Router with Dynamo's cost function.
 pub(super) struct Dynamo;
 
 impl Router for Dynamo {
@@ -22,22 +25,22 @@ impl Router for Dynamo {
         "dynamo"
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
         let block_tokens = f64::from(ask.request.block_tokens.max(1));
         let cost = |instance: InstanceId| {
             let prefill = view.load(instance).tokens_ahead() as f64 / block_tokens
                 + f64::from(ask.request.blocks)
                 - overlap(ask, instance);
-            let decode = view.seen[instance.0 as usize].in_flight_tokens as f64 / block_tokens
+            let decode = view.instance_use[instance.0 as usize].in_flight_tokens as f64 / block_tokens
                 + f64::from(ask.request.blocks);
             OVERLAP_WEIGHT * prefill + decode
         };
-        to(ask, view, cheapest(view, cost))
+        route_to(ask, view, cheapest(view, cost))
     }
 }
 
-/// Blocks that the instance has, each counted by where it is.
-fn overlap(ask: &Ask<'_>, instance: InstanceId) -> f64 {
+/// Blocks that the instance has, weighted by their tier.
+fn overlap(ask: &RouteQuery<'_>, instance: InstanceId) -> f64 {
     let resident = ask.resident_blocks(instance);
     let mut credit = f64::from(resident);
     for run in &ask.matched.runs {

@@ -1,13 +1,14 @@
-//! The fewest prompt tokens ahead, as reported and routed since: "Dynamic" (least work remaining) of Harchol-Balter, Crovella and Murta, "On Choosing a
-//! Task Assignment Policy for a Distributed Server System" (Performance Tools '98), with tokens to prefill as the work. Of equal ones the fewest
-//! requests, which is ours.
+//! Least prompt tokens queued, as reported and routed since. This is "Dynamic" (least work
+//! remaining) of Harchol-Balter, Crovella and Murta, "On Choosing a Task Assignment Policy for a
+//! Distributed Server System" (Performance Tools '98), with tokens to prefill as the work. Ties go
+//! to the fewest requests, which is our addition.
 //!
-//! Not here: any regard to caches.
+//! Not here: cache awareness.
 
-use super::{Route, Router, cheapest, in_flight, to};
-use crate::fleet::{Ask, View};
+use super::{Route, Router, cheapest, in_flight_load, route_to};
+use crate::fleet::{RouteQuery, RouterView};
 
-/// See the file.
+/// Least-loaded routing.
 pub(super) struct LeastLoaded;
 
 impl Router for LeastLoaded {
@@ -15,8 +16,9 @@ impl Router for LeastLoaded {
         "least-loaded"
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        let cost = |instance| view.load(instance).tokens_ahead() as f64 + in_flight(view, instance) / 1e6;
-        to(ask, view, cheapest(view, cost))
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
+        let cost =
+            |instance| view.load(instance).tokens_ahead() as f64 + in_flight_load(view, instance) / 1e6;
+        route_to(ask, view, cheapest(view, cost))
     }
 }

@@ -1,22 +1,24 @@
-//! The weighted scorers of llm-d's inference scheduler, each from 0 to 1, and the highest sum is taken: share of the prompt in the cache (3),
-//! shortness of the queue (2), free KV memory (2), as the guide `inference-scheduling` weighs them (llm-d, commit 086f217,
-//! `inference-scheduling.values.yaml`), each as llm-d-router has it (`prefix` at commit 068b68d, `queuedepth` at 2342697, `kvcacheutilization` at
-//! e05ae34). Blocks in the host's memory count 0.8 of one in GPU memory (llm-d-kv-cache, `docs/configuration.md`, "KV Cache Backend
-//! Configuration", commit 0cabba5).
+//! The weighted scorers of llm-d's inference scheduler, each from 0 to 1; the highest sum wins.
+//! Cached share of the prompt (3), short queue (2), free KV memory (2), as weighted in the guide
+//! `inference-scheduling` (llm-d, commit 086f217, `inference-scheduling.values.yaml`).
+//!
+//! Each scorer follows llm-d-router (`prefix` at commit 068b68d, `queuedepth` at 2342697,
+//! `kvcacheutilization` at e05ae34). Blocks in host memory count 0.8 of one in GPU memory
+//! (llm-d-kv-cache, `docs/configuration.md`, "KV Cache Backend Configuration", commit 0cabba5).
 //!
 //! Not here: filters and flow control.
 
 use kv_core::id::{InstanceId, NodeId};
 
-use super::{Route, Router, cheapest, in_flight, to};
-use crate::fleet::{Ask, View};
+use super::{Route, Router, cheapest, in_flight_load, route_to};
+use crate::fleet::{RouteQuery, RouterView};
 
 const PREFIX_WEIGHT: f64 = 3.0;
 const QUEUE_WEIGHT: f64 = 2.0;
 const MEMORY_WEIGHT: f64 = 2.0;
 const HOST_CREDIT: f64 = 0.8;
 
-/// See the file.
+/// Router with llm-d's scorers.
 pub(super) struct LlmD;
 
 impl Router for LlmD {
@@ -24,7 +26,7 @@ impl Router for LlmD {
         "llm-d"
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
         let waiting = |instance| view.load(instance).requests_ahead();
         let longest = view.instances().map(waiting).max().unwrap_or(0);
         let shortest = view.instances().map(waiting).min().unwrap_or(0);
@@ -34,13 +36,13 @@ impl Router for LlmD {
                 spread => (longest - waiting(instance)) as f64 / spread as f64,
             };
             let resident = f64::from(ask.resident_blocks(instance));
-            let host = f64::from(ask.matched.per_node(NodeId(instance.0)));
+            let host = f64::from(ask.matched.node_prefix_blocks(NodeId(instance.0)));
             let prefix =
                 (resident + HOST_CREDIT * (host - resident).max(0.0)) / f64::from(ask.request.blocks.max(1));
-            let memory = 1.0 - view.seen[instance.0 as usize].memory_in_use;
+            let memory = 1.0 - view.instance_use[instance.0 as usize].memory_in_use;
             let score = PREFIX_WEIGHT * prefix + QUEUE_WEIGHT * queue + MEMORY_WEIGHT * memory;
-            in_flight(view, instance) / 1e6 - score
+            in_flight_load(view, instance) / 1e6 - score
         };
-        to(ask, view, cheapest(view, cost))
+        route_to(ask, view, cheapest(view, cost))
     }
 }

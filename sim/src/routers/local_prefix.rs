@@ -1,12 +1,14 @@
-//! The longest prefix in the instance's own memory and node: the highest hit rate, as the vLLM Production Stack describes its routing (documentation,
-//! "KV Cache Aware Routing", commit a7d2672). Of equal ones the least loaded, which is ours.
+//! Longest prefix in the instance's own memory and node: the highest hit rate, as the vLLM
+//! Production Stack describes its routing (documentation, "KV Cache Aware Routing", commit
+//! a7d2672). Ties go to the least loaded, which is our addition.
 //!
-//! Not here: any other regard to load; later versions of that page have a least length and say what happens below it.
+//! Not here: other use of the load; later versions of that page have a minimum length and a
+//! fallback below it.
 
-use super::{Route, Router, cheapest, in_flight, to};
-use crate::fleet::{Ask, View};
+use super::{Route, Router, cheapest, in_flight_load, route_to};
+use crate::fleet::{RouteQuery, RouterView};
 
-/// See the file.
+/// Longest-local-prefix routing.
 pub(super) struct LocalPrefix;
 
 impl Router for LocalPrefix {
@@ -14,8 +16,8 @@ impl Router for LocalPrefix {
         "local-prefix"
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        let cost = |instance| in_flight(view, instance) / 1e6 - f64::from(ask.local_blocks(instance));
-        to(ask, view, cheapest(view, cost))
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
+        let cost = |instance| in_flight_load(view, instance) / 1e6 - f64::from(ask.local_blocks(instance));
+        route_to(ask, view, cheapest(view, cost))
     }
 }

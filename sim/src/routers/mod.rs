@@ -1,56 +1,59 @@
-//! Routers that the production scheduler is held against, each after its published description, in a file of its own.
+//! Baseline routers for comparison with the production scheduler, each after its published
+//! description, in its own file.
 //!
-//! A router chooses an instance. What that instance fetches, computes and saves is planned by the production planner for all of them, out of
-//! what the router's own system has ([`Plane`]). Not here: the fleet they choose in (`crate::fleet`).
+//! A router chooses an instance. For all of them the production planner plans what that instance
+//! fetches, computes and saves, limited to the nodes that the router's own system has
+//! ([`FetchScope`]). Not here: the fleet (`crate::fleet`).
 
 pub(crate) mod admitting;
 mod compare;
 mod dynamo;
 mod goodput;
 mod least_loaded;
-mod led;
 mod llm_d;
 mod local_prefix;
 mod mooncake;
+mod oracle_gap;
 mod power_of_two;
 mod production;
 mod random;
-mod regret;
+mod replayed_decisions;
 mod round_robin;
 mod sglang;
 mod sticky;
 
 use kv_core::id::{InstanceId, NodeId};
 use kv_core::index::PrefixMatch;
-use kv_core::schedule::{Decision, Held, choose};
+use kv_core::schedule::{Decision, PrefixLocations, choose};
 
-pub use compare::{Comparison, Draw, Point, capacity, compare, spread};
-pub use goodput::{Good, Goodput, Limits, goodput};
-pub use led::Led;
-pub use regret::{Knowing, Knowledge, Regret, Shares, regret};
+pub use compare::{Comparison, LoadDraw, RouterResult, capacity, compare, median_and_range};
+pub use goodput::{Goodput, GoodputResult, LatencyLimits, goodput};
+pub use oracle_gap::{GapShares, Knowledge, KnowledgeResult, OracleGap, oracle_gap};
+pub use replayed_decisions::ReplayedDecisions;
 
-use crate::fleet::{Ask, View};
+use crate::fleet::{RouteQuery, RouterView};
 
-/// Where a request goes.
+/// Result of routing a request.
 #[derive(Clone, Debug)]
-// There is one at a time.
+// Only one exists at a time.
 #[expect(clippy::large_enum_variant)]
 pub enum Route {
     /// To an instance, with its plan.
     To(Decision),
-    /// Nowhere: its caller is to come back later.
+    /// Rejected: the caller should retry later.
     Reject,
 }
 
-/// Something that routes.
+/// A routing policy.
 pub trait Router {
     /// Name as written on the command line.
     fn name(&self) -> &'static str;
 
     /// Routes one request.
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route;
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route;
 
-    /// Whether an instance saves to its own node what it fetched from another one as well, and not only what it computed.
+    /// Whether an instance also saves blocks to its own node that it fetched from another, not only
+    /// computed ones.
     fn keeps_fetched(&self) -> bool {
         false
     }
@@ -59,7 +62,7 @@ pub trait Router {
 /// The production scheduler.
 pub const PRODUCTION: &str = "kvfleet";
 
-/// What it is held against.
+/// Names of the baseline routers.
 pub const BASELINES: [&str; 10] = [
     "random",
     "round-robin",
@@ -73,7 +76,7 @@ pub const BASELINES: [&str; 10] = [
     "sglang",
 ];
 
-/// A fresh router of this name; `seed` feeds those that draw.
+/// A new router of this name; `seed` is for randomised ones.
 #[must_use]
 pub fn by_name(name: &str, seed: u64) -> Option<Box<dyn Router>> {
     Some(match name {
@@ -92,56 +95,63 @@ pub fn by_name(name: &str, seed: u64) -> Option<Box<dyn Router>> {
     })
 }
 
-/// From where an instance may fetch under a router that is not the production scheduler.
+/// Nodes that an instance may fetch from under routers other than the production scheduler.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub enum Plane {
-    /// Its own node, as engines with a tier of their host's memory have it; of Mooncake's, also the node with the longest prefix.
+pub enum FetchScope {
+    /// Its own node, as in engines with a host memory tier; for Mooncake, also the node with the
+    /// longest prefix.
     #[default]
     Own,
-    /// Every node, so that routers differ by where they send and nothing else.
+    /// Every node, so that routers differ only by the chosen instance.
     Pool,
 }
 
-/// A request goes to this instance, whatever it costs there, which fetches from its own node.
-fn to(ask: &Ask<'_>, view: &View, instance: Option<InstanceId>) -> Route {
+/// Routes a request to this instance at any cost; it fetches from its own node.
+fn route_to(ask: &RouteQuery<'_>, view: &RouterView, instance: Option<InstanceId>) -> Route {
     let Some(instance) = instance else { return Route::Reject };
-    to_with(ask, view, instance, &[NodeId(instance.0)])
+    route_fetching_from(ask, view, instance, &[NodeId(instance.0)])
 }
 
-/// The same, fetching from these nodes.
-fn to_with(ask: &Ask<'_>, view: &View, instance: InstanceId, nodes: &[NodeId]) -> Route {
+/// Routes a request to this instance, which fetches from these nodes.
+fn route_fetching_from(
+    ask: &RouteQuery<'_>,
+    view: &RouterView,
+    instance: InstanceId,
+    nodes: &[NodeId],
+) -> Route {
     let few;
-    let matched = match view.plane {
-        Plane::Pool => ask.matched,
-        Plane::Own => {
+    let matched = match view.fetch_scope {
+        FetchScope::Pool => ask.matched,
+        FetchScope::Own => {
             few = held_by(ask.matched, nodes);
             &few
         }
     };
-    let held = Held { matched, resident: ask.resident, coming: &[] };
-    choose(&ask.request, held, view.single(instance), ask.now).map_or(Route::Reject, Route::To)
+    let held = PrefixLocations { matched, resident: ask.resident, in_flight: &[] };
+    choose(&ask.request, held, view.single_fleet(instance), ask.now).map_or(Route::Reject, Route::To)
 }
 
-/// What these nodes hold of a prefix.
+/// The part of a match that these nodes hold.
 fn held_by(matched: &PrefixMatch, nodes: &[NodeId]) -> PrefixMatch {
     let mut runs = matched.runs.clone();
     runs.iter_mut().for_each(|run| run.holders.retain(|holder| nodes.contains(&holder.node)));
-    // A run that nobody has is no end: what is in GPU memory may reach behind it.
+    // A run without holders does not end the prefix: GPU memory may reach behind it.
     runs.retain(|run| !run.holders.is_empty());
     PrefixMatch { runs }
 }
 
-/// The instance of least cost; of equal ones that with the lower number.
-fn cheapest(view: &View, cost: impl Fn(InstanceId) -> f64) -> Option<InstanceId> {
+/// The instance of least cost; ties go to the lower number.
+fn cheapest(view: &RouterView, cost: impl Fn(InstanceId) -> f64) -> Option<InstanceId> {
     view.instances()
         .map(|instance| (cost(instance), instance))
         .min_by(|one, other| one.0.total_cmp(&other.0))
         .map(|(_, instance)| instance)
 }
 
-/// Requests and then prompt tokens that whoever sends them knows to be under way, as one figure to compare.
-fn in_flight(view: &View, instance: InstanceId) -> f64 {
-    let seen = view.seen[instance.0 as usize];
+/// In-flight requests, then prompt tokens, known to the router without reports, as one number to
+/// compare.
+fn in_flight_load(view: &RouterView, instance: InstanceId) -> f64 {
+    let seen = view.instance_use[instance.0 as usize];
     f64::from(seen.in_flight) + seen.in_flight_tokens as f64 / 1e12
 }
 

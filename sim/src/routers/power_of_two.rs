@@ -1,16 +1,16 @@
-//! Of two instances drawn by chance the one with fewer requests under way (Mitzenmacher, "The power of two choices in randomized load
-//! balancing", IEEE TPDS 2001).
+//! Of two randomly drawn instances, the one with fewer requests in flight (Mitzenmacher, "The power
+//! of two choices in randomized load balancing", IEEE TPDS 2001).
 //!
-//! Not here: any regard to caches.
+//! Not here: cache awareness.
 
 use kv_core::id::InstanceId;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::{Route, Router, in_flight, to};
-use crate::fleet::{Ask, View};
+use super::{Route, Router, in_flight_load, route_to};
+use crate::fleet::{RouteQuery, RouterView};
 
-/// See the file.
+/// Power-of-two-choices routing.
 pub(super) struct PowerOfTwo(ChaCha8Rng);
 
 impl PowerOfTwo {
@@ -24,11 +24,11 @@ impl Router for PowerOfTwo {
         "power-of-two"
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        let count = view.seen.len().max(1) as u32;
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
+        let count = view.instance_use.len().max(1) as u32;
         let first = InstanceId(self.0.random_range(0..count));
         let other = InstanceId((first.0 + self.0.random_range(0..count.max(2) - 1) + 1) % count);
-        let is_first = in_flight(view, first) <= in_flight(view, other);
-        to(ask, view, Some(if is_first { first } else { other }))
+        let is_first = in_flight_load(view, first) <= in_flight_load(view, other);
+        route_to(ask, view, Some(if is_first { first } else { other }))
     }
 }

@@ -2,12 +2,12 @@
 //!
 //! Not here: the scheduler (`kv_core::schedule`).
 
-use kv_core::schedule::{Admission, Offer, RouteRequest, choose};
+use kv_core::schedule::{Admission, AdmissionRequest, RouteRequest, choose};
 
 use super::{PRODUCTION, Route, Router};
-use crate::fleet::{Ask, View};
+use crate::fleet::{RouteQuery, RouterView};
 
-/// See the file. Requests have no limits, and all are let in.
+/// The production scheduler without request limits, so all requests are admitted.
 #[derive(Default)]
 pub(super) struct Production {
     admission: Admission,
@@ -18,16 +18,16 @@ impl Router for Production {
         PRODUCTION
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
         let tenant = ask.request.tenant;
-        let standing = self.admission.standing(tenant, 0, &view.fleet, ask.now);
-        let request = RouteRequest { standing, ..ask.request };
+        let standing = self.admission.queue_priority(tenant, 0, &view.fleet, ask.now);
+        let request = RouteRequest { queue_priority: standing, ..ask.request };
         let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else { return Route::Reject };
-        let offer = Offer::of(&decision, (tenant, 0), None);
+        let offer = AdmissionRequest::of(&decision, (tenant, 0), None);
         match self.admission.admit(&offer, ask.now) {
             Ok(()) => {
                 let waiting = view.fleet.waiting_tokens();
-                self.admission.sent(tenant, decision.recompute_tokens, waiting, ask.now);
+                self.admission.record(tenant, decision.recompute_tokens, waiting, ask.now);
                 Route::To(decision)
             }
             Err(_) => Route::Reject,

@@ -1,17 +1,17 @@
-//! Each instance with equal chance: "Random" of Harchol-Balter, Crovella and Murta, "On Choosing a Task Assignment Policy for a Distributed Server
-//! System" (Performance Tools '98), and `random` of the SGLang Model Gateway
-//! (documentation, "Load Balancing Policies", commit 0f4513c).
+//! A uniformly random instance. This is "Random" of Harchol-Balter, Crovella and Murta, "On
+//! Choosing a Task Assignment Policy for a Distributed Server System" (Performance Tools '98), and
+//! `random` of the SGLang Model Gateway (documentation, "Load Balancing Policies", commit 0f4513c).
 //!
-//! Not here: any regard to load or caches.
+//! Not here: load or cache awareness.
 
 use kv_core::id::InstanceId;
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use super::{Route, Router, to};
-use crate::fleet::{Ask, View};
+use super::{Route, Router, route_to};
+use crate::fleet::{RouteQuery, RouterView};
 
-/// See the file.
+/// Random routing.
 pub(super) struct Random(ChaCha8Rng);
 
 impl Random {
@@ -25,8 +25,8 @@ impl Router for Random {
         "random"
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        let drawn = self.0.random_range(0..view.seen.len().max(1) as u32);
-        to(ask, view, Some(InstanceId(drawn)))
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
+        let drawn = self.0.random_range(0..view.instance_use.len().max(1) as u32);
+        route_to(ask, view, Some(InstanceId(drawn)))
     }
 }

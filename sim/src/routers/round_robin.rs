@@ -1,15 +1,16 @@
-//! One after the other: "Round-Robin" of Harchol-Balter, Crovella and Murta, "On Choosing a Task Assignment Policy for a Distributed Server System"
-//! (Performance Tools '98), and `round_robin` of the SGLang Model Gateway
-//! (documentation, "Load Balancing Policies", commit 0f4513c).
+//! Instances in rotation. This is "Round-Robin" of Harchol-Balter, Crovella and Murta, "On Choosing
+//! a Task Assignment Policy for a Distributed Server System" (Performance Tools '98), and
+//! `round_robin` of the SGLang Model Gateway (documentation, "Load Balancing Policies", commit
+//! 0f4513c).
 //!
-//! Not here: any regard to load or caches.
+//! Not here: load or cache awareness.
 
 use kv_core::id::InstanceId;
 
-use super::{Route, Router, to};
-use crate::fleet::{Ask, View};
+use super::{Route, Router, route_to};
+use crate::fleet::{RouteQuery, RouterView};
 
-/// See the file.
+/// Round-robin routing.
 #[derive(Default)]
 pub(super) struct RoundRobin(u32);
 
@@ -18,9 +19,9 @@ impl Router for RoundRobin {
         "round-robin"
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
-        let next = self.0 % view.seen.len().max(1) as u32;
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
+        let next = self.0 % view.instance_use.len().max(1) as u32;
         self.0 = self.0.wrapping_add(1);
-        to(ask, view, Some(InstanceId(next)))
+        route_to(ask, view, Some(InstanceId(next)))
     }
 }

@@ -1,18 +1,19 @@
-//! Consistent hashing of the first block, with bounded load: an instance that has a quarter more than its share of the requests under way passes a
-//! request on to the next on the ring (Mirrokni, Thorup, Zadimoghaddam, "Consistent hashing with bounded loads", SODA 2018).
+//! Consistent hashing of the first block with bounded load. An instance with a quarter more than
+//! its share of the requests in flight passes a request on. The next instance on the ring takes it
+//! (Mirrokni, Thorup, Zadimoghaddam, "Consistent hashing with bounded loads", SODA 2018).
 //!
-//! Not here: the ring (`kv_core::place`), and any regard to caches.
+//! Not here: the ring (`kv_core::place`), and cache awareness.
 
 use kv_core::id::{InstanceId, NodeId};
 use kv_core::place::Ring;
 
-use super::{Route, Router, to};
-use crate::fleet::{Ask, View};
+use super::{Route, Router, route_to};
+use crate::fleet::{RouteQuery, RouterView};
 
-/// Bound over the mean, as the paper's example.
-const BOUND: f64 = 1.25;
+/// Bound over the mean, as in the paper's example.
+const LOAD_BOUND: f64 = 1.25;
 
-/// See the file.
+/// Consistent-hash routing.
 #[derive(Default)]
 pub(super) struct Sticky {
     ring: Option<Ring>,
@@ -23,11 +24,11 @@ impl Router for Sticky {
         "sticky"
     }
 
-    fn route(&mut self, ask: &Ask<'_>, view: &View) -> Route {
+    fn route(&mut self, ask: &RouteQuery<'_>, view: &RouterView) -> Route {
         let members = || view.instances().map(|instance| (NodeId(instance.0), 1)).collect::<Vec<_>>();
         let ring = self.ring.get_or_insert_with(|| Ring::new(&members()));
         let key = ask.request.first_block.unwrap_or_default();
-        let load = |node: NodeId| u64::from(view.seen[node.0 as usize].in_flight);
-        to(ask, view, ring.place(&key.0, load, BOUND).map(|node| InstanceId(node.0)))
+        let load = |node: NodeId| u64::from(view.instance_use[node.0 as usize].in_flight);
+        route_to(ask, view, ring.place(&key.0, load, LOAD_BOUND).map(|node| InstanceId(node.0)))
     }
 }

@@ -1,27 +1,30 @@
-//! Each baseline alone, in a fleet that is written down: where it sends a prompt, and where its published formula turns.
+//! Each baseline alone, in a fixed scene: its chosen instance, and the points where its published
+//! formula switches.
 //!
-//! Not here: what they come to on traffic (`compare.rs`), and what is fetched and computed for what they choose (`kv_core::schedule`).
+//! Not here: results on traffic (`compare.rs`), and the plans for the chosen instance
+//! (`kv_core::schedule`).
 #![allow(clippy::unwrap_used)]
 
 use kv_core::id::{BlockHash, Category, RequestId, TenantId, Tier, Timestamp};
 use kv_core::index::{Holder, HolderRun};
 use kv_core::place::Ring;
-use kv_core::schedule::{HardwareProfile, Lane, Load, PROFILES, Resident, RouteRequest};
+use kv_core::schedule::{HardwareProfile, Load, PROFILES, PathSpeed, ResidentPrefix, RouteRequest};
 
 use super::*;
-use crate::fleet::{Seen, Setup};
+use crate::fleet::{FleetSetup, InstanceUse};
 
 const BLOCK_TOKENS: u32 = 100;
 
-/// Of the prompt that is routed.
+/// Blocks of the routed prompt.
 const BLOCKS: u32 = 10;
 
-/// Instances, what is known of them, and who has which blocks of one prompt. At first all are idle and nobody has any.
+/// Instances, their reported state, and the holders of one prompt's blocks. Initially all are idle
+/// and no instance has any block.
 struct Scene {
-    view: View,
+    view: RouterView,
     first_block: BlockHash,
-    resident: Vec<Resident>,
-    /// Nodes with the blocks that they hold: from one, to before another, and in which tier.
+    resident: Vec<ResidentPrefix>,
+    /// Blocks held by nodes: first, end (exclusive), and tier.
     on_nodes: Vec<(u32, [u32; 2], Tier)>,
 }
 
@@ -32,45 +35,45 @@ impl Scene {
 
     fn with(instances: u32, profile: HardwareProfile) -> Scene {
         Scene {
-            view: View::new(&Setup::new(instances, profile, BLOCK_TOKENS)),
+            view: RouterView::new(&FleetSetup::new(instances, profile, BLOCK_TOKENS)),
             first_block: BlockHash([7; 16]),
             resident: Vec::new(),
             on_nodes: Vec::new(),
         }
     }
 
-    /// With so many prompt tokens and requests that wait at an instance, and this share of its GPU memory in use, as reported.
-    fn reported(mut self, instance: u32, (tokens, waiting): (u64, u32), memory_in_use: f64) -> Scene {
+    /// Sets an instance's reported prompt tokens and waiting requests, and its GPU memory use.
+    fn with_report(mut self, instance: u32, (tokens, waiting): (u64, u32), memory_in_use: f64) -> Scene {
         let load = Load::reported(tokens, 0, waiting);
-        self.view.reported(InstanceId(instance), load, memory_in_use, Timestamp(0));
+        self.view.apply_load(InstanceId(instance), load, memory_in_use, Timestamp(0));
         self
     }
 
-    /// With so many prompt tokens that wait at an instance.
-    fn queue(self, instance: u32, tokens: u64) -> Scene {
-        self.reported(instance, (tokens, 0), 0.0)
+    /// Sets an instance's waiting prompt tokens.
+    fn with_queue(self, instance: u32, tokens: u64) -> Scene {
+        self.with_report(instance, (tokens, 0), 0.0)
     }
 
-    /// With so many requests under way to an instance, and their prompt tokens.
-    fn under_way(mut self, instance: u32, (in_flight, in_flight_tokens): (u32, u64)) -> Scene {
-        let seen = &mut self.view.seen[instance as usize];
-        *seen = Seen { in_flight, in_flight_tokens, ..*seen };
+    /// Sets an instance's requests in flight, and their prompt tokens.
+    fn with_in_flight(mut self, instance: u32, (in_flight, in_flight_tokens): (u32, u64)) -> Scene {
+        let seen = &mut self.view.instance_use[instance as usize];
+        *seen = InstanceUse { in_flight, in_flight_tokens, ..*seen };
         self
     }
 
-    /// With so many leading blocks in an instance's GPU memory.
-    fn in_gpu(mut self, instance: u32, blocks: u32) -> Scene {
-        self.resident.push(Resident { instance: InstanceId(instance), blocks });
+    /// Sets the leading blocks in an instance's GPU memory.
+    fn with_resident(mut self, instance: u32, blocks: u32) -> Scene {
+        self.resident.push(ResidentPrefix { instance: InstanceId(instance), blocks });
         self
     }
 
-    /// With these blocks on an instance's own node.
-    fn on_node(mut self, node: u32, blocks: [u32; 2], tier: Tier) -> Scene {
+    /// Sets blocks on an instance's own node.
+    fn with_node_blocks(mut self, node: u32, blocks: [u32; 2], tier: Tier) -> Scene {
         self.on_nodes.push((node, blocks, tier));
         self
     }
 
-    /// The same of whoever holds them: runs end where any of them does.
+    /// The blocks on all nodes as a match: runs end where any holder's range ends.
     fn matched(&self) -> PrefixMatch {
         let mut ends: Vec<u32> = self.on_nodes.iter().flat_map(|(_, blocks, _)| *blocks).collect();
         ends.sort_unstable();
@@ -87,7 +90,7 @@ impl Scene {
         PrefixMatch { runs: ends.windows(2).map(run).collect() }
     }
 
-    fn decided(&self, router: &mut dyn Router) -> Decision {
+    fn decide(&self, router: &mut dyn Router) -> Decision {
         let request = RouteRequest {
             request: RequestId(0),
             tenant: TenantId(0),
@@ -99,94 +102,99 @@ impl Scene {
             output_tokens: 0,
             ttft_max_us: 0,
             tbt_max_us: 0,
-            standing: Default::default(),
-            is_text: false,
+            queue_priority: Default::default(),
+            is_untokenized: false,
         };
         let (matched, resident) = (&self.matched(), self.resident.as_slice());
-        let ask = Ask { request, matched, resident, coming: &[], now: Timestamp(0) };
+        let ask = RouteQuery { request, matched, resident, in_flight_prefixes: &[], now: Timestamp(0) };
         match router.route(&ask, &self.view) {
             Route::To(decision) => decision,
-            Route::Reject => panic!("{} turned it away", router.name()),
+            Route::Reject => panic!("{} rejected it", router.name()),
         }
     }
 
-    /// Where a fresh router of this name sends the prompt.
-    fn to(&self, name: &str) -> u32 {
-        self.decided(by_name(name, 1).unwrap().as_mut()).instance.0
+    /// The instance that a new router of this name chooses.
+    fn chosen_by(&self, name: &str) -> u32 {
+        self.decide(by_name(name, 1).unwrap().as_mut()).instance.0
     }
 
-    /// Where one router sends it, so many times.
-    fn times(&self, times: usize, router: &mut dyn Router) -> Vec<u32> {
-        (0..times).map(|_| self.decided(router).instance.0).collect()
+    /// The choices of one router over repeated requests.
+    fn repeated(&self, times: usize, router: &mut dyn Router) -> Vec<u32> {
+        (0..times).map(|_| self.decide(router).instance.0).collect()
     }
 }
 
-/// How often each of four was drawn.
+/// Number of times that each of four instances was drawn.
 fn counts(drawn: &[u32]) -> [usize; 4] {
     [0, 1, 2, 3].map(|instance| drawn.iter().filter(|drawn| **drawn == instance).count())
 }
 
-/// Instance 0 has all that a router could look for, or all that it could shun.
+/// Instance 0 has everything that a router could prefer or avoid.
 fn uneven(instances: u32) -> Scene {
-    Scene::new(instances).queue(0, 50_000).under_way(0, (500, 50_000)).in_gpu(0, BLOCKS)
+    Scene::new(instances).with_queue(0, 50_000).with_in_flight(0, (500, 50_000)).with_resident(0, BLOCKS)
 }
 
 #[test]
-fn random_draws_all_alike_and_looks_at_nothing() {
-    let drawn = uneven(4).times(4_000, by_name("random", 1).unwrap().as_mut());
+fn random_is_uniform_and_ignores_state() {
+    let drawn = uneven(4).repeated(4_000, by_name("random", 1).unwrap().as_mut());
     // 4,000 draws of chance 1/4: 1,000 each, standard deviation sqrt(4000 * 1/4 * 3/4) = 27.
     assert!(counts(&drawn).iter().all(|count| count.abs_diff(1_000) < 100), "{:?}", counts(&drawn));
-    assert_eq!(drawn, Scene::new(4).times(4_000, by_name("random", 1).unwrap().as_mut()));
-    assert_ne!(drawn, Scene::new(4).times(4_000, by_name("random", 2).unwrap().as_mut()));
+    assert_eq!(drawn, Scene::new(4).repeated(4_000, by_name("random", 1).unwrap().as_mut()));
+    assert_ne!(drawn, Scene::new(4).repeated(4_000, by_name("random", 2).unwrap().as_mut()));
 }
 
 #[test]
-fn round_robin_takes_one_after_the_other_and_looks_at_nothing() {
-    let taken = uneven(3).times(7, by_name("round-robin", 1).unwrap().as_mut());
+fn round_robin_rotates_and_ignores_state() {
+    let taken = uneven(3).repeated(7, by_name("round-robin", 1).unwrap().as_mut());
     assert_eq!(taken, [0, 1, 2, 0, 1, 2, 0]);
 }
 
 #[test]
-fn the_least_loaded_has_the_fewest_tokens_ahead_and_of_equal_ones_the_fewest_requests() {
+fn least_loaded_compares_tokens_then_requests() {
     let routed = |tokens: u64| {
-        let mut scene = Scene::new(2).queue(0, 1_000).in_gpu(0, BLOCKS);
+        let mut scene = Scene::new(2).with_queue(0, 1_000).with_resident(0, BLOCKS);
         let mut load = Load::reported(900, 0, 0);
         load.routed_tokens = tokens;
-        scene.view.reported(InstanceId(1), load, 0.0, Timestamp(0));
+        scene.view.apply_load(InstanceId(1), load, 0.0, Timestamp(0));
         scene
     };
-    // 900 reported and 99 routed since are less than 1,000; with 101 they are more. What is cached counts for nothing.
-    assert_eq!((routed(99).to("least-loaded"), routed(101).to("least-loaded")), (1, 0));
-    // Requests are no tokens: nine hundred of them do not outweigh one.
-    assert_eq!(routed(99).under_way(1, (900, 0)).to("least-loaded"), 1);
-    let equal = |requests| routed(100).under_way(0, (5, 0)).under_way(1, (requests, 0)).to("least-loaded");
+    // 900 reported and 99 routed since are less than 1,000; with 101 they are more. Cached blocks
+    // do not count.
+    assert_eq!((routed(99).chosen_by("least-loaded"), routed(101).chosen_by("least-loaded")), (1, 0));
+    // Requests are not tokens: nine hundred of them do not outweigh one token.
+    assert_eq!(routed(99).with_in_flight(1, (900, 0)).chosen_by("least-loaded"), 1);
+    let equal = |requests| {
+        routed(100).with_in_flight(0, (5, 0)).with_in_flight(1, (requests, 0)).chosen_by("least-loaded")
+    };
     assert_eq!((equal(4), equal(6)), (1, 0));
 }
 
 #[test]
-fn the_local_prefix_is_the_longer_of_gpu_memory_and_node_whatever_waits_there() {
+fn local_prefix_takes_the_longer_of_gpu_and_node_ignoring_load() {
     let longest = |blocks: u32| {
-        let scene = Scene::new(2).in_gpu(0, 4).in_gpu(1, 3).on_node(1, [0, blocks], Tier::Ssd);
-        scene.queue(1, 50_000).under_way(1, (900, 0)).to("local-prefix")
+        let scene =
+            Scene::new(2).with_resident(0, 4).with_resident(1, 3).with_node_blocks(1, [0, blocks], Tier::Ssd);
+        scene.with_queue(1, 50_000).with_in_flight(1, (900, 0)).chosen_by("local-prefix")
     };
     // 4 against max(3, 3), which is not 6, and against max(3, 5).
     assert_eq!((longest(3), longest(5)), (0, 1));
     let equal = |requests| {
-        let scene = Scene::new(2).in_gpu(0, 4).in_gpu(1, 4).under_way(0, (5, 0));
-        scene.under_way(1, (requests, 0)).to("local-prefix")
+        let scene = Scene::new(2).with_resident(0, 4).with_resident(1, 4).with_in_flight(0, (5, 0));
+        scene.with_in_flight(1, (requests, 0)).chosen_by("local-prefix")
     };
     assert_eq!((equal(4), equal(6)), (1, 0));
 }
 
 #[test]
-fn sticky_goes_on_along_the_ring_from_where_the_bound_is_reached() {
+fn sticky_follows_the_ring_past_instances_at_the_bound() {
     let members: Vec<(NodeId, u32)> = (0..4).map(|node| (NodeId(node), 1)).collect();
     let ring: Vec<u32> = Ring::new(&members).walk(&[7; 16]).map(|node| node.0).collect();
-    // Of 160 requests, this one counted, a fair share is 40 and the bound 50: who has 49 takes it, who has 50 does not.
+    // Of 160 requests including this one, a fair share is 40 and the bound 50: an instance with 49
+    // accepts it, one with 50 does not.
     let to = |loads: [u32; 4]| {
         assert_eq!(loads.iter().sum::<u32>(), 159);
-        let place = |scene: Scene, (node, load): (&u32, u32)| scene.under_way(*node, (load, 0));
-        ring.iter().zip(loads).fold(Scene::new(4), place).to("sticky")
+        let place = |scene: Scene, (node, load): (&u32, u32)| scene.with_in_flight(*node, (load, 0));
+        ring.iter().zip(loads).fold(Scene::new(4), place).chosen_by("sticky")
     };
     assert_eq!(to([49, 110, 0, 0]), ring[0]);
     assert_eq!(to([50, 49, 60, 0]), ring[1]);
@@ -195,33 +203,38 @@ fn sticky_goes_on_along_the_ring_from_where_the_bound_is_reached() {
 }
 
 #[test]
-fn sticky_sends_alike_what_begins_alike_and_looks_at_no_cache() {
+fn sticky_depends_only_on_the_first_block() {
     let of = |byte: u8| Scene { first_block: BlockHash([byte; 16]), ..Scene::new(4) };
-    let to: Vec<u32> = (0..64).map(|byte| of(byte).to("sticky")).collect();
+    let to: Vec<u32> = (0..64).map(|byte| of(byte).chosen_by("sticky")).collect();
     assert!(counts(&to).iter().all(|count| *count > 0), "{to:?}");
-    let cached = |byte: u8| of(byte).in_gpu(0, BLOCKS).queue(1, 50_000).to("sticky");
+    let cached = |byte: u8| of(byte).with_resident(0, BLOCKS).with_queue(1, 50_000).chosen_by("sticky");
     assert_eq!(to, (0..64).map(cached).collect::<Vec<_>>());
 }
 
 #[test]
-fn power_of_two_takes_the_one_with_fewer_requests_of_two_different_ones() {
+fn power_of_two_takes_the_less_loaded_of_two_instances() {
     let loads = [(0, 900), (1, 600), (2, 300), (3, 0)];
-    let place = |scene: Scene, nth: usize| scene.under_way(nth as u32, loads[nth]);
+    let place = |scene: Scene, nth: usize| scene.with_in_flight(nth as u32, loads[nth]);
     let scene = (0..4).fold(Scene::new(4), place);
-    let drawn = counts(&scene.times(6_000, by_name("power-of-two", 1).unwrap().as_mut()));
+    let drawn = counts(&scene.repeated(6_000, by_name("power-of-two", 1).unwrap().as_mut()));
     // Of the six pairs, 0 is the less loaded of three, 1 of two, 2 of one and 3 of none: 3,000, 2,000, 1,000 and 0; standard deviation at most
     // sqrt(6000 * 1/2 * 1/2) = 39.
     let is_near = |(count, expected): (usize, usize)| count.abs_diff(expected) < 150;
     assert!(drawn.into_iter().zip([3_000, 2_000, 1_000]).all(is_near), "{drawn:?}");
     assert_eq!(drawn[3], 0);
-    // Among two there is nothing to draw.
-    let two = Scene::new(2).under_way(0, (3, 0)).under_way(1, (2, 900)).queue(1, 50_000).in_gpu(0, BLOCKS);
-    assert_eq!(two.times(50, by_name("power-of-two", 1).unwrap().as_mut()), [1; 50]);
+    // With two instances the draw has no effect.
+    let two = Scene::new(2)
+        .with_in_flight(0, (3, 0))
+        .with_in_flight(1, (2, 900))
+        .with_queue(1, 50_000)
+        .with_resident(0, BLOCKS);
+    assert_eq!(two.repeated(50, by_name("power-of-two", 1).unwrap().as_mut()), [1; 50]);
 }
 
-/// 4 µs to compute a token and 1 ns more for each before it, 1 µs to move one between nodes; a step takes no time.
+/// 4 µs to compute a token plus 1 ns for each token before it, 1 µs to move one between nodes; a
+/// step takes no time.
 fn plain() -> HardwareProfile {
-    let lane = Lane { latency_ns: 0, bytes_per_s: 1_000_000_000 };
+    let lane = PathSpeed { latency_ns: 0, bytes_per_s: 1_000_000_000 };
     HardwareProfile {
         prefill_ns_per_token: 4_000,
         prefill_ps_per_token_context: 1_000,
@@ -236,11 +249,12 @@ fn plain() -> HardwareProfile {
     }
 }
 
-/// Where it goes while so many tokens wait at instance 0, whose node has eight blocks; that of instance 1 has these.
+/// The choice with these tokens waiting at instance 0, with eight blocks on its node; the node of
+/// instance 1 has `blocks`.
 fn mooncake(queue_tokens: u64, blocks: u32) -> Decision {
-    let scene = Scene::with(2, plain()).queue(0, queue_tokens).on_node(0, [0, 8], Tier::Dram);
-    let scene = if blocks > 0 { scene.on_node(1, [0, blocks], Tier::Dram) } else { scene };
-    scene.decided(&mut mooncake::Mooncake)
+    let scene = Scene::with(2, plain()).with_queue(0, queue_tokens).with_node_blocks(0, [0, 8], Tier::Dram);
+    let scene = if blocks > 0 { scene.with_node_blocks(1, [0, blocks], Tier::Dram) } else { scene };
+    scene.decide(&mut mooncake::Mooncake)
 }
 
 #[test]
@@ -248,94 +262,99 @@ fn mooncake_adds_transfer_queue_and_prefill() {
     // Prefill of n tokens behind c is 4 n + (c n + n²/2) / 1000 µs; that of 200 behind 800 is 800 + 180 = 980.
     // Instance 0: 4 Q + 980. Instance 1 gets all 800 tokens moved: 800 + 980. Equal at Q = 200.
     assert_eq!([199, 201].map(|queue| mooncake(queue, 0).instance.0), [0, 1]);
-    // With three blocks there, 500 are moved: 500 + 980. Equal at Q = 125.
+    // With three blocks there, 500 tokens are moved: 500 + 980. Equal at Q = 125.
     assert_eq!([124, 126].map(|queue| mooncake(queue, 3).instance.0), [0, 1]);
 }
 
 #[test]
-fn mooncake_moves_a_prefix_that_is_more_than_twice_the_own_one() {
-    // Eight blocks are not more than twice four. Instance 1 computes 600 tokens behind 400: 2400 + 420; 4 Q + 980 is equal at Q = 460. Were they
-    // moved, it would be 400 + 980, equal at Q = 100.
+fn mooncake_transfers_a_prefix_over_twice_the_own_one() {
+    // Eight blocks are not more than twice four. Instance 1 computes 600 tokens behind 400: 2400 +
+    // 420; 4 Q + 980 is equal at Q = 460. If they were moved, it would be 400 + 980, equal at Q =
+    // 100.
     assert_eq!([459, 461].map(|queue| mooncake(queue, 4).instance.0), [0, 1]);
     let from = |decision: &Decision| decision.sources.iter().map(|source| source.node.0).collect::<Vec<_>>();
     assert_eq!(from(&mooncake(461, 4)), [1]);
-    assert!(from(&mooncake(201, 0)).contains(&0), "its node has none");
-    assert!(mooncake::Mooncake.keeps_fetched(), "a prefix that is moved is there afterwards");
+    assert!(from(&mooncake(201, 0)).contains(&0), "its node has no blocks");
+    assert!(mooncake::Mooncake.keeps_fetched(), "a transferred prefix must stay");
 }
 
-/// Where Dynamo sends it while so many prompt tokens wait at instance 0, and so many are of requests under way there.
+/// Dynamo's choice with these prompt tokens waiting at instance 0, and these in flight there.
 fn dynamo(scene: Scene, (queue_tokens, in_flight_tokens): (u64, u64)) -> u32 {
-    scene.queue(0, queue_tokens).under_way(0, (1, in_flight_tokens)).to("dynamo")
+    scene.with_queue(0, queue_tokens).with_in_flight(0, (1, in_flight_tokens)).chosen_by("dynamo")
 }
 
 #[test]
-fn dynamo_adds_blocks_to_prefill_and_blocks_that_decode() {
-    // Instance 1: 10 + 10. Instance 0 with four blocks: Q/100 + 10 - 4 + D/100 + 10, equal where Q + D is 400.
-    let four = || Scene::new(2).in_gpu(0, 4);
+fn dynamo_adds_prefill_and_decode_blocks() {
+    // Instance 1: 10 + 10. Instance 0 with four blocks: Q/100 + 10 - 4 + D/100 + 10, equal if Q + D
+    // is 400.
+    let four = || Scene::new(2).with_resident(0, 4);
     assert_eq!([390, 410].map(|queue| dynamo(four(), (queue, 0))), [0, 1]);
     assert_eq!([390, 410].map(|decode| dynamo(four(), (0, decode))), [0, 1]);
     assert_eq!([190, 210].map(|both| dynamo(four(), (both, 200))), [0, 1]);
-    // How many requests these are of is nothing to it.
-    assert_eq!(four().under_way(0, (900, 390)).to("dynamo"), 0);
+    // The number of requests does not matter.
+    assert_eq!(four().with_in_flight(0, (900, 390)).chosen_by("dynamo"), 0);
 }
 
 #[test]
-fn dynamo_counts_blocks_by_where_they_are() {
+fn dynamo_weighs_blocks_by_tier() {
     let turns = |scene: fn() -> Scene, credit_tokens: u64| {
         [credit_tokens - 10, credit_tokens + 10].map(|queue| dynamo(scene(), (queue, 0)))
     };
-    // Eight in the host's memory count 6, eight on a disk 2.
-    assert_eq!(turns(|| Scene::new(2).on_node(0, [0, 8], Tier::Dram), 600), [0, 1]);
-    assert_eq!(turns(|| Scene::new(2).on_node(0, [0, 8], Tier::Ssd), 200), [0, 1]);
-    // Two in GPU memory, four more in the host's and the last four on a disk: 2 + 3 + 1.
+    // Eight blocks in host memory count 6, eight on disk 2.
+    assert_eq!(turns(|| Scene::new(2).with_node_blocks(0, [0, 8], Tier::Dram), 600), [0, 1]);
+    assert_eq!(turns(|| Scene::new(2).with_node_blocks(0, [0, 8], Tier::Ssd), 200), [0, 1]);
+    // Two in GPU memory, four more in host memory and the last four on disk: 2 + 3 + 1.
     let mixed = || {
-        let scene = Scene::new(2).in_gpu(0, 2).on_node(0, [0, 6], Tier::Dram);
-        scene.on_node(0, [6, 10], Tier::Ssd)
+        let scene = Scene::new(2).with_resident(0, 2).with_node_blocks(0, [0, 6], Tier::Dram);
+        scene.with_node_blocks(0, [6, 10], Tier::Ssd)
     };
     assert_eq!(turns(mixed, 600), [0, 1]);
 }
 
 #[test]
 fn llm_d_weighs_the_prefix_three_to_two_against_the_queue() {
-    // Instance 1 has the shortest queue: 2. Instance 0 has the longest, and 3 for the whole prompt: 2.1 for seven blocks, 1.8 for six.
-    let to = |blocks| Scene::new(2).in_gpu(0, blocks).reported(0, (0, 1), 0.0).to("llm-d");
+    // Instance 1 has the shortest queue: 2. Instance 0 has the longest, and 3 for the whole prompt:
+    // 2.1 for seven blocks, 1.8 for six.
+    let to = |blocks| Scene::new(2).with_resident(0, blocks).with_report(0, (0, 1), 0.0).chosen_by("llm-d");
     assert_eq!([7, 6].map(to), [0, 1]);
-    // Queues of equal length say nothing, and neither do the tokens in them.
-    let equal = Scene::new(2).in_gpu(0, 1).reported(0, (900, 3), 0.0).reported(1, (0, 3), 0.0);
-    assert_eq!(equal.to("llm-d"), 0);
+    // Queues of equal length have no effect, and neither do the tokens in them.
+    let equal = Scene::new(2).with_resident(0, 1).with_report(0, (900, 3), 0.0).with_report(1, (0, 3), 0.0);
+    assert_eq!(equal.chosen_by("llm-d"), 0);
 }
 
 #[test]
 fn llm_d_weighs_free_memory_as_the_queue_and_two_to_three_against_the_prefix() {
-    // Four blocks are 1.2; memory that is fuller by 0.59 takes 1.18, by 0.61 1.22.
-    let prefix = |in_use| Scene::new(2).in_gpu(0, 4).reported(0, (0, 0), in_use).to("llm-d");
+    // Four blocks count 1.2; memory use higher by 0.59 costs 1.18, by 0.61 1.22.
+    let prefix = |in_use| Scene::new(2).with_resident(0, 4).with_report(0, (0, 0), in_use).chosen_by("llm-d");
     assert_eq!([0.59, 0.61].map(prefix), [0, 1]);
-    // Of queues of 0, 1 and 4 the second is 3/4 of the way: 2 against 1.5 for the queue, and 0.48 or 0.52 more for the memory of the second.
+    // With queues of 0, 1 and 4 the second is 3/4 of the way: 2 against 1.5 for the queue, and 0.48
+    // or 0.52 for the second's free memory.
     let queue = |in_use| {
-        let scene = Scene::new(3).reported(0, (0, 0), in_use).reported(1, (0, 1), 0.0);
-        scene.reported(2, (0, 4), 0.0).to("llm-d")
+        let scene = Scene::new(3).with_report(0, (0, 0), in_use).with_report(1, (0, 1), 0.0);
+        scene.with_report(2, (0, 4), 0.0).chosen_by("llm-d")
     };
     assert_eq!([0.24, 0.26].map(queue), [0, 1]);
 }
 
 #[test]
-fn llm_d_counts_a_block_in_the_hosts_memory_four_fifths() {
-    // Two in GPU memory and eight more in the host's are 2 + 6.4, between eight and nine in GPU memory.
+fn llm_d_counts_a_host_memory_block_as_four_fifths() {
+    // Two in GPU memory and eight more in host memory are 2 + 6.4, between eight and nine in GPU
+    // memory.
     let to = |blocks| {
-        let scene = Scene::new(2).in_gpu(0, 2).in_gpu(1, blocks);
-        scene.on_node(0, [0, 10], Tier::Dram).to("llm-d")
+        let scene = Scene::new(2).with_resident(0, 2).with_resident(1, blocks);
+        scene.with_node_blocks(0, [0, 10], Tier::Dram).chosen_by("llm-d")
     };
     assert_eq!([8, 9].map(to), [0, 1]);
 }
 
 #[test]
-fn sglang_leaves_the_prefix_where_load_is_uneven_by_both_measures() {
-    // The whole prompt is where the most requests are; instance 2 has the fewest.
+fn sglang_leaves_the_prefix_if_both_imbalance_measures_hold() {
+    // The whole prompt is on the most loaded instance; instance 2 is the least loaded.
     let to = |(most, least): (u32, u32)| {
-        let scene = Scene::new(3).in_gpu(0, BLOCKS).under_way(0, (most, 0));
-        scene.under_way(1, (least + 1, 0)).under_way(2, (least, 0)).to("sglang")
+        let scene = Scene::new(3).with_resident(0, BLOCKS).with_in_flight(0, (most, 0));
+        scene.with_in_flight(1, (least + 1, 0)).with_in_flight(2, (least, 0)).chosen_by("sglang")
     };
-    // More than 64 apart, where any number is half as much again as none.
+    // More than 64 apart, and any number is more than 1.5 times zero.
     assert_eq!([(64, 0), (65, 0)].map(to), [0, 2]);
     // More than 1.5 times 134, which is 201; both are more than 64 apart.
     assert_eq!([(200, 134), (202, 134)].map(to), [0, 2]);
@@ -344,20 +363,20 @@ fn sglang_leaves_the_prefix_where_load_is_uneven_by_both_measures() {
 }
 
 #[test]
-fn sglang_follows_a_prefix_of_more_than_three_tenths_and_else_goes_where_the_least_is_cached() {
+fn sglang_follows_long_prefixes_and_otherwise_the_emptiest_cache() {
     let to = |prefix: u32, on_nodes: [u64; 3]| {
-        let mut scene = Scene::new(3).in_gpu(0, prefix);
-        scene.view.counted(|node| on_nodes[node.0 as usize]);
-        scene.to("sglang")
+        let mut scene = Scene::new(3).with_resident(0, prefix);
+        scene.view.apply_block_counts(|node| on_nodes[node.0 as usize]);
+        scene.chosen_by("sglang")
     };
     // Three of ten are not more than 0.3.
     assert_eq!([4, 3].map(|prefix| to(prefix, [20, 11, 10])), [0, 2]);
     assert_eq!(to(3, [20, 10, 11]), 1);
     assert_eq!(to(3, [9, 10, 11]), 0);
-    // Of equal prefixes that with fewer requests is followed.
+    // Equal prefixes: the one with fewer requests.
     let equal = |requests| {
-        let scene = Scene::new(2).in_gpu(0, 5).in_gpu(1, 5).under_way(0, (5, 0));
-        scene.under_way(1, (requests, 0)).to("sglang")
+        let scene = Scene::new(2).with_resident(0, 5).with_resident(1, 5).with_in_flight(0, (5, 0));
+        scene.with_in_flight(1, (requests, 0)).chosen_by("sglang")
     };
     assert_eq!((equal(4), equal(6)), (1, 0));
 }

@@ -1,4 +1,4 @@
-//! Hit rate against capacity: every policy asked for, and the bound that knows the future.
+//! Hit rate against capacity: every requested policy, and the bound that knows the future.
 //!
 //! Not here: the replay itself ([`crate::cache`]).
 
@@ -27,8 +27,8 @@ pub struct CapacityPoint {
     pub hit_rate: f64,
 }
 
-/// Replays the requests once per policy and share. `unique_blocks` is what the shares are of. Unknown names
-/// give no point: check them against [`evict::NAMES`] and [`OPTIMAL`] first.
+/// Replays the requests once per policy and share of `unique_blocks`. Unknown names give no point:
+/// check them against [`evict::NAMES`] and [`OPTIMAL`] first.
 #[must_use]
 pub fn capacity_curve(
     requests: &[Request],

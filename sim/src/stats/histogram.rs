@@ -1,6 +1,6 @@
 //! A histogram of times with logarithmic buckets: constant memory, quantiles within 3 %.
 //!
-//! Not here: what is counted ([`super`]).
+//! Not here: the counted times ([`super`]).
 
 use kv_core::math::exponential::Exponential;
 
@@ -59,7 +59,8 @@ impl TimeHistogram {
         if bucket == 0 { 0.0 } else { (bucket as f64 / BUCKETS_PER_DOUBLING).exp2() }
     }
 
-    /// Time below or at which this share of the counts lies; 0 for an empty histogram.
+    /// Smallest time with at least this share of the counts at or below it; 0 for an empty
+    /// histogram.
     pub(super) fn quantile_us(&self, share: f64) -> f64 {
         let points = self.cdf();
         points.iter().find(|(_, below)| *below >= share).map_or(0.0, |(bound_us, _)| *bound_us)
@@ -71,7 +72,7 @@ impl TimeHistogram {
         if self.count == 0 { 0.0 } else { within as f64 / self.count as f64 }
     }
 
-    /// The cumulative curve: (time in microseconds, share at or below) for every bucket that holds something.
+    /// The cumulative curve: (time in microseconds, share at or below) for every non-empty bucket.
     pub(super) fn cdf(&self) -> Vec<(f64, f64)> {
         let mut below = 0;
         let mut points = Vec::new();

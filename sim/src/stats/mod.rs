@@ -1,15 +1,15 @@
-//! Characterises a trace as the ATC '25 paper does: what could hit at best, how skewed and how soon reuse is,
-//! how long blocks live, how conversations go.
+//! Characterises a trace as the ATC '25 paper does: ideal hit rate, skew and speed of reuse,
+//! lifetime of blocks, and turns of conversations.
 //!
-//! One pass; memory is bounded by the number of unique blocks. Not here: what a policy makes of the trace
-//! ([`curve`]) and what was published of traces of its kind ([`published`]).
+//! One pass; memory is bounded by the number of unique blocks. Not here: hit rates of policies
+//! ([`curve`]) and published numbers of similar traces ([`published`]).
 
 pub mod curve;
 mod histogram;
 pub mod published;
 mod turns;
 
-pub use turns::Turns;
+pub use turns::TurnStats;
 
 use crate::trace::Request;
 use histogram::TimeHistogram;
@@ -17,15 +17,15 @@ use kv_core::id::{Category, RequestKind};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
 
-/// Turns with a row of their own; later ones share the last, as they share a curve in the policy.
+/// Turns with a separate row; later ones share the last, as they share a curve in the policy.
 const TURNS_DISTINCT_MAX: u8 = 7;
 
 /// One point of a curve.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Point {
-    /// Where.
+pub struct CurvePoint {
+    /// Horizontal coordinate.
     pub x: f64,
-    /// How much.
+    /// Vertical coordinate.
     pub y: f64,
 }
 
@@ -49,7 +49,7 @@ pub struct ReuseTimes {
     pub kind: &'static str,
     /// Turn of the requests; the last row holds this and all later turns, 0 is unknown or all.
     pub turn: u8,
-    /// Reuses seen.
+    /// Number of reuses.
     pub reuses: u64,
     /// Mean, in seconds: the parameter of the exponential fitted to them.
     pub mean_s: f64,
@@ -62,7 +62,7 @@ pub struct ReuseTimes {
     /// Percentiles, to 3 %.
     pub percentiles: Percentiles,
     /// Share of reuses (y) within a time in seconds (x).
-    pub cdf: Vec<Point>,
+    pub cdf: Vec<CurvePoint>,
 }
 
 /// Share of a type of request.
@@ -76,35 +76,35 @@ pub struct KindShare {
     pub share: f64,
     /// Share of the type's conversations that reach a second turn.
     pub multi_turn: f64,
-    /// Share of all hits that fell to requests of the type.
+    /// Share of all hits in requests of the type.
     pub share_of_hits: f64,
 }
 
-/// What a trace is like.
+/// Characteristics of a trace.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Characteristics {
     /// Requests.
     pub requests: u64,
     /// First to last arrival, in seconds.
     pub duration_s: f64,
-    /// Tokens asked.
+    /// Input tokens.
     pub input_tokens: u64,
-    /// Tokens answered.
+    /// Output tokens.
     pub output_tokens: u64,
     /// Tokens per block, of the first request.
     pub block_tokens: u32,
-    /// Blocks asked for.
+    /// Blocks requested.
     pub block_accesses: u64,
-    /// Different blocks.
+    /// Unique blocks.
     pub unique_blocks: u64,
-    /// Blocks that hit with unbounded capacity.
+    /// Hits with unbounded capacity.
     pub ideal_hits: u64,
-    /// The same over accesses, 0 to 1.
+    /// These hits over accesses, 0 to 1.
     pub ideal_hit_rate: f64,
-    /// Share of reuses that fall to the most reused tenth of the blocks.
+    /// Share of reuses of the most reused tenth of the blocks.
     pub reuse_share_of_top_tenth: f64,
-    /// Share of reuses (y) that fall to the most reused share of blocks (x).
-    pub skew: Vec<Point>,
+    /// Share of reuses (y) of the most reused share of blocks (x).
+    pub skew: Vec<CurvePoint>,
     /// Share of blocks that are never used again.
     pub used_once: f64,
     /// Reuse times of the whole trace.
@@ -115,27 +115,27 @@ pub struct Characteristics {
     pub life: Percentiles,
     /// The same for blocks used at least twice.
     pub life_of_reused: Percentiles,
-    /// How conversations go; `None` when the format does not say.
-    pub turns: Option<Turns>,
+    /// Turn statistics; `None` if the trace has no turns.
+    pub turns: Option<TurnStats>,
     /// Types of requests.
     pub kinds: Vec<KindShare>,
-    /// Share of all hits that fell to API requests of the first turn.
+    /// Share of all hits in first-turn API requests.
     pub hit_share_of_single_turn_api: f64,
 }
 
-/// What is kept of a block while a trace is read.
+/// State of a block while a trace is read.
 #[derive(Clone, Copy)]
-struct Seen {
+struct BlockUses {
     first_us: u64,
     last_us: u64,
     uses: u32,
     category: Category,
 }
 
-/// Takes in a trace, request by request.
+/// Collects statistics of a trace, request by request.
 #[derive(Default)]
 pub struct Collector {
-    seen: HashMap<u64, Seen>,
+    uses_by_block: HashMap<u64, BlockUses>,
     reuse: BTreeMap<Category, TimeHistogram>,
     turns: turns::TurnCounts,
     hits_of_kind: [u64; RequestKind::ALL.len()],
@@ -148,13 +148,13 @@ pub struct Collector {
 }
 
 impl Collector {
-    /// Nothing read yet.
+    /// A collector before the first request.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Takes in the next request, in order of arrival.
+    /// Adds the next request, in order of arrival.
     pub fn add(&mut self, request: &Request) {
         let now_us = request.arrival_us;
         self.requests += 1;
@@ -166,39 +166,40 @@ impl Collector {
             self.block_tokens = request.block_tokens;
         }
         self.turns.add(request.category.kind, request.turn);
-        let hits = request.blocks.iter().take_while(|block| self.seen.contains_key(block)).count() as u64;
+        let hits =
+            request.blocks.iter().take_while(|block| self.uses_by_block.contains_key(block)).count() as u64;
         self.hits_of_kind[request.category.kind as usize] += hits;
         if request.category.kind == RequestKind::Api && request.turn <= 1 {
             self.single_turn_api_hits += hits;
         }
-        let turn = request.category.turn.min(TURNS_DISTINCT_MAX);
-        let category = Category { turn, ..request.category };
-        request.blocks.iter().for_each(|&block| self.touch(block, category, now_us));
+        let turn = request.category.conversation_turn.min(TURNS_DISTINCT_MAX);
+        let category = Category { conversation_turn: turn, ..request.category };
+        request.blocks.iter().for_each(|&block| self.record_use(block, category, now_us));
     }
 
-    fn touch(&mut self, block: u64, category: Category, now_us: u64) {
-        let fresh = Seen { first_us: now_us, last_us: now_us, uses: 0, category };
-        let seen = self.seen.entry(block).or_insert(fresh);
+    fn record_use(&mut self, block: u64, category: Category, now_us: u64) {
+        let fresh = BlockUses { first_us: now_us, last_us: now_us, uses: 0, category };
+        let seen = self.uses_by_block.entry(block).or_insert(fresh);
         if seen.uses > 0 {
             let reuse = self.reuse.entry(seen.category).or_default();
             reuse.add(now_us.saturating_sub(seen.last_us));
         }
-        *seen = Seen { last_us: now_us, uses: seen.uses.saturating_add(1), category, ..*seen };
+        *seen = BlockUses { last_us: now_us, uses: seen.uses.saturating_add(1), category, ..*seen };
     }
 
-    /// What was read, characterised.
+    /// The characteristics of the added requests.
     #[must_use]
     pub fn finish(self) -> Characteristics {
         let ideal_hits: u64 = self.hits_of_kind.iter().sum();
         let mut all = TimeHistogram::default();
         self.reuse.values().for_each(|histogram| all.merge(histogram));
-        let skew = skew(self.seen.values().map(|seen| seen.uses - 1).collect());
+        let skew = skew(self.uses_by_block.values().map(|seen| seen.uses - 1).collect());
         let lives = |least: u32| {
-            let chosen = self.seen.values().filter(|seen| seen.uses >= least);
+            let chosen = self.uses_by_block.values().filter(|seen| seen.uses >= least);
             percentiles(chosen.map(|seen| seen.last_us - seen.first_us).collect())
         };
-        let once = self.seen.values().filter(|seen| seen.uses == 1).count() as u64;
-        let unique_blocks = self.seen.len() as u64;
+        let once = self.uses_by_block.values().filter(|seen| seen.uses == 1).count() as u64;
+        let unique_blocks = self.uses_by_block.len() as u64;
         Characteristics {
             requests: self.requests,
             duration_s: self.arrivals_us.map_or(0.0, |(first, last)| seconds((last - first) as f64)),
@@ -216,7 +217,7 @@ impl Collector {
             reuse_by_category: self
                 .reuse
                 .iter()
-                .map(|(of, times)| reuse_times(of.kind.name(), of.turn, times))
+                .map(|(of, times)| reuse_times(of.kind.name(), of.conversation_turn, times))
                 .collect(),
             life: lives(1),
             life_of_reused: lives(2),
@@ -234,7 +235,7 @@ pub fn characterise(requests: impl IntoIterator<Item = Request>) -> Characterist
     collector.finish()
 }
 
-/// `part` of `whole`, 0 to 1; 0 of nothing.
+/// `part` over `whole`, 0 to 1; 0 if `whole` is 0.
 fn share(part: u64, whole: u64) -> f64 {
     if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
 }
@@ -243,7 +244,7 @@ fn seconds(us: f64) -> f64 {
     us / 1e6
 }
 
-/// The value below or at which `share` of `sorted` lies.
+/// Smallest value with at least `share` of `sorted` at or below it.
 fn quantile(sorted: &[u64], share: f64) -> u64 {
     let rank = (share * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.max(1) - 1).copied().unwrap_or(0)
@@ -255,8 +256,8 @@ fn percentiles(mut times_us: Vec<u64>) -> Percentiles {
     Percentiles { p50_s: at(0.5), p90_s: at(0.9), p99_s: at(0.99), max_s: at(1.0) }
 }
 
-/// Shares of reuses that fall to the most reused 1, 2, … 100 % of the blocks.
-fn skew(mut reuses: Vec<u32>) -> Vec<Point> {
+/// Shares of reuses of the most reused 1, 2, … 100 % of the blocks.
+fn skew(mut reuses: Vec<u32>) -> Vec<CurvePoint> {
     reuses.sort_unstable_by(|left, right| right.cmp(left));
     let total: u64 = reuses.iter().map(|&count| u64::from(count)).sum();
     let (mut taken, mut sum) = (0, 0);
@@ -264,7 +265,7 @@ fn skew(mut reuses: Vec<u32>) -> Vec<Point> {
         let end = reuses.len() * percent / 100;
         sum += reuses[taken..end].iter().map(|&count| u64::from(count)).sum::<u64>();
         taken = end;
-        Point { x: percent as f64 / 100.0, y: share(sum, total) }
+        CurvePoint { x: percent as f64 / 100.0, y: share(sum, total) }
     };
     (1..=100).map(&mut point).collect()
 }
@@ -283,7 +284,7 @@ fn reuse_times(kind: &'static str, turn: u8, times: &TimeHistogram) -> ReuseTime
         cdf: times
             .cdf()
             .into_iter()
-            .map(|(bound_us, below)| Point { x: seconds(bound_us), y: below })
+            .map(|(bound_us, below)| CurvePoint { x: seconds(bound_us), y: below })
             .collect(),
     }
 }

@@ -1,17 +1,17 @@
-//! What was published of traces like the generated ones, beside what is measured of a given trace.
+//! Published numbers of similar traces, compared with the measured ones of a given trace.
 //!
-//! Not every published number can hold at once (see [`crate::generate`]'s consumer file); the difference is
-//! shown instead of hidden. Not here: any calibration.
+//! Not every published number can hold at once (see [`crate::generate`]'s consumer file);
+//! differences are shown, not hidden. Not here: any calibration.
 
 use super::Characteristics;
-use crate::generate::Kind;
+use crate::generate::TrafficKind;
 use kv_core::id::RequestKind;
 use serde::Serialize;
 
 /// One published number and its measured counterpart.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Claim {
-    /// What it is, with its unit.
+    /// Name of the number, with its unit.
     pub what: String,
     /// As published.
     pub published: f64,
@@ -20,7 +20,7 @@ pub struct Claim {
 }
 
 impl Claim {
-    /// Measured less published, in the unit of the claim.
+    /// Measured minus published, in the unit of the claim.
     #[must_use]
     pub fn difference(&self) -> f64 {
         self.measured - self.published
@@ -31,20 +31,21 @@ fn claim(what: impl Into<String>, published: f64, measured: f64) -> Claim {
     Claim { what: what.into(), published, measured }
 }
 
-/// The published numbers of a kind beside those of a trace. Empty for agents: nothing was published.
+/// The published numbers of a kind beside those of a trace. Empty for agents, which have no
+/// published numbers.
 #[must_use]
-pub fn compare(kind: Kind, measured: &Characteristics) -> Vec<Claim> {
+pub fn compare(kind: TrafficKind, measured: &Characteristics) -> Vec<Claim> {
     match kind {
-        Kind::Consumer => consumer(measured),
-        Kind::Business => business(measured),
-        Kind::Agent => Vec::new(),
+        TrafficKind::Consumer => consumer(measured),
+        TrafficKind::Business => business(measured),
+        TrafficKind::Agent => Vec::new(),
     }
 }
 
 /// Trace A of ATC '25.
 fn consumer(measured: &Characteristics) -> Vec<Claim> {
     let turns = measured.turns;
-    let turn = |of: fn(super::Turns) -> f64| turns.map_or(0.0, of);
+    let turn = |of: fn(super::TurnStats) -> f64| turns.map_or(0.0, of);
     let mut claims = vec![
         claim("ideal hit rate, %", 62.0, 100.0 * measured.ideal_hit_rate),
         claim("reuses by the top tenth of blocks, %", 77.0, 100.0 * measured.reuse_share_of_top_tenth),

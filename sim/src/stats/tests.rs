@@ -11,7 +11,7 @@ fn request(at_s: u64, kind: RequestKind, turn: u32, blocks: &[u64]) -> Request {
         output_tokens: 5,
         block_tokens: 16,
         blocks: blocks.to_vec(),
-        category: Category { kind, turn: turn as u8 },
+        category: Category { kind, conversation_turn: turn as u8 },
         turn,
         ..Request::default()
     }
@@ -40,7 +40,7 @@ fn counts_by_hand() {
 }
 
 #[test]
-fn reuse_times_belong_to_the_category_of_the_use_before() {
+fn reuse_times_count_for_the_category_of_the_previous_use() {
     let found = small();
     // Turn 1 text: blocks 1 and 2 after 10 s. Turn 2: block 1 after 10 s, 2 and 3 after 1010 s. API: 1 after 1000 s.
     let row = |kind: &str, turn| {
@@ -83,7 +83,7 @@ fn skew_of_one_hot_block_among_many() {
     assert!((found.skew[0].y - 30.0 / 40.0).abs() < 1e-12);
     assert!((found.reuse_share_of_top_tenth - 39.0 / 40.0).abs() < 1e-12);
     assert!((found.skew.last().unwrap().y - 1.0).abs() < 1e-12);
-    assert!(found.turns.is_none(), "the trace says nothing of turns");
+    assert!(found.turns.is_none(), "the trace has no turns");
 }
 
 #[test]

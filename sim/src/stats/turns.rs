@@ -1,8 +1,8 @@
-//! How conversations go: turns, the chance of a next one, the mix of types.
+//! Turn statistics of conversations: number of turns, probability of a next one, mix of types.
 //!
-//! A conversation with `k` turns shows one request of every turn up to `k`, so counting requests per turn is
-//! enough and needs no memory per conversation. Conversations cut off by the ends of the trace bias this a
-//! little: towards fewer turns. Not here: reuse of blocks ([`super`]).
+//! A conversation with `k` turns has one request of every turn up to `k`, so counting requests per
+//! turn is enough and needs no memory per conversation. Conversations cut off by the ends of the
+//! trace bias this slightly towards fewer turns. Not here: reuse of blocks ([`super`]).
 
 use super::{KindShare, share};
 use kv_core::id::RequestKind;
@@ -10,7 +10,7 @@ use serde::Serialize;
 
 /// How many turns conversations have.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Turns {
+pub struct TurnStats {
     /// Conversations seen from their first turn.
     pub conversations: u64,
     /// Half of the conversations have at most this many.
@@ -25,7 +25,7 @@ pub struct Turns {
     pub next_after_later: f64,
 }
 
-/// Requests by type and turn. Turns above the last counted one are believed but share its place.
+/// Requests by type and turn. Turns above the limit share the last slot.
 #[derive(Default)]
 pub(super) struct TurnCounts {
     /// Per kind, requests at turn 1, 2, … in order.
@@ -33,7 +33,7 @@ pub(super) struct TurnCounts {
     unknown: [u64; RequestKind::ALL.len()],
 }
 
-/// Turns counted apart: the longest published conversation has 232.
+/// Limit of separately counted turns: the longest published conversation has 232.
 const TURNS_COUNTED_MAX: u32 = 4096;
 
 impl TurnCounts {
@@ -54,16 +54,16 @@ impl TurnCounts {
         (0..longest).map(at).collect()
     }
 
-    pub(super) fn summary(&self) -> Option<Turns> {
+    pub(super) fn summary(&self) -> Option<TurnStats> {
         let totals = self.totals();
         let &conversations = totals.first().filter(|&&count| count > 0)?;
         let quantile = |above: f64| {
-            // The first turn that at most this share of the conversations goes beyond.
+            // The first turn that at most this share of the conversations exceeds.
             let few = |next: &u64| *next as f64 <= above * conversations as f64;
             totals.iter().skip(1).position(few).map_or(totals.len(), |at| at + 1) as u32
         };
         let from = |turn: usize| totals.iter().skip(turn - 1).sum::<u64>();
-        Some(Turns {
+        Some(TurnStats {
             conversations,
             p50: quantile(0.5),
             p90: quantile(0.1),

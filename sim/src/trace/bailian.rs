@@ -1,9 +1,9 @@
-//! Bailian's format (the Qwen traces of ATC '25): conversations, types, times in seconds, and ids that name
-//! only the content of a block.
+//! Bailian's format (the Qwen traces of ATC '25): conversations, types, times in seconds, and ids
+//! that name only the content of a block.
 //!
-//! The same content can stand behind different prefixes, where its KV differs; so every id is chained over
-//! the ids before it. Not here: the keyed hashes of the product (`kv_core::prefix`), which a replay makes
-//! from the chained ids.
+//! Equal content can follow different prefixes, where its KV differs; so every id is chained over
+//! the ids before it. Not here: the keyed hashes of the product (`kv_core::prefix`), which a replay
+//! derives from the chained ids.
 
 use super::line::{Line, check_count};
 use super::{BAILIAN_BLOCK_TOKENS, Format, Problem, Request};
@@ -14,10 +14,10 @@ use serde_json::{Map, Value};
 const KEYS: [&str; 8] =
     ["chat_id", "parent_chat_id", "timestamp", "input_length", "output_length", "type", "turn", "hash_ids"];
 
-/// Latest turn believed: the longest published conversation has 232.
+/// Latest accepted turn: the longest published conversation has 232.
 const TURNS_MAX: u64 = 1_000_000;
 
-/// Reads a parsed line as a request. The flag says that its type is none of the known ones.
+/// Converts a parsed line to a request. The flag says that its type is unknown.
 pub(super) fn request(values: Map<String, Value>) -> Result<(Request, bool), Problem> {
     let line = Line::new(values, Format::Bailian.name(), &KEYS)?;
     let input_tokens = line.tokens("input_length", 1)?;
@@ -31,7 +31,10 @@ pub(super) fn request(values: Map<String, Value>) -> Result<(Request, bool), Pro
         output_tokens: line.tokens("output_length", 0)?,
         block_tokens: BAILIAN_BLOCK_TOKENS,
         blocks: chain(&content),
-        category: Category { kind: known.unwrap_or_default(), turn: u8::try_from(turn).unwrap_or(u8::MAX) },
+        category: Category {
+            kind: known.unwrap_or_default(),
+            conversation_turn: u8::try_from(turn).unwrap_or(u8::MAX),
+        },
         chat: line.chat("chat_id")?,
         parent: line.chat("parent_chat_id")?,
         turn: turn as u32,
@@ -39,7 +42,7 @@ pub(super) fn request(values: Map<String, Value>) -> Result<(Request, bool), Pro
     Ok((request, known.is_none()))
 }
 
-/// The kind a type text means, or nothing for a text never seen.
+/// The kind of a type name, or `None` if unknown.
 fn kind(text: &str) -> Option<RequestKind> {
     Some(match text {
         "text" => RequestKind::Text,
@@ -53,8 +56,8 @@ fn kind(text: &str) -> Option<RequestKind> {
     })
 }
 
-/// Ids that name a block and everything before it. 64 bits: among the ten million blocks of the largest
-/// public trace two meet with a chance of 3 in a million, and a meeting moves a statistic, not a byte.
+/// Ids that name a block and everything before it. 64 bits make a collision unlikely even in the
+/// largest public trace, and a collision changes a statistic, not a byte.
 pub(super) fn chain(content: &[u64]) -> Vec<u64> {
     let mut parent = 0x6b76_666c_6565_7401;
     let step = |&id: &u64| {

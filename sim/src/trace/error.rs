@@ -1,23 +1,23 @@
-//! Everything that can be wrong with a line of a trace, in words that say what to do.
+//! All errors in a line of a trace, with remedies.
 //!
-//! Not here: what happens next ([`super::reader`] ends or skips, as its strictness says).
+//! Not here: error handling ([`super::reader`] ends or skips, by its strictness).
 
 use serde::Serialize;
 use std::fmt;
 use thiserror::Error;
 
-/// A trace could not be read any further, or (lenient) a line was skipped for this.
+/// An invalid line: reading ended, or (lenient) the line was skipped.
 #[derive(Debug, Error)]
 #[error("trace line {line}: {problem}; {}", problem.remedy())]
 pub struct TraceError {
     /// Line of the file, counted from 1.
     pub line: u64,
-    /// What is wrong with it.
+    /// The problem.
     #[source]
     pub problem: Problem,
 }
 
-/// What is wrong with a line.
+/// Problem of a line.
 #[derive(Debug, Error)]
 pub enum Problem {
     /// The bytes could not be read at all. Ends lenient reading too.
@@ -26,29 +26,29 @@ pub enum Problem {
     /// The line has no end within the limit. Ends lenient reading too.
     #[error("expected a line end within {limit_bytes} bytes")]
     TooLong {
-        /// The limit it passed.
+        /// The exceeded limit.
         limit_bytes: usize,
     },
     /// Not a JSON object.
     #[error("expected one JSON object, found {found}")]
     Malformed {
-        /// What was there instead.
+        /// The found text.
         found: String,
     },
     /// The file ends inside its last line.
     #[error("the file ends inside this line ({found})")]
     Truncated {
-        /// What the parser said.
+        /// Message of the parser.
         found: String,
     },
     /// A key the format needs is absent.
     #[error("expected the key \"{key}\" of the {format} format, found only {found}")]
     MissingKey {
-        /// The absent key.
+        /// The missing key.
         key: &'static str,
-        /// The format the file is read as.
+        /// Format of the file.
         format: &'static str,
-        /// The keys that are there.
+        /// The keys of the line.
         found: String,
     },
     /// A key the format does not have.
@@ -56,7 +56,7 @@ pub enum Problem {
     UnknownKey {
         /// The unknown key.
         key: String,
-        /// The format the file is read as.
+        /// Format of the file.
         format: &'static str,
         /// The keys of the format.
         expected: String,
@@ -66,9 +66,9 @@ pub enum Problem {
     BadValue {
         /// Key of the value.
         key: &'static str,
-        /// What was expected.
+        /// The expected value.
         expected: String,
-        /// What was there, shortened.
+        /// The found value, shortened.
         found: String,
     },
     /// The same prefix twice in one request.
@@ -76,9 +76,9 @@ pub enum Problem {
     DuplicateBlock {
         /// The repeated id.
         id: u64,
-        /// Where it is first, counted from 0.
+        /// Its first position, counted from 0.
         first: usize,
-        /// Where it is again.
+        /// Its second position.
         second: usize,
     },
     /// Another line has the same chat number.
@@ -86,15 +86,15 @@ pub enum Problem {
     DuplicateRequest {
         /// The repeated number.
         chat: u64,
-        /// Line that has it already.
+        /// The earlier line.
         before_line: u64,
     },
-    /// The number of blocks does not fit the input length.
+    /// The number of blocks does not match the input length.
     #[error(
         "expected {expected} hash_ids (input_length {input_tokens} in blocks of {block_tokens}), found {found}"
     )]
     BlockCount {
-        /// Blocks the input length needs.
+        /// Blocks implied by the input length.
         expected: u64,
         /// Blocks listed.
         found: usize,
@@ -103,10 +103,10 @@ pub enum Problem {
         /// Tokens per block of the format.
         block_tokens: u32,
     },
-    /// The request arrives before the one above it.
+    /// The request arrives before the previous one.
     #[error("expected a timestamp not before {before_us} us (line {before_line}), found {found_us} us")]
     Unsorted {
-        /// Arrival of the latest good line.
+        /// Arrival in the latest valid line.
         before_us: u64,
         /// That line.
         before_line: u64,
@@ -124,7 +124,7 @@ pub enum Problem {
 pub enum Reason {
     /// The bytes could not be read.
     Io,
-    /// No line end in sight.
+    /// No line end within the limit.
     TooLong,
     /// Not a JSON object.
     Malformed,
@@ -138,11 +138,11 @@ pub enum Reason {
     BadValue,
     /// An id appears twice.
     DuplicateBlock,
-    /// A chat number stands on two lines.
+    /// A chat number is on two lines.
     DuplicateRequest,
     /// Number of ids and input length disagree.
     BlockCount,
-    /// Earlier than the line above.
+    /// Earlier than the previous line.
     Unsorted,
     /// No request at all.
     Empty,
@@ -187,7 +187,7 @@ impl Problem {
         }
     }
 
-    /// What to do about it.
+    /// Remedy.
     fn remedy(&self) -> &'static str {
         match self.reason() {
             Reason::Io => "give a file that this process may read",
@@ -208,8 +208,8 @@ impl Problem {
         }
     }
 
-    /// Whether reading cannot go on behind it, however lenient.
-    pub(super) fn is_final(&self) -> bool {
+    /// Whether even lenient reading ends at this problem.
+    pub(super) fn is_fatal(&self) -> bool {
         matches!(self.reason(), Reason::Io | Reason::TooLong | Reason::Empty)
     }
 }

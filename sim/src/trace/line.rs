@@ -1,11 +1,12 @@
-//! One line as a JSON object with checked access: every refusal names the key, what was expected, what came.
+//! One line as a JSON object with checked access: every error names the key, the expected value,
+//! and the found one.
 //!
-//! Not here: which keys a format has ([`super::mooncake`], [`super::bailian`]).
+//! Not here: the keys of each format ([`super::mooncake`], [`super::bailian`]).
 
 use super::{ARRIVAL_US_MAX, Problem, TOKENS_MAX};
 use serde_json::{Map, Value};
 
-/// Characters of a foreign value shown in a message; more would bury the message.
+/// Maximum characters of a foreign value in a message.
 const SHOWN_CHARS_MAX: usize = 40;
 
 /// A parsed line and the format it is read as.
@@ -14,8 +15,8 @@ pub(super) struct Line {
     format: &'static str,
 }
 
-/// Says what a value is, shortened.
-pub(super) fn shown(value: &Value) -> String {
+/// Text of a value, shortened.
+pub(super) fn display_value(value: &Value) -> String {
     shortened(&value.to_string())
 }
 
@@ -27,14 +28,15 @@ fn shortened(text: &str) -> String {
     format!("{start}…")
 }
 
-/// The parser's words with the place in the line. It counts lines too, but is only ever given one.
-fn parser_said(error: &serde_json::Error) -> String {
+/// The parser's message with the column. Its line number is dropped, because it only ever gets one
+/// line.
+fn parser_message(error: &serde_json::Error) -> String {
     let text = error.to_string();
     let what = text.rsplit_once(" at line ").map_or(text.as_str(), |(what, _)| what);
     format!("{what} at column {}", error.column())
 }
 
-/// The start of a line that is no JSON, quoted, so that control bytes do nothing to a terminal.
+/// The start of an invalid line, quoted, so that control bytes cannot affect a terminal.
 fn quoted(bytes: &[u8]) -> String {
     let text = String::from_utf8_lossy(&bytes[..bytes.len().min(4 * SHOWN_CHARS_MAX)]);
     format!("{:?}", shortened(text.trim()))
@@ -44,10 +46,10 @@ fn quoted(bytes: &[u8]) -> String {
 pub(super) fn parse(bytes: &[u8], ended: bool) -> Result<Map<String, Value>, Problem> {
     match serde_json::from_slice::<Value>(bytes) {
         Ok(Value::Object(values)) => Ok(values),
-        Ok(other) => Err(Problem::Malformed { found: shown(&other) }),
-        Err(error) if error.is_eof() && !ended => Err(Problem::Truncated { found: parser_said(&error) }),
+        Ok(other) => Err(Problem::Malformed { found: display_value(&other) }),
+        Err(error) if error.is_eof() && !ended => Err(Problem::Truncated { found: parser_message(&error) }),
         Err(error) => {
-            Err(Problem::Malformed { found: format!("{} ({})", quoted(bytes), parser_said(&error)) })
+            Err(Problem::Malformed { found: format!("{} ({})", quoted(bytes), parser_message(&error)) })
         }
     }
 }
@@ -81,7 +83,7 @@ impl Line {
     }
 
     fn bad(&self, key: &'static str, expected: impl Into<String>) -> Problem {
-        let found = self.values.get(key).map_or_else(|| "nothing".to_owned(), shown);
+        let found = self.values.get(key).map_or_else(|| "nothing".to_owned(), display_value);
         Problem::BadValue { key, expected: expected.into(), found }
     }
 
@@ -111,7 +113,7 @@ impl Line {
         })
     }
 
-    /// A chat number, or nothing for −1.
+    /// A chat number, or `None` for −1.
     pub(super) fn chat(&self, key: &'static str) -> Result<Option<u64>, Problem> {
         if self.value(key)?.as_i64() == Some(-1) {
             return Ok(None);
@@ -130,14 +132,14 @@ impl Line {
         let list = self.value(key)?.as_array().ok_or_else(|| self.bad(key, "a list of block ids"))?;
         let expected = "only whole numbers from 0";
         let id = |value: &Value| {
-            let found = shown(value);
+            let found = display_value(value);
             value.as_u64().ok_or_else(|| Problem::BadValue { key, expected: expected.into(), found })
         };
         list.iter().map(id).collect()
     }
 }
 
-/// Refuses a list of blocks that does not fit the input length.
+/// Refuses a list of blocks that does not match the input length.
 pub(super) fn check_count(ids: &[u64], input_tokens: u32, block_tokens: u32) -> Result<(), Problem> {
     let expected = u64::from(input_tokens.div_ceil(block_tokens));
     if ids.len() as u64 == expected {

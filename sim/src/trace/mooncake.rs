@@ -9,7 +9,7 @@ use serde_json::{Map, Value};
 /// The keys of the format; a line has exactly these.
 const KEYS: [&str; 4] = ["timestamp", "input_length", "output_length", "hash_ids"];
 
-/// Reads a parsed line as a request.
+/// Converts a parsed line to a request.
 pub(super) fn request(values: Map<String, Value>) -> Result<Request, Problem> {
     let line = Line::new(values, Format::Mooncake.name(), &KEYS)?;
     let request = Request {

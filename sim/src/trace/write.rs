@@ -1,6 +1,6 @@
-//! Writes requests in either format, so that what is generated can be read back.
+//! Writes requests in either format, so that generated traces can be read back.
 //!
-//! Not here: which requests there are ([`crate::generate`]).
+//! Not here: the requests ([`crate::generate`]).
 
 use super::{Format, Request};
 use serde::Serialize;
@@ -28,8 +28,8 @@ struct BailianLine<'a> {
     hash_ids: &'a [u64],
 }
 
-/// Writes a trace line by line. Lossy only where the format is: Mooncake's has whole milliseconds and no
-/// conversations.
+/// Writes a trace line by line. Lossy only where the format is: Mooncake's has whole milliseconds
+/// and no conversations.
 #[derive(Debug)]
 pub struct Writer<W> {
     output: W,
@@ -45,8 +45,8 @@ impl<W: Write> Writer<W> {
     /// Writes one request.
     ///
     /// # Errors
-    /// Whatever the output refuses, or an invalid-input error for a request cut into blocks of another size
-    /// than the format's: it could not be read back.
+    /// The output's error, or an invalid-input error for a request with another block size than the
+    /// format's, because it could not be read back.
     pub fn write(&mut self, request: &Request) -> io::Result<()> {
         let expected = match self.format {
             Format::Mooncake => super::MOONCAKE_BLOCK_TOKENS,
@@ -66,10 +66,10 @@ impl<W: Write> Writer<W> {
         self.output.write_all(b"\n")
     }
 
-    /// Flushes and gives the output back.
+    /// Flushes and returns the output.
     ///
     /// # Errors
-    /// Whatever the output refuses.
+    /// The output's error.
     pub fn finish(mut self) -> io::Result<W> {
         self.output.flush()?;
         Ok(self.output)

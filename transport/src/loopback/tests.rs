@@ -1,21 +1,21 @@
-//! The suite over the loopback, and what its faults do.
+//! The suite over the loopback, and the effects of its faults.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
 use crate::behaviour_suite;
 use crate::suite::{
-    self, Computed, MemoryService, Pair, fetch_request, frame, hash, hashes, in_dram, save_request,
+    self, ComputedBlocks, MemoryService, SuitePath, fetch_request, frame, hash, hashes, in_dram, save_request,
 };
 
 const ADDRESS: &str = "node:1";
 
-async fn pair_on(network: &Loopback, service: Arc<dyn BlockService>) -> Pair {
+async fn pair_on(network: &Loopback, service: Arc<dyn BlockService>) -> SuitePath {
     network.serve(ADDRESS, service);
     let path = network.dial(ADDRESS.to_owned()).await.unwrap();
-    Pair { path, keep: Box::new(()) }
+    SuitePath { path, keep: Box::new(()) }
 }
 
-async fn pair(service: Arc<dyn BlockService>) -> Pair {
+async fn pair(service: Arc<dyn BlockService>) -> SuitePath {
     pair_on(&Loopback::default(), service).await
 }
 
@@ -35,7 +35,7 @@ async fn faulty(faults: Faults, service: &Arc<MemoryService>) -> (Loopback, Arc<
     (network, path)
 }
 
-/// Blocks that came whole and in place, before the first that did not.
+/// Number of leading blocks that arrived complete and in place.
 async fn usable(path: &dyn Path, blocks: u32) -> (FetchAnswer, usize) {
     let mut frames = Vec::new();
     let answer = path.fetch(fetch_request(&hashes(blocks)), &mut |frame| frames.push(frame)).await.unwrap();
@@ -45,7 +45,7 @@ async fn usable(path: &dyn Path, blocks: u32) -> (FetchAnswer, usize) {
 }
 
 #[tokio::test]
-async fn a_cut_leaves_what_came_before() {
+async fn frames_before_a_cut_stay_valid() {
     let faults = Faults { cut_after: Some(2), ..Faults::default() };
     let service = holding(5);
     let (network, path) = faulty(faults, &service).await;
@@ -55,11 +55,11 @@ async fn a_cut_leaves_what_came_before() {
     network.serve(ADDRESS, empty.clone());
     let error = suite::save(path.as_ref(), save, 100).await.unwrap_err();
     assert!(matches!(error, PathError::Broken { .. }), "{error}");
-    assert!(!empty.holds(hash(0)), "a cut save leaves nothing");
+    assert!(!empty.holds(hash(0)), "a cut save left a block");
 }
 
 #[tokio::test]
-async fn every_corruption_is_seen() {
+async fn every_corruption_is_detected() {
     let service = holding(8);
     let mut seen = 0;
     for seed in 0..200 {
@@ -68,7 +68,7 @@ async fn every_corruption_is_seen() {
         assert!(good <= answer.tiers().len());
         seen += usize::from(good < 8);
     }
-    assert!(seen > 100, "corruption strikes: {seen} of 200");
+    assert!(seen > 100, "too few corruptions: {seen} of 200");
 }
 
 #[tokio::test]
@@ -87,23 +87,23 @@ async fn corrupt_saves_are_refused_block_by_block() {
 }
 
 #[tokio::test]
-async fn reordered_frames_are_not_the_blocks_in_their_place() {
+async fn reordered_frames_fail_verification() {
     let service = holding(8);
     let mut disturbed = 0;
     for seed in 0..100 {
         let (_, path) = faulty(Faults { seed, reorder: 0.2, ..Faults::default() }, &service).await;
         let (answer, good) = usable(path.as_ref(), 8).await;
-        assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(8) }, "nothing is lost");
+        assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(8) }, "a frame was lost");
         disturbed += usize::from(good < 8);
     }
-    assert!(disturbed > 30, "reordering strikes: {disturbed} of 100");
+    assert!(disturbed > 30, "too few reorderings: {disturbed} of 100");
 }
 
 #[tokio::test]
-async fn a_lost_operation_ends_by_its_own_limit() {
+async fn a_lost_operation_times_out() {
     let service = holding(2);
     let lost_after = Duration::from_millis(1);
-    let (_, path) = faulty(Faults { loss: 1.0, lost_after, ..Faults::default() }, &service).await;
+    let (_, path) = faulty(Faults { loss: 1.0, timeout: lost_after, ..Faults::default() }, &service).await;
     let request = FetchRequest { deadline: lost_after, ..fetch_request(&hashes(2)) };
     let answer = suite::fetch(path.as_ref(), request).await.unwrap();
     assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::TooLate });
@@ -114,7 +114,7 @@ async fn a_lost_operation_ends_by_its_own_limit() {
 }
 
 #[tokio::test]
-async fn delay_is_waited_for() {
+async fn operations_take_their_delay() {
     let service = holding(1);
     let delay = Duration::from_millis(3);
     let (_, path) = faulty(Faults { delay, ..Faults::default() }, &service).await;
@@ -126,7 +126,7 @@ async fn a_stopped_node_is_lost() {
     let service = holding(3);
     let (network, path) = faulty(Faults::default(), &service).await;
     network.stop(ADDRESS);
-    let mut nothing = |_| panic!("no frame can come");
+    let mut nothing = |_| panic!("a frame came from a stopped node");
     let error = path.fetch(fetch_request(&hashes(3)), &mut nothing).await.unwrap_err();
     assert!(matches!(error, PathError::Broken { .. }), "{error}");
     let error = network.dial(ADDRESS.to_owned()).await.err().unwrap();
@@ -149,16 +149,17 @@ async fn equal_seeds_give_equal_runs() {
     assert_eq!(runs[0], runs[1]);
 }
 
-/// A node that waits for 10 s hears nothing of layers without bytes, however many of them are computed.
+/// A node with a stall timeout of 10 s receives no bytes of empty layers, however many are
+/// computed.
 #[tokio::test(start_paused = true)]
-async fn empty_layers_do_not_make_up_for_silence() {
+async fn empty_layers_do_not_reset_the_stall_timeout() {
     let lost_after = Duration::from_secs(10);
     let service = Arc::new(MemoryService::default());
-    let (_network, path) = faulty(Faults { lost_after, ..Faults::default() }, &service).await;
+    let (_network, path) = faulty(Faults { timeout: lost_after, ..Faults::default() }, &service).await;
     for (every, is_saved) in [(Duration::from_secs(4), false), (Duration::from_millis(800), true)] {
         // Six layers from one with bytes to the next.
         let slices = [100, 0, 0, 0, 0, 0, 50, 0, 0, 0, 0, 0, 70];
-        let mut some = Computed::new(&hashes(2), &slices).until(0);
+        let mut some = ComputedBlocks::new(&hashes(2), &slices).with_layers(0);
         let gate = some.gate();
         let frame_bytes = suite::frame_of(hash(0), &slices).bytes.len() as u64;
         let request = SaveRequest { frame_bytes, ..save_request(&hashes(2)) };
@@ -170,8 +171,8 @@ async fn empty_layers_do_not_make_up_for_silence() {
         };
         let saved = tokio::select! {
             saved = path.save_layers(request, &mut some) => saved.unwrap(),
-            () = computing => unreachable!("it has no end"),
+            () = computing => unreachable!("the computation has no end"),
         };
-        assert_eq!(saved.answer().is_some(), is_saved, "a layer each {every:?}");
+        assert_eq!(saved.answer().is_some(), is_saved, "one layer every {every:?}");
     }
 }

@@ -1,11 +1,13 @@
-//! Whether a path that failed is asked again: a circuit breaker, time passed in.
+//! A circuit breaker for a path; the caller passes the time in.
 //!
-//! Closed, it lets everything pass; after some failures in a row it opens, and everything goes another way; after a time one
-//! trial passes, and what becomes of it closes the breaker or opens it for twice as long. A path that fails again soon after it
-//! was let pass goes on from there: what a trial cannot see must not cost each second a request. Fetches that hear nothing are
-//! counted apart: only one that brings something shows that others will, and no sign of life does. Lanes of RDMA have one each, too
-//! (`rdma/lane.rs`). Not here: what counts as a failure (`path.rs`), and what is done where every path's breaker is open
-//! (`dialer.rs`).
+//! While closed, it allows everything. After several consecutive failures it opens, and traffic
+//! uses other paths. After a time it allows one trial, which closes the breaker or opens it for
+//! twice as long. A path that fails again soon after its trial continues with the doubled time:
+//! failures that a trial cannot see must not cost a request every second.
+//!
+//! Silent fetches (without any answer) are counted separately: only a fetch that delivers data
+//! resets them, pings do not. RDMA rail pairs have breakers too (`rdma/lane.rs`). Not here: the
+//! definition of a failure (`path.rs`), and the case that every breaker is open (`dialer.rs`).
 
 use std::time::Duration;
 
@@ -14,20 +16,20 @@ use tokio::time::Instant;
 /// When a breaker opens and for how long.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BreakerRules {
-    /// Failures in a row that open it, and fetches in a row that heard nothing.
+    /// Consecutive failures that open it; the same for consecutive silent fetches.
     pub failures_max: u32,
-    /// How long it is open at first.
+    /// How long it stays open at first.
     pub open_min: Duration,
-    /// How long it is open at most, however often its trials failed.
+    /// Longest time that it stays open, however often its trials fail.
     pub open_max: Duration,
-    /// How long a trial is waited for: one that nobody brought to an end lets another pass after that.
+    /// How long a trial may run. An unreported trial allows another one after that.
     pub trial_max: Duration,
 }
 
 impl Default for BreakerRules {
     fn default() -> BreakerRules {
         BreakerRules {
-            // One is an accident; a path that fails three times in a row costs each request a wait.
+            // A single failure may be an accident; three in a row would cost every request a wait.
             failures_max: 3,
             open_min: Duration::from_secs(1),
             open_max: Duration::from_secs(60),
@@ -36,117 +38,121 @@ impl Default for BreakerRules {
     }
 }
 
-/// Times as long as it had been open, within which a failure is of the same trouble.
-const SOON: u32 = 4;
+/// A failure within this many times the last open time counts as a relapse.
+const RELAPSE_FACTOR: u32 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// `trouble`: when the trial passed that closed it, and for how long it had been open.
+enum BreakerState {
+    /// `last_trial`: when the trial that closed it was allowed, and how long it had been open.
     Closed {
         failures: u32,
-        trouble: Option<(Instant, Duration)>,
+        last_trial: Option<(Instant, Duration)>,
     },
     Open {
         until: Instant,
-        lasts: Duration,
+        duration: Duration,
     },
     HalfOpen {
         since: Instant,
-        lasted: Duration,
+        duration: Duration,
     },
 }
 
-/// What one path's failures led to.
+/// State of one path's breaker.
 #[derive(Clone, Debug)]
 pub(crate) struct Breaker {
     rules: BreakerRules,
-    state: State,
-    /// Fetches that heard nothing since one brought something.
-    unheard: u32,
+    state: BreakerState,
+    /// Silent fetches since one delivered data.
+    silent_fetches: u32,
 }
 
 impl Breaker {
     pub(crate) fn new(rules: BreakerRules) -> Breaker {
-        Breaker { rules, state: State::Closed { failures: 0, trouble: None }, unheard: 0 }
+        Breaker { rules, state: BreakerState::Closed { failures: 0, last_trial: None }, silent_fetches: 0 }
     }
 
-    /// Whether everything passes.
+    /// Whether it allows everything.
     pub(crate) fn is_closed(&self) -> bool {
-        matches!(self.state, State::Closed { .. })
+        matches!(self.state, BreakerState::Closed { .. })
     }
 
-    /// When a trial may pass; nothing while everything does.
+    /// Time of the next trial; `None` while closed.
     #[cfg(feature = "rdma")]
     pub(crate) fn trial_at(&self) -> Option<Instant> {
         match self.state {
-            State::Closed { .. } => None,
-            State::Open { until, .. } => Some(until),
-            State::HalfOpen { since, .. } => Some(since + self.rules.trial_max),
+            BreakerState::Closed { .. } => None,
+            BreakerState::Open { until, .. } => Some(until),
+            BreakerState::HalfOpen { since, .. } => Some(since + self.rules.trial_max),
         }
     }
 
-    /// Whether the path may be asked now. Of a breaker that is not closed only a trial passes, one at a time, and
-    /// whoever is let pass says what became of it.
-    pub(crate) fn passes(&mut self, now: Instant) -> bool {
+    /// Whether the path may be used now. If not closed, it allows one trial at a time, and the
+    /// caller reports the result.
+    pub(crate) fn allows(&mut self, now: Instant) -> bool {
         let lasted = match self.state {
-            State::Closed { .. } => return true,
-            State::Open { until, lasts } if now >= until => lasts,
-            State::HalfOpen { since, lasted } if now >= since + self.rules.trial_max => lasted,
-            State::Open { .. } | State::HalfOpen { .. } => return false,
+            BreakerState::Closed { .. } => return true,
+            BreakerState::Open { until, duration: lasts } if now >= until => lasts,
+            BreakerState::HalfOpen { since, duration: lasted } if now >= since + self.rules.trial_max => {
+                lasted
+            }
+            BreakerState::Open { .. } | BreakerState::HalfOpen { .. } => return false,
         };
-        self.state = State::HalfOpen { since: now, lasted };
+        self.state = BreakerState::HalfOpen { since: now, duration: lasted };
         true
     }
 
-    /// The path did what it was asked. Something that began before the breaker opened says nothing new.
-    pub(crate) fn succeeded(&mut self) {
+    /// Records a success. A result of something started before the breaker opened is ignored.
+    pub(crate) fn record_success(&mut self) {
         let trouble = match self.state {
-            State::Open { .. } => return,
-            State::HalfOpen { since, lasted } => Some((since, lasted)),
-            State::Closed { trouble, .. } => trouble,
+            BreakerState::Open { .. } => return,
+            BreakerState::HalfOpen { since, duration: lasted } => Some((since, lasted)),
+            BreakerState::Closed { last_trial: trouble, .. } => trouble,
         };
-        self.state = State::Closed { failures: 0, trouble };
+        self.state = BreakerState::Closed { failures: 0, last_trial: trouble };
     }
 
-    /// A fetch brought something.
-    pub(crate) fn brought(&mut self) {
-        self.unheard = 0;
-        self.succeeded();
+    /// Records a fetch that delivered data.
+    pub(crate) fn record_delivery(&mut self) {
+        self.silent_fetches = 0;
+        self.record_success();
     }
 
-    /// The path failed; whether that opened it.
-    pub(crate) fn failed(&mut self, now: Instant) -> bool {
-        if let State::Closed { failures, trouble } = self.state
+    /// Records a failure. Returns whether it opened the breaker.
+    pub(crate) fn record_failure(&mut self, now: Instant) -> bool {
+        if let BreakerState::Closed { failures, last_trial: trouble } = self.state
             && failures + 1 < self.rules.failures_max
         {
-            self.state = State::Closed { failures: failures + 1, trouble };
+            self.state = BreakerState::Closed { failures: failures + 1, last_trial: trouble };
             return false;
         }
         self.open(now, false)
     }
 
-    /// A fetch heard nothing in all the time that it had; whether that opened it. Where it was open for that before, and nothing was brought
-    /// since, one is enough, whenever it comes.
-    pub(crate) fn unheard(&mut self, now: Instant) -> bool {
-        self.unheard = self.unheard.saturating_add(1);
-        let is_enough = self.unheard >= self.rules.failures_max || !self.is_closed();
-        is_enough && self.open(now, self.unheard > self.rules.failures_max)
+    /// Records a silent fetch: no answer in all its time. Returns whether it opened the breaker. If
+    /// the breaker was open for this before, and no fetch delivered data since, one is enough at
+    /// any time.
+    pub(crate) fn record_silence(&mut self, now: Instant) -> bool {
+        self.silent_fetches = self.silent_fetches.saturating_add(1);
+        let is_enough = self.silent_fetches >= self.rules.failures_max || !self.is_closed();
+        is_enough && self.open(now, self.silent_fetches > self.rules.failures_max)
     }
 
-    /// `is_same`: it is the trouble for which it was open before.
-    fn open(&mut self, now: Instant, is_same: bool) -> bool {
+    /// `is_same`: it reopens for the same reason as before.
+    fn open(&mut self, now: Instant, is_relapse: bool) -> bool {
         let longer = |lasted: Duration| lasted.saturating_mul(2).min(self.rules.open_max);
         let lasts = match self.state {
-            State::Closed { trouble: Some((since, lasted)), .. }
-                if is_same || now.saturating_duration_since(since) < lasted.saturating_mul(SOON) =>
+            BreakerState::Closed { last_trial: Some((since, lasted)), .. }
+                if is_relapse
+                    || now.saturating_duration_since(since) < lasted.saturating_mul(RELAPSE_FACTOR) =>
             {
                 longer(lasted)
             }
-            State::Closed { .. } => self.rules.open_min,
-            State::HalfOpen { lasted, .. } => longer(lasted),
-            State::Open { .. } => return false,
+            BreakerState::Closed { .. } => self.rules.open_min,
+            BreakerState::HalfOpen { duration: lasted, .. } => longer(lasted),
+            BreakerState::Open { .. } => return false,
         };
-        self.state = State::Open { until: now + lasts, lasts };
+        self.state = BreakerState::Open { until: now + lasts, duration: lasts };
         true
     }
 }
@@ -169,118 +175,133 @@ mod tests {
         Duration::from_secs(count)
     }
 
-    /// One that opened now.
-    fn opened() -> (Instant, Breaker) {
+    /// A breaker that opened now.
+    fn opened_breaker() -> (Instant, Breaker) {
         let (now, mut breaker) = (Instant::now(), Breaker::new(RULES));
-        assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
+        assert_eq!(
+            [breaker.record_failure(now), breaker.record_failure(now), breaker.record_failure(now)],
+            [false, false, true]
+        );
         (now, breaker)
     }
 
     #[test]
-    fn only_failures_in_a_row_open_it() {
+    fn only_consecutive_failures_open_it() {
         let (now, mut breaker) = (Instant::now(), Breaker::new(RULES));
         for _ in 0..10 {
-            assert!(!breaker.failed(now) && !breaker.failed(now));
-            breaker.succeeded();
+            assert!(!breaker.record_failure(now) && !breaker.record_failure(now));
+            breaker.record_success();
         }
-        assert!(breaker.passes(now) && breaker.is_closed());
-        assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
-        assert!(!breaker.passes(now + Duration::from_millis(999)) && !breaker.is_closed());
+        assert!(breaker.allows(now) && breaker.is_closed());
+        assert_eq!(
+            [breaker.record_failure(now), breaker.record_failure(now), breaker.record_failure(now)],
+            [false, false, true]
+        );
+        assert!(!breaker.allows(now + Duration::from_millis(999)) && !breaker.is_closed());
     }
 
     #[test]
     fn one_trial_passes_and_decides() {
-        let (now, mut breaker) = opened();
-        assert!(breaker.passes(now + secs(1)), "the trial");
-        assert!(!breaker.passes(now + secs(1)), "and nothing beside it");
-        assert!(breaker.failed(now + secs(1)));
-        assert!(!breaker.passes(now + secs(2)) && breaker.passes(now + secs(3)), "twice as long");
-        breaker.succeeded();
-        assert!(breaker.is_closed() && breaker.passes(now + secs(3)) && breaker.passes(now + secs(3)));
-        assert!(!breaker.failed(now + secs(3)), "it counts from nothing again");
+        let (now, mut breaker) = opened_breaker();
+        assert!(breaker.allows(now + secs(1)), "the trial is not allowed");
+        assert!(!breaker.allows(now + secs(1)), "a second trial is allowed");
+        assert!(breaker.record_failure(now + secs(1)));
+        assert!(
+            !breaker.allows(now + secs(2)) && breaker.allows(now + secs(3)),
+            "it is not open for twice as long"
+        );
+        breaker.record_success();
+        assert!(breaker.is_closed() && breaker.allows(now + secs(3)) && breaker.allows(now + secs(3)));
+        assert!(!breaker.record_failure(now + secs(3)), "old failures still count");
     }
 
     #[test]
-    fn what_fails_again_soon_after_its_trial_is_left_alone_for_longer_each_time() {
-        let (mut now, mut breaker) = opened();
+    fn relapses_double_the_open_time() {
+        let (mut now, mut breaker) = opened_breaker();
         for lasts in [1, 2, 4, 8, 8] {
-            assert!(!breaker.passes(now + secs(lasts) - Duration::from_millis(1)), "open for {lasts} s");
+            assert!(!breaker.allows(now + secs(lasts) - Duration::from_millis(1)), "not open for {lasts} s");
             now += secs(lasts);
-            assert!(breaker.passes(now));
-            breaker.succeeded();
+            assert!(breaker.allows(now));
+            breaker.record_success();
             now += Duration::from_millis(10);
-            breaker.succeeded();
-            assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
+            breaker.record_success();
+            assert_eq!(
+                [breaker.record_failure(now), breaker.record_failure(now), breaker.record_failure(now)],
+                [false, false, true]
+            );
         }
         now += secs(8);
-        assert!(breaker.passes(now));
-        breaker.succeeded();
+        assert!(breaker.allows(now));
+        breaker.record_success();
         now += secs(32);
-        assert_eq!([breaker.failed(now), breaker.failed(now), breaker.failed(now)], [false, false, true]);
-        assert!(breaker.passes(now + secs(1)), "it was well for long: this is another trouble");
+        assert_eq!(
+            [breaker.record_failure(now), breaker.record_failure(now), breaker.record_failure(now)],
+            [false, false, true]
+        );
+        assert!(breaker.allows(now + secs(1)), "a late failure counts as a relapse");
     }
 
     #[test]
     #[cfg(feature = "rdma")]
-    fn whoever_makes_trials_knows_when() {
-        let (now, mut breaker) = opened();
+    fn trial_time_is_known() {
+        let (now, mut breaker) = opened_breaker();
         assert_eq!(breaker.trial_at(), Some(now + secs(1)));
-        assert!(breaker.passes(now + secs(2)));
+        assert!(breaker.allows(now + secs(2)));
         assert_eq!(
             breaker.trial_at(),
             Some(now + secs(7)),
-            "when nobody says what became of the one under way"
+            "the time after which an unreported trial expires"
         );
-        breaker.succeeded();
+        breaker.record_success();
         assert_eq!(breaker.trial_at(), None);
     }
 
     #[test]
-    fn a_trial_that_nobody_ended_gives_way_to_another() {
-        let (now, mut breaker) = opened();
-        assert!(breaker.passes(now + secs(1)));
-        assert!(!breaker.passes(now + secs(5)) && breaker.passes(now + secs(6)));
+    fn an_unreported_trial_expires() {
+        let (now, mut breaker) = opened_breaker();
+        assert!(breaker.allows(now + secs(1)));
+        assert!(!breaker.allows(now + secs(5)) && breaker.allows(now + secs(6)));
     }
 
     #[test]
-    fn what_began_before_it_opened_changes_nothing() {
-        let (now, mut breaker) = opened();
-        breaker.succeeded();
-        assert!(!breaker.failed(now + Duration::from_millis(900)) && !breaker.passes(now));
-        assert!(breaker.passes(now + secs(1)), "late failures do not keep it open for longer");
+    fn results_from_before_the_opening_are_ignored() {
+        let (now, mut breaker) = opened_breaker();
+        breaker.record_success();
+        assert!(!breaker.record_failure(now + Duration::from_millis(900)) && !breaker.allows(now));
+        assert!(breaker.allows(now + secs(1)), "late failures prolong the open time");
     }
 
     #[test]
-    fn signs_of_life_do_not_outweigh_fetches_that_hear_nothing() {
+    fn pings_do_not_outweigh_silent_fetches() {
         let (mut now, mut breaker) = (Instant::now(), Breaker::new(RULES));
         let unheard = |breaker: &mut Breaker, now| {
-            breaker.succeeded();
-            breaker.unheard(now)
+            breaker.record_success();
+            breaker.record_silence(now)
         };
         assert_eq!([(); 3].map(|()| unheard(&mut breaker, now)), [false, false, true]);
-        // From then on one tells what no trial sees, and it is left alone for longer each time.
+        // From now on one silent fetch opens it again, for longer each time.
         for lasts in [1, 2, 4, 8, 8] {
-            assert!(!breaker.passes(now + secs(lasts) - Duration::from_millis(1)));
+            assert!(!breaker.allows(now + secs(lasts) - Duration::from_millis(1)));
             now += secs(lasts);
-            assert!(breaker.passes(now));
-            breaker.succeeded();
+            assert!(breaker.allows(now));
+            breaker.record_success();
             now += secs(100);
-            assert!(unheard(&mut breaker, now), "after {lasts} s");
+            assert!(unheard(&mut breaker, now), "not opened after {lasts} s");
         }
         now += secs(8);
-        assert!(breaker.passes(now));
-        breaker.brought();
+        assert!(breaker.allows(now));
+        breaker.record_delivery();
         assert_eq!(
             [(); 3].map(|()| unheard(&mut breaker, now)),
             [false, false, true],
-            "it counts from nothing"
+            "old silent fetches still count"
         );
     }
 
-    /// However things go, a path is left alone for the longest time at most, and what passes while it is not closed is
-    /// one trial at a time.
+    /// In any sequence of events, a path is suspended for the longest time at most, and an unclosed
+    /// breaker allows one trial at a time.
     #[test]
-    fn it_is_never_closed_to_a_path_for_good_and_never_floods_it() {
+    fn it_always_allows_a_trial_and_only_one_at_a_time() {
         for seed in 0..200 {
             println!("seed {seed}");
             let mut random = ChaCha8Rng::seed_from_u64(seed);
@@ -289,17 +310,17 @@ mod tests {
             for _ in 0..500 {
                 now += Duration::from_millis(random.random_range(0..700));
                 let was_closed = breaker.is_closed();
-                if breaker.passes(now) {
+                if breaker.allows(now) {
                     refused_since = None;
                     if !was_closed {
                         trials.push(now);
                     }
                     match random.random_range(0..3) {
-                        0 => breaker.succeeded(),
+                        0 => breaker.record_success(),
                         1 => {
-                            breaker.failed(now);
+                            breaker.record_failure(now);
                         }
-                        _ => {} // nobody says
+                        _ => {} // unreported
                     }
                 } else {
                     let since = *refused_since.get_or_insert(now);

@@ -1,58 +1,58 @@
-//! How fast a path to a peer is, from what came over it lately.
+//! Estimates the speed of a path to a peer from recent transfers.
 //!
-//! A fetch of so many bytes takes the path's latency and a time for each byte. Both are averages that forget: of the last
-//! dozen fetches most, of those before nearly nothing. Not here: which fetches count (`path.rs`), and what is concluded
-//! (`choice.rs`).
+//! A fetch takes the path's latency and a time per byte. Both are exponentially decaying averages
+//! over roughly the last dozen fetches. Not here: which fetches count (`path.rs`), and the
+//! conclusions (`choice.rs`).
 
 use std::time::Duration;
 
-/// What a new fetch leaves of the weight of those before: half of it is gone after eleven.
-const KEPT: f64 = 15.0 / 16.0;
+/// Factor on the weight of earlier fetches per new one: halved after eleven.
+const DECAY: f64 = 15.0 / 16.0;
 
 /// Weight of a new round trip.
 const PING_WEIGHT: f64 = 0.25;
 
-/// A fetch counts as at most so many times what was expected, or one that was held up for a moment would rule the
-/// average of all. A path that became that slow shows it within a few fetches.
+/// A fetch counts as at most this many times the expected time, so that a single stalled one does
+/// not dominate the average. A path that became that slow shows it within a few fetches.
 const OUTLIER_FACTOR: f64 = 4.0;
 
-/// Fetches after which something is expected.
-const EXPECTING_FROM: u64 = 4;
+/// Fetches needed before outliers are capped.
+const FETCHES_MIN: u64 = 4;
 
 /// Averages of one path to one peer.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Estimate {
+pub(super) struct PathEstimate {
     latency_s: Option<f64>,
-    /// Decayed sums over fetches: their bytes, and the time they took beyond the latency of then.
+    /// Decayed sums over fetches: their bytes, and their time beyond the latency.
     bytes: f64,
     seconds: f64,
     fetches: u64,
 }
 
-impl Estimate {
-    /// A round trip of nothing took so long.
-    pub(super) fn pinged(&mut self, took: Duration) {
+impl PathEstimate {
+    /// Records a round trip without payload.
+    pub(super) fn record_ping(&mut self, took: Duration) {
         let took = took.as_secs_f64();
         self.latency_s = Some(self.latency_s.map_or(took, |before| before + PING_WEIGHT * (took - before)));
     }
 
-    /// A fetch of so many bytes took so long. One without bytes says nothing.
-    pub(super) fn fetched(&mut self, bytes: u64, took: Duration) {
+    /// Records a fetch. One without bytes is ignored.
+    pub(super) fn record_fetch(&mut self, bytes: u64, took: Duration) {
         if bytes == 0 {
             return;
         }
         let mut took = took.as_secs_f64();
-        if let Some(expected) = self.expects(bytes).filter(|_| self.fetches >= EXPECTING_FROM) {
+        if let Some(expected) = self.expected_time(bytes).filter(|_| self.fetches >= FETCHES_MIN) {
             took = took.min(expected.as_secs_f64() * OUTLIER_FACTOR);
         }
         let beyond = (took - self.latency_s.unwrap_or(0.0)).max(0.0);
-        self.bytes = self.bytes * KEPT + as_f64(bytes);
-        self.seconds = self.seconds * KEPT + beyond;
+        self.bytes = self.bytes * DECAY + as_f64(bytes);
+        self.seconds = self.seconds * DECAY + beyond;
         self.fetches += 1;
     }
 
-    /// How long a fetch of so many bytes would take; nothing before the first.
-    pub(super) fn expects(&self, bytes: u64) -> Option<Duration> {
+    /// Expected time of a fetch of this size; `None` before the first.
+    pub(super) fn expected_time(&self, bytes: u64) -> Option<Duration> {
         if self.fetches == 0 {
             return None;
         }
@@ -60,17 +60,17 @@ impl Estimate {
         Duration::try_from_secs_f64(seconds).ok()
     }
 
-    /// A round trip, once there was one.
+    /// Average round trip time; `None` before the first ping.
     pub(super) fn latency(&self) -> Option<Duration> {
         self.latency_s.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
     }
 
-    /// Bytes a second of one fetch, its latency left out; nothing before the first.
+    /// Throughput of one fetch without its latency; `None` before the first.
     pub(super) fn bytes_per_second(&self) -> Option<f64> {
         (self.fetches > 0 && self.seconds > 0.0).then(|| self.bytes / self.seconds)
     }
 
-    /// Fetches that counted.
+    /// Recorded fetches.
     pub(super) fn fetches(&self) -> u64 {
         self.fetches
     }
@@ -90,27 +90,28 @@ mod tests {
 
     use super::*;
 
-    /// What a path with this latency and rate takes.
-    fn takes(latency_us: f64, bytes_per_us: f64, bytes: u64) -> Duration {
+    /// Time over a path with this latency and rate.
+    fn transfer_time(latency_us: f64, bytes_per_us: f64, bytes: u64) -> Duration {
         Duration::from_secs_f64((latency_us + as_f64(bytes) / bytes_per_us) / 1e6)
     }
 
     #[test]
-    fn what_is_expected_comes_near_what_is_there_and_follows_it() {
+    fn the_estimate_tracks_the_real_speed() {
         for seed in 0..200 {
             println!("seed {seed}");
             let mut random = ChaCha8Rng::seed_from_u64(seed);
-            let mut estimate = Estimate::default();
+            let mut estimate = PathEstimate::default();
             for _ in 0..2 {
                 let (latency, rate) = (random.random_range(20.0..500.0), random.random_range(100.0..4000.0));
                 for _ in 0..150 {
-                    estimate.pinged(takes(latency, 1.0, 0));
+                    estimate.record_ping(transfer_time(latency, 1.0, 0));
                     let bytes = random.random_range(4_096..4_194_304);
                     let noise = random.random_range(0.9..1.1);
-                    estimate.fetched(bytes, takes(latency, rate, bytes).mul_f64(noise));
+                    estimate.record_fetch(bytes, transfer_time(latency, rate, bytes).mul_f64(noise));
                 }
                 let bytes = 1 << 20;
-                let (told, real) = (estimate.expects(bytes).unwrap(), takes(latency, rate, bytes));
+                let (told, real) =
+                    (estimate.expected_time(bytes).unwrap(), transfer_time(latency, rate, bytes));
                 let off = told.as_secs_f64() / real.as_secs_f64();
                 assert!((0.9..1.1).contains(&off), "seed {seed}: {told:?}, really {real:?}");
             }
@@ -118,20 +119,20 @@ mod tests {
     }
 
     #[test]
-    fn one_fetch_that_was_held_up_does_not_rule() {
-        let mut estimate = Estimate::default();
-        (0..50).for_each(|_| estimate.fetched(1 << 20, Duration::from_millis(1)));
-        estimate.fetched(1 << 20, Duration::from_secs(10));
-        assert!(estimate.expects(1 << 20).unwrap() < Duration::from_micros(1300));
+    fn one_outlier_has_little_effect() {
+        let mut estimate = PathEstimate::default();
+        (0..50).for_each(|_| estimate.record_fetch(1 << 20, Duration::from_millis(1)));
+        estimate.record_fetch(1 << 20, Duration::from_secs(10));
+        assert!(estimate.expected_time(1 << 20).unwrap() < Duration::from_micros(1300));
     }
 
     #[test]
-    fn nothing_is_said_of_what_nobody_tried() {
-        let mut estimate = Estimate::default();
-        estimate.fetched(0, Duration::from_secs(1));
-        assert_eq!((estimate.expects(1), estimate.latency(), estimate.fetches()), (None, None, 0));
-        estimate.fetched(u64::MAX, Duration::MAX);
-        estimate.pinged(Duration::MAX);
-        let _ = (estimate.expects(u64::MAX), estimate.latency()); // whatever it is, it is no panic
+    fn no_estimate_without_fetches() {
+        let mut estimate = PathEstimate::default();
+        estimate.record_fetch(0, Duration::from_secs(1));
+        assert_eq!((estimate.expected_time(1), estimate.latency(), estimate.fetches()), (None, None, 0));
+        estimate.record_fetch(u64::MAX, Duration::MAX);
+        estimate.record_ping(Duration::MAX);
+        let _ = (estimate.expected_time(u64::MAX), estimate.latency()); // extreme values must not panic
     }
 }

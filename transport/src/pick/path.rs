@@ -1,8 +1,9 @@
-//! Several open ways to one peer as one path.
+//! Several open paths to one peer as one path.
 //!
-//! Each operation takes the way that is picked for it, and what becomes of it is remembered. A fetch that a way refused
-//! before it gave a byte goes another way within its deadline. Ways that are not open are opened behind the operations. Not here:
-//! what is concluded (`peer.rs`), what an operation says (the paths themselves).
+//! Each operation uses the path chosen for it, and its result is recorded. If a path refuses a
+//! fetch before any byte, the fetch continues over another one within its deadline. Closed paths
+//! are opened in the background. Not here: the conclusions (`peer.rs`), and the operations (the
+//! paths themselves).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -10,36 +11,41 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::id::{Class, LeaseId, Tier};
+use kv_core::id::{LeaseId, Tier, TrafficClass};
 use kvfleet_proto::frame::{Frame, FrameHead};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
-use super::dialer::Way;
-use super::peer::Peer;
+use super::dialer::PathOption;
+use super::peer::PeerPaths;
 use super::{PathKind, PickRules};
 use crate::{
-    AskedLayers, BoxFuture, Carried, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError,
-    Progress, SaveAnswer, SaveRequest, SliceSink, Streamed,
+    BoxFuture, FetchAnswer, FetchRequest, LayerRequest, LayerSource, LayeredSaveOutcome, MissReason, Path,
+    PathError, Progress, SaveAnswer, SaveRequest, SliceSink, TrafficCounters,
 };
 
-/// The ways to a peer that are open.
-pub(super) struct Open {
-    ways: Arc<[Way]>,
-    peer: Arc<Peer>,
-    /// By position of the way.
+/// The open paths to a peer.
+pub(super) struct OpenPaths {
+    options: Arc<[PathOption]>,
+    peer: Arc<PeerPaths>,
+    /// By position of the candidate.
     paths: Mutex<Vec<Option<Arc<dyn Path>>>>,
-    leases: Mutex<LeaseWays>,
+    leases: Mutex<LeasePaths>,
 }
 
-impl Open {
-    pub(super) fn new(ways: Arc<[Way]>, peer: Arc<Peer>, at: usize, path: Arc<dyn Path>) -> Open {
-        let mut paths = vec![None; ways.len()];
+impl OpenPaths {
+    pub(super) fn new(
+        options: Arc<[PathOption]>,
+        peer: Arc<PeerPaths>,
+        at: usize,
+        path: Arc<dyn Path>,
+    ) -> OpenPaths {
+        let mut paths = vec![None; options.len()];
         paths[at] = Some(path);
-        Open { ways, peer, paths: Mutex::new(paths), leases: Mutex::default() }
+        OpenPaths { options, peer, paths: Mutex::new(paths), leases: Mutex::default() }
     }
 
-    fn leases(&self) -> MutexGuard<'_, LeaseWays> {
+    fn leases(&self) -> MutexGuard<'_, LeasePaths> {
         self.leases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -47,7 +53,7 @@ impl Open {
         self.paths.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The way that the next operation takes, but for those that refused it.
+    /// The path of the next operation, except the `refused` ones.
     fn pick(&self, is_fetch: bool, refused: &[usize]) -> Option<(usize, Arc<dyn Path>)> {
         let paths = self.paths().clone();
         let is_open = |(at, path): (usize, &Option<Arc<dyn Path>>)| {
@@ -58,7 +64,7 @@ impl Open {
         Some((at, paths.get(at).cloned().flatten()?))
     }
 
-    /// Why nothing is open any more; nothing while something is.
+    /// Why no path is open; `None` while one is.
     fn failure(&self) -> Option<PathError> {
         let mut failure = None;
         for path in self.paths().iter().flatten() {
@@ -68,71 +74,71 @@ impl Open {
         failure
     }
 
-    /// What an operation without a way is told.
-    fn no_way(&self) -> PathError {
+    /// The error of an operation without a path.
+    fn no_path_error(&self) -> PathError {
         let peer = self.peer.address().to_owned();
-        self.failure().unwrap_or(PathError::Broken { peer, cause: "no path to it is open".to_owned() })
+        self.failure().unwrap_or(PathError::Broken { peer, cause: "no path to the peer is open".to_owned() })
     }
 
-    /// Takes note of what became of an operation. What the caller did wrong says nothing of the way.
-    fn note<T>(&self, at: usize, ended: &Result<T, PathError>) {
+    /// Records the result of an operation. A mistake of the caller says no more about the path.
+    fn record<T>(&self, at: usize, ended: &Result<T, PathError>) {
         match ended {
-            Ok(_) => self.peer.succeeded(at),
+            Ok(_) => self.peer.record_success(at),
             Err(PathError::TooLarge { .. }) => {}
-            Err(error) => self.peer.failed(Instant::now(), at, error),
+            Err(error) => self.peer.record_failure(Instant::now(), at, error),
         }
     }
 
-    fn carried(&self, at: usize) -> &Carried {
-        &self.ways[at].carried
+    fn traffic(&self, at: usize) -> &TrafficCounters {
+        &self.options[at].traffic
     }
 
-    /// A fetch that began with its answer, and came or not.
-    fn note_fetch(&self, given: &GivenUp<'_>, ended: &Result<FetchAnswer, PathError>) {
-        let GivenUp { at, begun, bytes, .. } = *given;
-        let Ok(answer) = ended else { return self.note(at, ended) };
+    /// Records a fetch that ended with an answer or an error.
+    fn record_fetch(&self, given: &FetchAttempt<'_>, ended: &Result<FetchAnswer, PathError>) {
+        let FetchAttempt { at, begun, bytes, .. } = *given;
+        let Ok(answer) = ended else { return self.record(at, ended) };
         let now = Instant::now();
         if let FetchAnswer::Partial { reason: MissReason::NodeLost, .. }
         | FetchAnswer::Miss { reason: MissReason::NodeLost } = answer
         {
             let peer = self.peer.address().to_owned();
-            let cause = "it ended during a fetch".to_owned();
-            return self.peer.failed(now, at, &PathError::Broken { peer, cause });
+            let cause = "the connection ended during a fetch".to_owned();
+            return self.peer.record_failure(now, at, &PathError::Broken { peer, cause });
         }
         if bytes > 0 {
-            self.peer.brought(at);
+            self.peer.record_delivery(at);
         }
         if *answer == (FetchAnswer::Miss { reason: MissReason::TooLate }) {
-            return given.late(now);
+            return given.record_late(now);
         }
-        self.peer.succeeded(at);
-        // What a slow medium gave says nothing of the way.
+        self.peer.record_success(at);
+        // The speed of a slow medium is not that of the path.
         if bytes > 0 && answer.tiers().iter().all(|tier| *tier == Tier::Dram) {
-            self.peer.fetched(now, at, bytes, now - begun);
+            self.peer.record_fetch(now, at, bytes, now - begun);
         }
     }
 
     async fn fetch(
         &self,
         mut request: FetchRequest,
-        taker: &mut dyn Taker,
+        taker: &mut dyn FetchTarget,
     ) -> Result<FetchAnswer, PathError> {
         let (begun, deadline, mut refused) = (Instant::now(), request.deadline, Vec::new());
         let mut last = None;
         while let Some((at, path)) = self.pick(true, &refused) {
-            let mut given = GivenUp::new(&self.peer, (at, self.ways[at].candidate.kind), &request);
+            let mut given = FetchAttempt::new(&self.peer, (at, self.options[at].candidate.kind), &request);
             let mut count = |came: usize| {
                 given.bytes += came as u64;
-                self.carried(at).received(came);
+                self.traffic(at).received(came);
             };
             request.deadline = deadline.saturating_sub(begun.elapsed());
-            self.leases().note(request.asker.lease, at);
+            self.leases().record(request.context.lease, at);
             let ended = taker.fetch(&*path, request.clone(), &mut count).await;
-            given.is_over = true;
-            self.note_fetch(&given, &ended);
+            given.is_finished = true;
+            self.record_fetch(&given, &ended);
             let is_refused = match &ended {
                 Ok(answer) => *answer == FetchAnswer::Miss { reason: MissReason::NodeLost },
-                Err(error) => goes_on(error),
+                Err(error) => can_retry_elsewhere(error),
             };
             if given.bytes > 0 || !is_refused {
                 return ended;
@@ -140,25 +146,25 @@ impl Open {
             last = Some(ended);
             refused.push(at);
         }
-        last.unwrap_or_else(|| Err(self.no_way()))
+        last.unwrap_or_else(|| Err(self.no_path_error()))
     }
 
-    /// Asks something short, over one way after the other until one answers.
-    async fn ask<T>(
+    /// Runs a short operation over one path after another until one answers.
+    async fn call<T>(
         &self,
         ask: impl Fn(Arc<dyn Path>) -> BoxFuture<'static, Result<T, PathError>>,
     ) -> Result<T, PathError> {
         let (mut refused, mut last) = (Vec::new(), None);
         while let Some((at, path)) = self.pick(false, &refused) {
             let ended = ask(path).await;
-            self.note(at, &ended);
+            self.record(at, &ended);
             match ended {
-                Err(error) if goes_on(&error) => last = Some(error),
+                Err(error) if can_retry_elsewhere(&error) => last = Some(error),
                 ended => return ended,
             }
             refused.push(at);
         }
-        Err(last.unwrap_or_else(|| self.no_way()))
+        Err(last.unwrap_or_else(|| self.no_path_error()))
     }
 
     async fn save(
@@ -166,16 +172,16 @@ impl Open {
         request: SaveRequest,
         source: &(dyn Fn(usize) -> Frame + Send + Sync),
     ) -> Result<SaveAnswer, PathError> {
-        let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_way()) };
+        let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_path_error()) };
         let counted = |position| {
             let frame = source(position);
-            self.carried(at).sent(frame.bytes.len());
+            self.traffic(at).sent(frame.bytes.len());
             frame
         };
-        self.leases().note(request.asker.lease, at);
-        // Half of it may be stored when it fails: whether it is said again is the caller's to say.
+        self.leases().record(request.context.lease, at);
+        // A failed save may be half stored, so the caller decides about a retry.
         let ended = path.save(request, &counted).await;
-        self.note(at, &ended);
+        self.record(at, &ended);
         ended
     }
 
@@ -183,15 +189,16 @@ impl Open {
         &self,
         request: SaveRequest,
         layers: &mut dyn LayerSource,
-    ) -> Result<Streamed, PathError> {
-        let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_way()) };
-        self.leases().note(request.asker.lease, at);
-        let ended = path.save_layers(request, &mut CountedLayers { layers, carried: self.carried(at) }).await;
-        self.note(at, &ended);
+    ) -> Result<LayeredSaveOutcome, PathError> {
+        let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_path_error()) };
+        self.leases().record(request.context.lease, at);
+        let ended =
+            path.save_layers(request, &mut CountingLayerSource { layers, traffic: self.traffic(at) }).await;
+        self.record(at, &ended);
         ended
     }
 
-    /// Ends a lease over every way that it was used over: to the node it may be another one over each.
+    /// Ends a lease over every path that used it: it may be a separate lease over each.
     async fn release(&self, lease: LeaseId) -> Result<(), PathError> {
         let used = self.leases().take(lease);
         let paths = self.paths().clone();
@@ -199,96 +206,98 @@ impl Open {
         for (at, path) in paths.iter().enumerate().filter(|(at, _)| used & (1 << at) != 0) {
             let Some(path) = path.as_ref().filter(|path| path.failure().is_none()) else { continue };
             let ended = path.release(lease).await;
-            self.note(at, &ended);
-            // One that was heard is as good as all: what the others hold ends by itself.
+            self.record(at, &ended);
+            // One successful release is enough: the others' leases expire.
             if !matches!(released, Some(Ok(()))) {
                 released = Some(ended);
             }
         }
         match released {
             Some(Ok(())) => Ok(()),
-            _ => self.ask(move |path| Box::pin(async move { path.release(lease).await })).await,
+            _ => self.call(move |path| Box::pin(async move { path.release(lease).await })).await,
         }
     }
 
-    /// Looks after one way: opens it if it is not open, and asks for a sign of life.
-    async fn tend(&self, at: usize, is_ping_due: bool) {
+    /// Maintains one path: opens it if it is closed, or pings it.
+    async fn maintain(&self, at: usize, is_ping_due: bool) {
         let path = self.paths()[at].clone().filter(|path| path.failure().is_none());
-        let is_doubtful = !self.peer.is_closed(at);
+        let is_doubtful = !self.peer.is_healthy(at);
         let Some(path) = path else {
-            if !self.peer.may_dial(Instant::now(), at) {
+            if !self.peer.allows_trial(Instant::now(), at) {
                 return;
             }
-            let dialled = self.ways[at].candidate.dialer.dial(self.peer.address().to_owned()).await;
-            self.note(at, &dialled);
+            let dialled = self.options[at].candidate.dialer.dial(self.peer.address().to_owned()).await;
+            self.record(at, &dialled);
             if let Ok(path) = dialled {
                 self.paths()[at] = Some(path);
             }
             return;
         };
-        let is_asked = if is_doubtful { self.peer.may_dial(Instant::now(), at) } else { is_ping_due };
+        let is_asked = if is_doubtful { self.peer.allows_trial(Instant::now(), at) } else { is_ping_due };
         if is_asked {
             let pinged = path.ping().await;
-            self.note(at, &pinged);
+            self.record(at, &pinged);
             if let Ok(took) = pinged {
-                self.peer.pinged(at, took);
+                self.peer.record_ping(at, took);
             }
         }
     }
 }
 
-/// A fetch over one way, whose caller may give it up before it has an answer: where somebody waited for it and nothing came, that way
-/// was late, as it would have been by a deadline. Of one that brought something it is not known from which medium.
-struct GivenUp<'a> {
-    peer: &'a Peer,
+/// A fetch over one path. Its caller may drop it before it has an answer: if the caller was waiting
+/// and no data came, the path was late, as with a deadline. If data came, its medium is unknown, so
+/// it is not measured.
+struct FetchAttempt<'a> {
+    peer: &'a PeerPaths,
     at: usize,
     begun: Instant,
-    class: Class,
+    class: TrafficClass,
     progress: Progress,
     bytes: u64,
-    is_over: bool,
+    is_finished: bool,
 }
 
-impl<'a> GivenUp<'a> {
-    fn new(peer: &'a Peer, (at, kind): (usize, PathKind), request: &FetchRequest) -> GivenUp<'a> {
+impl<'a> FetchAttempt<'a> {
+    fn new(peer: &'a PeerPaths, (at, kind): (usize, PathKind), request: &FetchRequest) -> FetchAttempt<'a> {
         let (class, progress) = (request.class(), request.progress.clone());
-        progress.begins(kind);
-        GivenUp { peer, at, begun: Instant::now(), class, progress, bytes: 0, is_over: false }
+        progress.start(kind);
+        FetchAttempt { peer, at, begun: Instant::now(), class, progress, bytes: 0, is_finished: false }
     }
 
-    /// It was not there in time. The way failed where the node was not even heard over it, and works where it was. What nobody waits for
-    /// goes behind others, also on its way to the node, and says nothing of a way.
-    fn late(&self, now: Instant) {
-        let is_first = self.class == Class::Fetch;
-        if let Some(since) = self.progress.unheard_since() {
+    /// Records a late fetch. If the node never answered, the path failed; if it did, the path
+    /// works. Prefetches queue behind other operations everywhere, so their lateness is not
+    /// recorded.
+    fn record_late(&self, now: Instant) {
+        let is_first = self.class == TrafficClass::Fetch;
+        if let Some(since) = self.progress.unanswered_since() {
             if is_first {
-                self.peer.unheard(now, self.at, since);
+                self.peer.record_silence(now, self.at, since);
             }
         } else if self.progress.is_answered() {
-            self.peer.succeeded(self.at);
+            self.peer.record_success(self.at);
         }
         if is_first {
-            self.peer.late(now, self.at, now - self.begun);
+            self.peer.record_late_fetch(now, self.at, now - self.begun);
         }
     }
 }
 
-impl Drop for GivenUp<'_> {
+impl Drop for FetchAttempt<'_> {
     fn drop(&mut self) {
-        if self.is_over {
+        if self.is_finished {
             return;
         }
         if self.bytes > 0 {
-            self.peer.brought(self.at);
-        } else if self.class == Class::Fetch {
-            self.late(Instant::now());
+            self.peer.record_delivery(self.at);
+        } else if self.class == TrafficClass::Fetch {
+            self.record_late(Instant::now());
         }
     }
 }
 
-/// What a fetch is to bring, over whichever way.
-trait Taker: Send {
-    /// Fetches over this way; `count` hears of all encoded bytes that come.
+/// Destination of a fetch's data, on any path.
+trait FetchTarget: Send {
+    /// Fetches over this path; calls `count` with all received encoded bytes.
     fn fetch<'a>(
         &'a mut self,
         path: &'a dyn Path,
@@ -297,10 +306,10 @@ trait Taker: Send {
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>>;
 }
 
-/// Frames.
-struct Blocks<'s>(&'s mut (dyn FnMut(Frame) + Send));
+/// Takes frames.
+struct FrameTarget<'s>(&'s mut (dyn FnMut(Frame) + Send));
 
-impl Taker for Blocks<'_> {
+impl FetchTarget for FrameTarget<'_> {
     fn fetch<'a>(
         &'a mut self,
         path: &'a dyn Path,
@@ -317,10 +326,10 @@ impl Taker for Blocks<'_> {
     }
 }
 
-/// Slices of these layers.
-struct Layers<'s>(AskedLayers, &'s mut dyn SliceSink);
+/// Takes slices of these layers.
+struct LayerTarget<'s>(LayerRequest, &'s mut dyn SliceSink);
 
-impl Taker for Layers<'_> {
+impl FetchTarget for LayerTarget<'_> {
     fn fetch<'a>(
         &'a mut self,
         path: &'a dyn Path,
@@ -328,19 +337,19 @@ impl Taker for Layers<'_> {
         count: &'a mut (dyn FnMut(usize) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move {
-            let Layers(asked, sink) = self;
-            path.fetch_layers(request, asked.clone(), &mut Counted { sink: &mut **sink, count }).await
+            let LayerTarget(asked, sink) = self;
+            path.fetch_layers(request, asked.clone(), &mut CountingSink { sink: &mut **sink, count }).await
         })
     }
 }
 
-/// A sink whose bytes are counted.
-struct Counted<'a> {
+/// A sink that counts its bytes.
+struct CountingSink<'a> {
     sink: &'a mut dyn SliceSink,
     count: &'a mut (dyn FnMut(usize) + Send),
 }
 
-impl SliceSink for Counted<'_> {
+impl SliceSink for CountingSink<'_> {
     fn head(&mut self, position: usize, head: &FrameHead) -> bool {
         self.sink.head(position, head)
     }
@@ -349,27 +358,27 @@ impl SliceSink for Counted<'_> {
         self.sink.slice(position, layer)
     }
 
-    fn filled(&mut self, position: usize, layers: Range<usize>) {
-        self.sink.filled(position, layers);
+    fn slices_filled(&mut self, position: usize, layers: Range<usize>) {
+        self.sink.slices_filled(position, layers);
     }
 
-    fn wrong(&mut self, position: usize) {
-        self.sink.wrong(position);
+    fn slice_rejected(&mut self, position: usize) {
+        self.sink.slice_rejected(position);
     }
 
-    fn received(&mut self, bytes: usize) {
+    fn count_received(&mut self, bytes: usize) {
         (self.count)(bytes);
-        self.sink.received(bytes);
+        self.sink.count_received(bytes);
     }
 }
 
-/// Layers whose bytes are counted.
-struct CountedLayers<'a> {
+/// A layer source that counts its bytes.
+struct CountingLayerSource<'a> {
     layers: &'a mut dyn LayerSource,
-    carried: &'a Carried,
+    traffic: &'a TrafficCounters,
 }
 
-impl LayerSource for CountedLayers<'_> {
+impl LayerSource for CountingLayerSource<'_> {
     fn slice_bytes(&self) -> &[u32] {
         self.layers.slice_bytes()
     }
@@ -383,20 +392,20 @@ impl LayerSource for CountedLayers<'_> {
     }
 
     fn sent(&mut self, bytes: usize) {
-        self.carried.sent(bytes);
+        self.traffic.sent(bytes);
         self.layers.sent(bytes);
     }
 }
 
-/// Leases that are known to have been used over a way. Above it all are forgotten, and released over the one in use.
+/// Most leases with known paths. Above it all are forgotten, and released over the current path.
 const LEASES_MAX: usize = 4096;
 
-/// Over which ways a lease was used, a bit for each.
+/// The paths that each lease was used over, one bit per path.
 #[derive(Default)]
-struct LeaseWays(BTreeMap<LeaseId, u8>);
+struct LeasePaths(BTreeMap<LeaseId, u8>);
 
-impl LeaseWays {
-    fn note(&mut self, lease: LeaseId, at: usize) {
+impl LeasePaths {
+    fn record(&mut self, lease: LeaseId, at: usize) {
         if self.0.len() >= LEASES_MAX && !self.0.contains_key(&lease) {
             self.0.clear();
         }
@@ -408,40 +417,40 @@ impl LeaseWays {
     }
 }
 
-/// Whether another way may do better: all that is wrong is this one.
-fn goes_on(error: &PathError) -> bool {
+/// Whether another path may succeed where this one failed.
+fn can_retry_elsewhere(error: &PathError) -> bool {
     !matches!(error, PathError::TooLarge { .. })
 }
 
-/// A path that is picked anew for each operation.
+/// A path that is chosen anew for each operation.
 pub(super) struct PickPath {
-    open: Arc<Open>,
-    /// Looks after the ways; ends with the path.
-    tending: Vec<JoinHandle<()>>,
+    open: Arc<OpenPaths>,
+    /// Tasks that maintain the paths; they end with this path.
+    maintenance: Vec<JoinHandle<()>>,
 }
 
 impl PickPath {
-    pub(super) fn new(open: Arc<Open>, rules: &PickRules) -> PickPath {
-        // A single way is its owner's to dial anew.
-        let ways = if open.ways.len() > 1 { open.ways.len() } else { 0 };
-        let (every, ping_every) = (rules.tend_every, rules.ping_every.max(1));
-        let tend = |at| tokio::spawn(tend(Arc::clone(&open), at, every, ping_every));
-        PickPath { tending: (0..ways).map(tend).collect(), open }
+    pub(super) fn new(open: Arc<OpenPaths>, rules: &PickRules) -> PickPath {
+        // A single path is redialed by its owner.
+        let ways = if open.options.len() > 1 { open.options.len() } else { 0 };
+        let (every, ping_every) = (rules.maintenance_interval, rules.ping_every_rounds.max(1));
+        let tend = |at| tokio::spawn(maintain_path(Arc::clone(&open), at, every, ping_every));
+        PickPath { maintenance: (0..ways).map(tend).collect(), open }
     }
 }
 
 impl Drop for PickPath {
     fn drop(&mut self) {
-        self.tending.iter().for_each(JoinHandle::abort);
+        self.maintenance.iter().for_each(JoinHandle::abort);
     }
 }
 
-async fn tend(open: Arc<Open>, at: usize, every: Duration, ping_every: u32) {
+async fn maintain_path(open: Arc<OpenPaths>, at: usize, every: Duration, ping_every: u32) {
     let mut ticks = interval(every);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     for tick in (0..ping_every).cycle() {
         ticks.tick().await;
-        open.tend(at, tick == 0).await;
+        open.maintain(at, tick == 0).await;
     }
 }
 
@@ -451,21 +460,21 @@ impl Path for PickPath {
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { self.open.fetch(request, &mut Blocks(sink)).await })
+        Box::pin(async move { self.open.fetch(request, &mut FrameTarget(sink)).await })
     }
 
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        asked: AskedLayers,
+        asked: LayerRequest,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { self.open.fetch(request, &mut Layers(asked, sink)).await })
+        Box::pin(async move { self.open.fetch(request, &mut LayerTarget(asked, sink)).await })
     }
 
-    /// Whichever way it goes.
-    fn moves_slices(&self) -> bool {
-        self.open.paths().iter().flatten().all(|path| path.moves_slices())
+    /// Must hold for all open paths.
+    fn fetches_slices(&self) -> bool {
+        self.open.paths().iter().flatten().all(|path| path.fetches_slices())
     }
 
     fn save<'a>(
@@ -480,12 +489,12 @@ impl Path for PickPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
+    ) -> BoxFuture<'a, Result<LayeredSaveOutcome, PathError>> {
         Box::pin(self.open.save_layers(request, layers))
     }
 
-    /// Over the way that a save would take now. Where it takes another one that does not, nothing is sent, and whole frames go as they would
-    /// have.
+    /// For the path that a save would use now. If the save then uses another one without support,
+    /// no slice is sent, and whole frames follow.
     fn streams_saves(&self) -> bool {
         self.open.pick(false, &[]).is_some_and(|(_, path)| path.streams_saves())
     }
@@ -499,6 +508,6 @@ impl Path for PickPath {
     }
 
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
-        Box::pin(self.open.ask(|path| Box::pin(async move { path.ping().await })))
+        Box::pin(self.open.call(|path| Box::pin(async move { path.ping().await })))
     }
 }

@@ -1,87 +1,87 @@
-//! Why a path is the one in use, in figures and in words.
+//! Why a path is in use, with figures and as text.
 //!
-//! Not here: how it came to that (`choice.rs`).
+//! Not here: the decision (`choice.rs`).
 
 use std::fmt::{Display, Formatter, Result};
 use std::time::Duration;
 
 use super::PathKind;
 
-/// Why a path is the one in use.
+/// Why a path is in use.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Reason {
-    /// It is of a better class than the network, which nothing is compared with.
-    Nearer,
-    /// It is the first, and nothing was compared yet.
+pub enum PickReason {
+    /// It is of a better class than the network, without a comparison.
+    Preferred,
+    /// It is the first, and there was no comparison yet.
     Default,
-    /// The one that is better, as far as is known, is not open or left alone.
-    StandsIn {
-        /// Which.
+    /// The path measured as better is closed or suspended.
+    Fallback {
+        /// The better path.
         other: PathKind,
     },
-    /// Another one was tried with too few fetches to say anything.
-    TooFew {
-        /// Which.
+    /// Another one was tried with too few fetches for a comparison.
+    TooFewFetches {
+        /// The other path.
         other: PathKind,
-        /// Fetches that counted.
+        /// Measured fetches.
         fetches: u32,
     },
-    /// Another one failed while it was tried.
-    Failed {
-        /// Which.
+    /// Another one failed during its trial.
+    TrialFailed {
+        /// The other path.
         other: PathKind,
     },
-    /// Two were compared.
-    Compared(Compared),
+    /// Result of a comparison.
+    Compared(Comparison),
 }
 
-/// What two paths would take for the same fetch, and what followed.
+/// Expected times of two paths for the same fetch, and the conclusion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Compared {
-    /// What followed.
-    pub outcome: Outcome,
-    /// Size of the fetch: what is usual for this peer, in bytes.
+pub struct Comparison {
+    /// The conclusion.
+    pub outcome: ComparisonOutcome,
+    /// Size of the fetch in bytes: the peer's average.
     pub bytes: u64,
-    /// The path that was in use, and the time over it.
+    /// The path in use then, and its time.
     pub used: (PathKind, Duration),
-    /// The other one, and the time over it.
+    /// The other path, and its time.
     pub other: (PathKind, Duration),
 }
 
-/// What followed from a comparison.
+/// Conclusion of a comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
-    /// The other one is not clearly better.
-    Stays,
-    /// The other one is clearly better, and has to be so once more.
-    Ahead,
-    /// The other one was clearly better often enough: it is the one in use now.
-    Changed,
+pub enum ComparisonOutcome {
+    /// The other path is not clearly better.
+    Kept,
+    /// The other path is clearly better, and must be so once more.
+    Leading,
+    /// The other path was clearly better often enough and is now in use.
+    Switched,
 }
 
-impl Display for Reason {
+impl Display for PickReason {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
-            Reason::Nearer => f.write_str("nearer than the network"),
-            Reason::Default => f.write_str("the default, nothing was compared yet"),
-            Reason::StandsIn { other } => write!(f, "in place of {other}, which is not open or left alone"),
-            Reason::TooFew { other, fetches } => {
+            PickReason::Preferred => f.write_str("preferred over the network"),
+            PickReason::Default => f.write_str("the default, no comparison yet"),
+            PickReason::Fallback { other } => write!(f, "in place of {other}, which is closed or suspended"),
+            PickReason::TooFewFetches { other, fetches } => {
                 write!(f, "{other} was tried with {fetches} fetches from memory, too few to compare")
             }
-            Reason::Failed { other } => write!(f, "{other} failed when it was tried"),
-            Reason::Compared(compared) => compared.fmt(f),
+            PickReason::TrialFailed { other } => write!(f, "{other} failed in its trial"),
+            PickReason::Compared(compared) => compared.fmt(f),
         }
     }
 }
 
-impl Display for Compared {
+impl Display for Comparison {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        let Compared { bytes, used: (used, used_takes), other: (other, other_takes), .. } = self;
+        let Comparison { bytes, used: (used, used_takes), other: (other, other_takes), .. } = self;
         write!(f, "{bytes} bytes take {used_takes:.1?} over {used} and {other_takes:.1?} over {other}: ")?;
         match self.outcome {
-            Outcome::Stays => write!(f, "not clearly better, {used} stays"),
-            Outcome::Ahead => write!(f, "clearly better, {other} has to show it once more"),
-            Outcome::Changed => write!(f, "clearly better again, {other} is used from now on"),
+            ComparisonOutcome::Kept => write!(f, "not clearly better, {used} stays"),
+            ComparisonOutcome::Leading => write!(f, "clearly better, {other} must win once more"),
+            ComparisonOutcome::Switched => write!(f, "clearly better again, {other} is used from now on"),
         }
     }
 }

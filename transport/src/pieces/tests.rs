@@ -1,24 +1,24 @@
-//! Which piece leaves next, and what a reader does with pieces that make no sense.
+//! The order of pieces, and a reader's handling of invalid pieces.
 #![allow(clippy::unwrap_used)]
 
 use bytes::BytesMut;
 use kvfleet_proto::frame::Frame;
 
 use super::*;
-use crate::stream::Loss;
-use crate::suite::{Rooms, frame_of, hash, hashes};
+use crate::stream::StreamError;
+use crate::suite::{CheckedSlices, frame_of, hash, hashes};
 
 const ALL: Range<usize> = 0..usize::MAX;
 
-fn by_layer(layers: Range<usize>) -> Wave<Bytes> {
-    Wave::new(AskedLayers { layers, arrive: Arrive::ByLayer })
+fn by_layer(layers: Range<usize>) -> PieceQueue<Bytes> {
+    PieceQueue::new(LayerRequest { layers, arrive: ArrivalOrder::ByLayer })
 }
 
-fn add(wave: &mut Wave<Bytes>, frame: &Frame) {
+fn add(wave: &mut PieceQueue<Bytes>, frame: &Frame) {
     wave.add(frame.head().unwrap(), frame.bytes.clone());
 }
 
-fn order(wave: &mut Wave<Bytes>) -> Vec<(usize, Range<usize>)> {
+fn order(wave: &mut PieceQueue<Bytes>) -> Vec<(usize, Range<usize>)> {
     std::iter::from_fn(|| wave.next()).map(|piece| (piece.position, piece.layers)).collect()
 }
 
@@ -31,7 +31,7 @@ fn a_layer_of_all_blocks_comes_before_the_next() {
 }
 
 #[test]
-fn a_block_that_comes_later_catches_up() {
+fn later_blocks_catch_up() {
     let mut wave = by_layer(ALL);
     add(&mut wave, &frame_of(hash(0), &[20_000; 4]));
     let first: Vec<_> = (0..2).map(|_| wave.next().unwrap().layers).collect();
@@ -42,14 +42,14 @@ fn a_block_that_comes_later_catches_up() {
 }
 
 #[test]
-fn by_blocks_each_leaves_whole() {
-    let mut wave = Wave::new(AskedLayers { layers: 1..9, arrive: Arrive::ByBlock });
+fn by_block_each_block_is_sent_whole() {
+    let mut wave = PieceQueue::new(LayerRequest { layers: 1..9, arrive: ArrivalOrder::ByBlock });
     (0..3).for_each(|number| add(&mut wave, &frame_of(hash(number), &[20_000; 4])));
     assert_eq!(order(&mut wave), [(0, 1..4), (1, 1..4), (2, 1..4)]);
 }
 
 #[test]
-fn short_slices_leave_together_and_only_those_that_were_asked() {
+fn short_requested_slices_are_sent_together() {
     let mut wave = by_layer(1..90);
     let frame = frame_of(hash(0), &[1000; 40]);
     add(&mut wave, &frame);
@@ -63,15 +63,15 @@ fn short_slices_leave_together_and_only_those_that_were_asked() {
     assert!(none.next().is_none());
 }
 
-/// Bytes that came, and then the end.
-struct Lying(Vec<u8>);
+/// A source of fixed bytes, followed by the end.
+struct RawSource(Vec<u8>);
 
-impl Source for Lying {
-    async fn fill(&mut self, _: &mut BytesMut, _: usize) -> Result<bool, Loss> {
-        unreachable!("pieces are read into place")
+impl Source for RawSource {
+    async fn fill(&mut self, _: &mut BytesMut, _: usize) -> Result<bool, StreamError> {
+        unreachable!("pieces are read in place")
     }
 
-    async fn read_into(&mut self, to: &mut [u8], _: usize) -> Result<bool, Loss> {
+    async fn read_into(&mut self, to: &mut [u8], _: usize) -> Result<bool, StreamError> {
         if self.0.len() < to.len() {
             return Ok(false);
         }
@@ -95,16 +95,16 @@ async fn read(
     parts: &[Vec<u8>],
     layers: Range<usize>,
 ) -> (Result<Option<Option<MissReason>>, ItemError>, Vec<usize>, usize) {
-    let mut rooms = Rooms::new(&hashes(2), layers.clone());
-    let mut filling = Filling::new(&mut rooms, layers);
-    let ended = receive(&mut Lying(parts.concat()), 2, &mut filling).await;
-    let whole = filling.whole();
+    let mut rooms = CheckedSlices::new(&hashes(2), layers.clone());
+    let mut filling = FetchAssembly::new(&mut rooms, layers);
+    let ended = receive(&mut RawSource(parts.concat()), 2, &mut filling).await;
+    let whole = filling.complete_blocks();
     rooms.check();
-    (ended, rooms.layers_there(), whole)
+    (ended, rooms.layers_received(), whole)
 }
 
 #[tokio::test]
-async fn pieces_come_in_any_order_in_which_each_block_is_in_its_own() {
+async fn pieces_of_different_blocks_may_interleave() {
     let [a, b] = [0, 1].map(|number| frame_of(hash(number), &[10, 0, 30]));
     let parts = [head(0, &a), slices(0, 0..2, &a), head(1, &b), slices(1, 0..3, &b), slices(0, 2..3, &a)];
     let (ended, there, whole) = read(&parts, ALL).await;
@@ -113,11 +113,11 @@ async fn pieces_come_in_any_order_in_which_each_block_is_in_its_own() {
     let (ended, there, whole) =
         read(&[&parts[..3], &[end(Some(MissReason::Busy)).to_vec()]].concat(), ALL).await;
     assert!(matches!(ended, Ok(Some(Some(MissReason::Busy)))), "{ended:?}");
-    assert_eq!((there, whole), (vec![2, 0], 0), "what came stands");
+    assert_eq!((there, whole), (vec![2, 0], 0), "received slices must stay valid");
 }
 
 #[tokio::test]
-async fn pieces_that_make_no_sense_end_the_fetch() {
+async fn invalid_pieces_end_the_fetch() {
     let [a, b] = [0, 1].map(|number| frame_of(hash(number), &[10, 0, 30]));
     let begun = [head(0, &a), slices(0, 0..1, &a)];
     let nonsense: [(&str, Vec<u8>); 8] = [
@@ -133,12 +133,12 @@ async fn pieces_that_make_no_sense_end_the_fetch() {
     for (what, part) in nonsense {
         let (ended, there, whole) = read(&[&begun[..], &[part]].concat(), ALL).await;
         assert!(ended.as_ref().is_err_and(|error| !error.is_loss()), "{what}: {ended:?}");
-        assert_eq!((there, whole), (vec![1], 0), "{what}: what came stands");
+        assert_eq!((there, whole), (vec![1], 0), "{what}: received slices must stay valid");
     }
     let extra = [&begun[..], &[slices(0, 1..3, &a), head(1, &b), slices(1, 0..3, &b), head(2, &b)]].concat();
-    assert!(matches!(read(&extra, ALL).await.0, Ok(None)), "what is behind is not looked at");
+    assert!(matches!(read(&extra, ALL).await.0, Ok(None)), "bytes after the last piece were read");
     let asked_less = [head(0, &a), slices(0, 0..3, &a)];
-    assert!(read(&asked_less, 0..2).await.0.is_err(), "a layer that was not asked for");
+    assert!(read(&asked_less, 0..2).await.0.is_err(), "an unrequested layer");
     for bytes in 0..begun.concat().len() {
         let (ended, _, whole) = read(&[begun.concat()[..bytes].to_vec()], ALL).await;
         assert!(ended.is_err_and(|error| error.is_loss()) && whole == 0, "cut after {bytes}");
@@ -146,7 +146,7 @@ async fn pieces_that_make_no_sense_end_the_fetch() {
 }
 
 #[tokio::test]
-async fn a_wrong_slice_spoils_its_block_and_those_behind() {
+async fn a_bad_slice_rejects_its_block_and_all_later_ones() {
     let [a, b] = [0, 1].map(|number| frame_of(hash(number), &[10, 0, 30]));
     let mut wrong = slices(1, 0..3, &b);
     wrong[PIECE_HEAD_BYTES + 3] ^= 1;

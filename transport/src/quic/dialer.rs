@@ -1,17 +1,18 @@
-//! Opening connections to nodes.
+//! Opens QUIC connections to nodes.
 //!
-//! A TLS 1.3 client finishes its handshake before the server has looked at the client's certificate, so
-//! a path counts as open only after a ping came back. Not here: what runs over a path (`path.rs`).
+//! A TLS 1.3 client finishes its handshake before the server has checked the client's certificate.
+//! So a path counts as open only after an answered ping. Not here: operations on a path
+//! (`path.rs`).
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kvfleet_proto::tls::{Identity, SERVER_NAME};
+use kvfleet_net::tls::{Identity, SERVER_NAME};
 use quinn::crypto::rustls::QuicClientConfig;
 use quinn::{ClientConfig, Connection, Endpoint, default_runtime};
 
 use super::path::QuicPath;
-use super::watchdog::{refused, watch};
+use super::watchdog::{wait_until_refused, watch_peer};
 use super::{QuicConfig, path_error};
 use crate::dial::{resolve, within};
 use crate::{BoxFuture, Dialer, Path, PathError};
@@ -21,12 +22,12 @@ use crate::{BoxFuture, Dialer, Path, PathError};
 pub struct QuicDialer {
     client: ClientConfig,
     config: QuicConfig,
-    /// Sockets, IPv4 first, opened when first needed.
+    /// Sockets, IPv4 first, opened on first use.
     endpoints: Mutex<[Option<Endpoint>; 2]>,
 }
 
 impl QuicDialer {
-    /// A dialer that shows `identity` and trusts its authority. Opens no socket yet.
+    /// A dialer that presents `identity` and trusts its authority. Opens no socket yet.
     #[must_use]
     pub fn new(identity: &Identity, config: QuicConfig) -> QuicDialer {
         let crypto = QuicClientConfig::try_from(identity.quic_client())
@@ -41,7 +42,7 @@ impl QuicDialer {
         let connection = self.connect(peer, address).await?;
         let path = QuicPath::new(connection.clone(), peer.to_owned(), self.config.stall_timeout);
         path.ping().await?;
-        tokio::spawn(watch(connection, self.config.silence_max));
+        tokio::spawn(watch_peer(connection, self.config.silence_max));
         Ok(Arc::new(path))
     }
 
@@ -56,7 +57,7 @@ impl QuicDialer {
                 PathError::Broken { cause, .. } => unreachable(cause),
                 other => other,
             }),
-            () = refused(address) => Err(unreachable("nothing listens there".to_owned())),
+            () = wait_until_refused(address) => Err(unreachable("no process listens on this port".to_owned())),
         }
     }
 

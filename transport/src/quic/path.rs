@@ -1,6 +1,6 @@
-//! The client's end of a connection: one stream for each operation.
+//! The client's end of a connection: one stream per operation.
 //!
-//! Not here: what an operation does with its stream (`ask.rs`).
+//! Not here: the operations (`client_ops.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,16 +12,16 @@ use kvfleet_proto::frame::Frame;
 use prost::Message;
 use quinn::Connection;
 
-use super::stream::{Mates, QuicStream};
+use super::stream::{QuicStream, StreamPriorities};
 use super::{CODE_DONE, STREAMS_MAX, path_error};
-use crate::ask::{self, Asks, Sends};
-use crate::layered::FramesOnly;
+use crate::client_ops::{self, ClientPayload, OperationClient};
+use crate::layered::LayerSupport;
+use crate::slot_queue::SlotQueue;
 use crate::stream::{Stream, encode, read_message};
-use crate::turns::Places;
 use crate::wire;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, Progress, SaveAnswer,
-    SaveRequest, SliceSink, Streamed,
+    BoxFuture, FetchAnswer, FetchRequest, LayerRequest, LayerSource, LayeredSaveOutcome, Path, PathError,
+    Progress, SaveAnswer, SaveRequest, SliceSink,
 };
 
 /// One connection to one node.
@@ -29,12 +29,13 @@ pub(super) struct QuicPath {
     connection: Connection,
     peer: String,
     stall_timeout: Duration,
-    /// Whether the node is known to send frames where slices were asked for.
-    sends_frames: AtomicBool,
-    saves_frames: FramesOnly,
-    mates: Mates,
-    /// One for each stream that a node allows: who waits for quinn's goes by no class.
-    at_once: Arc<Places>,
+    /// Whether the node answered a request for slices with frames.
+    is_frames_only: AtomicBool,
+    layer_support: LayerSupport,
+    priorities: StreamPriorities,
+    /// One slot for each stream that a node allows: quinn's own queue for streams ignores priority
+    /// classes.
+    slots: Arc<SlotQueue>,
 }
 
 impl Drop for QuicPath {
@@ -45,13 +46,13 @@ impl Drop for QuicPath {
 
 impl QuicPath {
     pub(super) fn new(connection: Connection, peer: String, stall_timeout: Duration) -> QuicPath {
-        let (mates, at_once) = (Mates::of(&connection), Places::new(STREAMS_MAX as usize));
-        let (sends_frames, saves_frames) = (AtomicBool::new(false), FramesOnly::default());
-        QuicPath { connection, peer, stall_timeout, sends_frames, saves_frames, mates, at_once }
+        let (priorities, slots) = (StreamPriorities::new(&connection), SlotQueue::new(STREAMS_MAX as usize));
+        let (is_frames_only, layer_support) = (AtomicBool::new(false), LayerSupport::default());
+        QuicPath { connection, peer, stall_timeout, is_frames_only, layer_support, priorities, slots }
     }
 }
 
-impl Asks for QuicPath {
+impl OperationClient for QuicPath {
     type Stream = QuicStream;
 
     fn peer(&self) -> &str {
@@ -65,37 +66,37 @@ impl Asks for QuicPath {
     async fn call<M: Message + Default>(
         &self,
         request: &data::DataRequest,
-        sends: Sends,
+        sends: ClientPayload,
         fetch: Option<&Progress>,
     ) -> Result<(M, QuicStream), PathError> {
         let (message, class) = (encode(request)?, wire::class_of(request));
-        let place = self.at_once.take(class).await;
+        let place = self.slots.acquire(class).await;
         if let Some(fetch) = fetch {
-            fetch.asked();
+            fetch.mark_asked();
         }
         let opened = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
-        let mut stream = QuicStream::opened(opened, place, &self.mates);
-        stream.rank(class);
+        let mut stream = QuicStream::opened(opened, place, &self.priorities);
+        stream.set_class(class);
         stream.write(message).await.map_err(|loss| loss.at(&self.peer))?;
         stream.flush().await.map_err(|loss| loss.at(&self.peer))?;
-        if sends == Sends::Request {
+        if sends == ClientPayload::RequestOnly {
             stream.finish();
         }
         let answer = read_message(&mut stream).await.map_err(|error| error.at(&self.peer))?;
         Ok((answer, stream))
     }
 
-    /// Each operation has a stream of its own, which ends with it.
-    fn sends_frames(&self) {
-        self.sends_frames.store(true, Ordering::Relaxed);
+    /// Each operation has its own stream, which ends with it.
+    fn note_frames_only_fetch(&self) {
+        self.is_frames_only.store(true, Ordering::Relaxed);
     }
 
-    fn saves_frames(&self) {
-        self.saves_frames.seems();
+    fn note_frames_only_saves(&self) {
+        self.layer_support.mark_unsupported();
     }
 
-    fn over(&self, mut stream: QuicStream) {
-        stream.see_end();
+    fn finish(&self, mut stream: QuicStream) {
+        stream.observe_end();
     }
 }
 
@@ -105,20 +106,20 @@ impl Path for QuicPath {
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { ask::fetch(self, &request, sink).await })
+        Box::pin(async move { client_ops::fetch(self, &request, sink).await })
     }
 
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        asked: AskedLayers,
+        asked: LayerRequest,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { ask::fetch_layers(self, &request, asked, sink).await })
+        Box::pin(async move { client_ops::fetch_layers(self, &request, asked, sink).await })
     }
 
-    fn moves_slices(&self) -> bool {
-        !self.sends_frames.load(Ordering::Relaxed)
+    fn fetches_slices(&self) -> bool {
+        !self.is_frames_only.load(Ordering::Relaxed)
     }
 
     fn save<'a>(
@@ -126,23 +127,23 @@ impl Path for QuicPath {
         request: SaveRequest,
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
-        Box::pin(async move { ask::save(self, &request, source).await })
+        Box::pin(async move { client_ops::save(self, &request, source).await })
     }
 
     fn save_layers<'a>(
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
-        Box::pin(async move { ask::save_layers(self, &request, layers).await })
+    ) -> BoxFuture<'a, Result<LayeredSaveOutcome, PathError>> {
+        Box::pin(async move { client_ops::save_layers(self, &request, layers).await })
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.is_so()
+        !self.layer_support.is_unsupported()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
-        Box::pin(ask::release(self, lease))
+        Box::pin(client_ops::release(self, lease))
     }
 
     fn failure(&self) -> Option<PathError> {
@@ -150,6 +151,6 @@ impl Path for QuicPath {
     }
 
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
-        Box::pin(ask::ping(self))
+        Box::pin(client_ops::ping(self))
     }
 }

@@ -1,15 +1,15 @@
-//! Notices that a peer is gone long before QUIC's own idle timeout would.
+//! Detects a lost peer long before QUIC's own idle timeout.
 //!
-//! A live peer answers keep-alives whatever its disk does, so a connection on which nothing arrives is a
-//! peer that died, hangs or is cut off. A dead *process* can be told at once: its host refuses datagrams
-//! to the closed port. quinn ignores such refusals, rightly, because anyone on the way could forge one; here
-//! one counts only after silence, which a forger cannot make.
+//! A live peer answers keep-alives whatever its disk does. So if no data arrives, the peer died,
+//! hangs or is cut off. The host of a dead *process* refuses datagrams to the closed port. quinn
+//! rightly ignores such refusals, because anyone on the network could forge one. Here a refusal
+//! counts only after silence, which a forger cannot cause.
 //!
-//! QUIC's idle timeout cannot simply be short: it does not know that this process itself was held up, and
-//! would end good connections before the datagrams that wait in the socket are read.
+//! QUIC's idle timeout cannot simply be short. It does not notice that this process itself stalled,
+//! and would end good connections before the datagrams in the socket are read.
 //!
-//! Not here: how silence is counted (`crate::silence`), what an ended connection means to operations (`path.rs`) and
-//! to other requests (the client).
+//! Not here: the measurement of silence (`crate::silence`), and the effect of a lost connection on
+//! operations (`path.rs`) and on other requests (the client).
 
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
@@ -20,11 +20,12 @@ use tokio::net::UdpSocket;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
 use super::CODE_SILENT;
-use crate::silence::{Silence, TICK, Verdict};
+use crate::silence::{Liveness, SilenceDetector, TICK};
 
-/// Watches until the connection ends, and ends it when its peer is gone: every operation on it wakes.
-pub(super) async fn watch(connection: Connection, lost_after: Duration) {
-    let mut silence = Silence::new(Instant::now(), lost_after);
+/// Watches until the connection ends, and closes it if its peer is lost, which wakes every
+/// operation on it.
+pub(super) async fn watch_peer(connection: Connection, lost_after: Duration) {
+    let mut silence = SilenceDetector::new(Instant::now(), lost_after);
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -32,10 +33,10 @@ pub(super) async fn watch(connection: Connection, lost_after: Duration) {
             _ = connection.closed() => return,
             _ = ticks.tick() => {}
         }
-        let gone = match silence.look(Instant::now(), connection.stats().udp_rx.datagrams) {
-            Verdict::Alive => false,
-            Verdict::Doubtful => refuses(connection.remote_address(), TICK).await,
-            Verdict::Lost => true,
+        let gone = match silence.check(Instant::now(), connection.stats().udp_rx.datagrams) {
+            Liveness::Alive => false,
+            Liveness::Suspect => is_port_closed(connection.remote_address(), TICK).await,
+            Liveness::Lost => true,
         };
         if gone {
             tracing::debug!(peer = %connection.remote_address(), "peer is gone");
@@ -45,14 +46,14 @@ pub(super) async fn watch(connection: Connection, lost_after: Duration) {
     }
 }
 
-/// Returns once the host of `peer` says that nothing listens there; never otherwise.
-pub(super) async fn refused(peer: SocketAddr) {
-    while !refuses(peer, 2 * TICK).await {}
+/// Returns once the host of `peer` refuses datagrams to the port; never otherwise.
+pub(super) async fn wait_until_refused(peer: SocketAddr) {
+    while !is_port_closed(peer, 2 * TICK).await {}
 }
 
-/// Whether the host says within `wait` that nothing listens on the port. One byte is no QUIC packet: a
-/// server that does listen drops it.
-async fn refuses(peer: SocketAddr, wait: Duration) -> bool {
+/// Whether the host reports within `wait` that the port is closed. One byte is not a QUIC packet,
+/// so a listening server drops it.
+async fn is_port_closed(peer: SocketAddr, wait: Duration) -> bool {
     let asked = async {
         let any = match peer {
             SocketAddr::V4(_) => SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0)),
@@ -63,7 +64,7 @@ async fn refuses(peer: SocketAddr, wait: Duration) -> bool {
         socket.send(&[0]).await?;
         socket.recv(&mut [0]).await
     };
-    // Without an answer, or without a socket to ask with, nothing is proven.
+    // Without an answer, or without a socket, the port counts as open.
     let begun = Instant::now();
     match timeout(wait, asked).await {
         Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused => true,
@@ -84,8 +85,8 @@ mod tests {
     async fn a_closed_port_refuses_and_an_open_one_does_not() {
         let open = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = open.local_addr().unwrap();
-        assert!(!refuses(address, TICK).await);
+        assert!(!is_port_closed(address, TICK).await);
         drop(open);
-        assert!(refuses(address, Duration::from_secs(10)).await);
+        assert!(is_port_closed(address, Duration::from_secs(10)).await);
     }
 }

@@ -1,11 +1,13 @@
-//! Structs and numbers of `infiniband/verbs.h` as far as they are used: the stable binary interface of libibverbs.so.1.
+//! Structs and constants of `infiniband/verbs.h` that are used here: the stable ABI of
+//! libibverbs.so.1.
 //!
-//! Only what this crate reads or writes has a name; what lies between is kept as words of the same length. A test
-//! compares sizes and places with the header, where a C compiler and the header are there. Not here: calls (`verbs.rs`).
+//! Only fields that this crate reads or writes have names; the gaps are words of the same length. A
+//! test compares sizes and offsets with the header if a C compiler and the header are present. Not
+//! here: calls (`verbs.rs`).
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// What only the library looks into.
+/// Types that only the library looks into.
 macro_rules! opaque {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
         $($(#[$doc])*
@@ -15,11 +17,11 @@ macro_rules! opaque {
 }
 
 opaque!(
-    /// A device that could be opened.
+    /// A device that can be opened.
     Device,
     /// A protection domain.
     Pd,
-    /// An open device's channel for events; none is used.
+    /// An open device's event channel; not used.
     CompletionChannel,
 );
 
@@ -30,7 +32,7 @@ pub(super) struct Context {
     pub(super) ops: ContextOps,
 }
 
-/// The calls that the driver of a device answers without the library.
+/// Functions of a device's driver that are called without the library.
 #[repr(C)]
 pub(super) struct ContextOps {
     _before_poll: [*const c_void; 11],
@@ -40,13 +42,13 @@ pub(super) struct ContextOps {
     _after: [*const c_void; 6],
 }
 
-/// A completion queue; more follows.
+/// A completion queue; further fields follow.
 #[repr(C)]
 pub(super) struct Cq {
     pub(super) context: *mut Context,
 }
 
-/// A queue pair; more follows.
+/// A queue pair; further fields follow.
 #[repr(C)]
 pub(super) struct Qp {
     pub(super) context: *mut Context,
@@ -74,7 +76,7 @@ pub(super) struct Sge {
     pub(super) lkey: u32,
 }
 
-/// What is to be transferred. The header has unions here, of which these are the members for one-sided transfers.
+/// A transfer request. The header has unions here; these are the members for one-sided transfers.
 #[repr(C)]
 pub(super) struct SendWr {
     pub(super) wr_id: u64,
@@ -90,7 +92,7 @@ pub(super) struct SendWr {
     pub(super) _rest: [u64; 9],
 }
 
-/// What became of a transfer.
+/// Completion of a transfer.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Wc {
@@ -107,7 +109,7 @@ impl Wc {
         Wc { wr_id: 0, status: 0, opcode: 0, vendor_err: 0, byte_len: 0, _rest: [0; 6] };
 }
 
-/// How much a queue pair takes.
+/// Capacity of a queue pair.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct QpCap {
@@ -118,7 +120,7 @@ pub(super) struct QpCap {
     pub(super) max_inline_data: u32,
 }
 
-/// What a new queue pair is to be.
+/// Attributes of a new queue pair.
 #[repr(C)]
 pub(super) struct QpInitAttr {
     pub(super) qp_context: *mut c_void,
@@ -130,7 +132,7 @@ pub(super) struct QpInitAttr {
     pub(super) sq_sig_all: c_int,
 }
 
-/// Where packets go.
+/// Destination of packets.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct AhAttr {
@@ -147,7 +149,7 @@ pub(super) struct AhAttr {
     pub(super) port_num: u8,
 }
 
-/// How a queue pair is to change; a mask says which of these count.
+/// Changes to a queue pair; a mask selects the fields that count.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
 pub(super) struct QpAttr {
@@ -205,7 +207,7 @@ pub(super) struct PortAttr {
     pub(super) link_layer: u8,
     pub(super) flags: u8,
     pub(super) port_cap_flags2: u16,
-    /// Room for what a later library may append.
+    /// Space for fields that a later library may append.
     pub(super) _later: [u32; 4],
 }
 
@@ -224,7 +226,7 @@ pub(super) const QP_PKEY_INDEX: c_int = 1 << 4;
 pub(super) const QP_PORT: c_int = 1 << 5;
 pub(super) const QP_AV: c_int = 1 << 7;
 pub(super) const QP_PATH_MTU: c_int = 1 << 8;
-/// Mask of the time to wait for an answer: the header's number for it, no time itself.
+/// Mask bit of the acknowledgement timeout, not the timeout itself.
 pub(super) const QP_TIMEOUT: c_int = 1 << 9;
 pub(super) const QP_RETRY_CNT: c_int = 1 << 10;
 pub(super) const QP_RNR_RETRY: c_int = 1 << 11;
@@ -239,8 +241,7 @@ pub(super) const WR_RDMA_WRITE: c_uint = 0;
 pub(super) const WR_RDMA_READ: c_uint = 4;
 pub(super) const SEND_SIGNALED: c_uint = 1 << 1;
 
-/// What the library exports and is called here, by name and type.
-/// What [`IsForkInitialized`] says where the kernel copies pinned pages for children.
+/// Result of [`IsForkInitialized`] if the kernel copies pinned pages for children.
 pub(super) const FORK_UNNEEDED: c_int = 2;
 
 pub(super) type GetDeviceList = unsafe extern "C" fn(*mut c_int) -> *mut *mut Device;
@@ -252,7 +253,7 @@ pub(super) type QueryPort = unsafe extern "C" fn(*mut Context, u8, *mut PortAttr
 pub(super) type AllocPd = unsafe extern "C" fn(*mut Context) -> *mut Pd;
 pub(super) type DeallocPd = unsafe extern "C" fn(*mut Pd) -> c_int;
 pub(super) type RegMr = unsafe extern "C" fn(*mut Pd, *mut c_void, usize, c_int) -> *mut Mr;
-/// Of libraries from 2021 on.
+/// In libraries from 2021 on.
 pub(super) type RegDmabufMr = unsafe extern "C" fn(*mut Pd, u64, usize, u64, c_int, c_int) -> *mut Mr;
 pub(super) type DeregMr = unsafe extern "C" fn(*mut Mr) -> c_int;
 pub(super) type CreateCq =
@@ -272,8 +273,8 @@ mod tests {
 
     use super::*;
 
-    /// One line per fact, by the header's own names.
-    fn ours() -> Vec<(&'static str, usize)> {
+    /// One entry per size, offset or constant, by the header's own names.
+    fn own_layouts() -> Vec<(&'static str, usize)> {
         vec![
             ("sizeof(struct ibv_wc)", size_of::<Wc>()),
             ("offsetof(struct ibv_wc, status)", offset_of!(Wc, status)),
@@ -367,9 +368,9 @@ mod tests {
     }
 
     #[test]
-    fn layouts_are_those_of_the_header() {
+    fn layouts_match_the_header() {
         let facts: String =
-            ours().iter().map(|(name, _)| format!("printf(\"%zu\\n\", (size_t)({name}));")).collect();
+            own_layouts().iter().map(|(name, _)| format!("printf(\"%zu\\n\", (size_t)({name}));")).collect();
         let program = format!(
             "#include <infiniband/verbs.h>\n#include <stddef.h>\n#include <stdio.h>\nint main(void){{{facts}return 0;}}"
         );
@@ -383,12 +384,12 @@ mod tests {
         let Ok(compiled) = Command::new("cc").arg(&source).arg("-o").arg(&binary).status() else {
             return println!("skipped: no C compiler");
         };
-        assert!(compiled.success(), "the header has none of these names any more?");
+        assert!(compiled.success(), "the header must still have all these names");
         let said = String::from_utf8(Command::new(&binary).output().unwrap().stdout).unwrap();
         let theirs: Vec<usize> = said.lines().map(|line| line.parse().unwrap()).collect();
-        for ((name, ours), theirs) in ours().into_iter().zip(&theirs) {
+        for ((name, ours), theirs) in own_layouts().into_iter().zip(&theirs) {
             assert_eq!(ours, *theirs, "{name}");
         }
-        assert_eq!(theirs.len(), ours().len());
+        assert_eq!(theirs.len(), own_layouts().len());
     }
 }

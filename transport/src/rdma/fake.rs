@@ -1,39 +1,41 @@
-//! Cards that copy memory of this process, with the rules of real ones: keys, domains, rights, and the end of a queue pair.
-//! For tests only.
+//! Fake cards that copy memory of this process, with the rules of real ones: keys, domains, access
+//! rights, and the end of a queue pair. For tests only.
 //!
-//! Transfers can be held back, so that a test sees what happens while one is under way; what is held back touches memory only
-//! when it goes on, as a slow card would. All calls whose order matters are written down.
+//! Transfers can be held back, so that a test observes the state during a transfer. A held transfer
+//! touches memory only when it is released, like that of a slow card. Calls with a significant
+//! order are logged.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::memory::Memory;
+use super::memory::RdmaMemory;
 use super::rail::{
-    Access, Completion, Direction, Domain, End, Gid, Port, Queue, Rail, RegisterMr, Role, Transfer,
+    Access, Completion, Direction, Gid, MemoryRegion, ProtectionDomain, QueuePair, QueuePairAddress, Rail,
+    RailPort, Role, Transfer,
 };
 
 /// Status of a transfer that the other end does not allow.
-const REMOTE_ACCESS: u32 = 10;
-/// Status of what was under way behind a failure.
-const FLUSHED: u32 = 5;
+const STATUS_REMOTE_ACCESS: u32 = 10;
+/// Status of transfers behind a failed one.
+const STATUS_FLUSHED: u32 = 5;
 
 struct FakeQueue {
     domain: u32,
     access: Access,
     rail: Gid,
-    peer: Option<(Role, u32, End)>,
+    peer: Option<(Role, u32, QueuePairAddress)>,
     is_broken: bool,
 }
 
 struct FakeMemory {
     domain: u32,
     access: Access,
-    memory: Arc<Memory>,
+    memory: Arc<RdmaMemory>,
 }
 
 #[derive(Default)]
-struct State {
+struct FabricState {
     next: u32,
     queues: HashMap<u32, FakeQueue>,
     memories: HashMap<u32, FakeMemory>,
@@ -46,56 +48,56 @@ struct State {
     refuse_register: Option<i32>,
     refuse_register_of: Option<(u8, i32)>,
     refuse_queue: Option<i32>,
-    end_fails: bool,
+    is_destroy_refused: bool,
     dead: BTreeSet<u8>,
     silent: BTreeSet<u8>,
     lost: Vec<(u32, Transfer)>,
-    unended: BTreeSet<u32>,
+    undestroyed: BTreeSet<u32>,
     log: Vec<String>,
     transfers: Vec<Transfer>,
 }
 
-/// What cards are plugged into.
+/// The network that connects the fake cards.
 #[derive(Clone, Default)]
-pub(super) struct Fabric(Arc<Mutex<State>>);
+pub(super) struct Fabric(Arc<Mutex<FabricState>>);
 
 impl Fabric {
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, FabricState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A card with this number.
     pub(super) fn rail(&self, number: u8) -> Arc<dyn Rail> {
-        let port = Port {
+        let port = RailPort {
             device: format!("fake{number}"),
             gid: Gid([number; 16]),
             lid: number.into(),
             mtu: 5,
-            reads: 16,
+            max_reads: 16,
         };
         Arc::new(FakeRail { fabric: self.clone(), port })
     }
 
-    /// Transfers that are begun from now on go on only when they are let go.
+    /// Holds back every transfer from now on until [`Fabric::release`].
     pub(super) fn hold(&self) {
         self.state().held.get_or_insert_default();
     }
 
-    /// The same once so many were begun since the first of all.
+    /// Holds back transfers once this number was started in total.
     pub(super) fn hold_from(&self, transfers: usize) {
         self.state().hold_from = Some(transfers);
     }
 
-    /// Lets go of what is held back. What belongs to a queue pair that ended since touches nothing.
-    pub(super) fn let_go(&self) {
+    /// Executes the held transfers. Those of queue pairs that ended meanwhile touch no memory.
+    pub(super) fn release(&self) {
         let mut state = self.state();
         state.hold_from = None;
         for (queue, transfer) in state.held.take().unwrap_or_default() {
-            state.run(queue, &transfer);
+            state.execute(queue, &transfer);
         }
     }
 
-    /// Transfers that are held back.
+    /// Number of held transfers.
     pub(super) fn held(&self) -> usize {
         self.state().held.as_ref().map_or(0, Vec::len)
     }
@@ -105,89 +107,90 @@ impl Fabric {
         self.state().fail_next = Some(status);
     }
 
-    /// Nothing passes to or from this card any more.
+    /// No packet passes to or from this card any more.
     pub(super) fn kill(&self, number: u8) {
         self.state().dead.insert(number);
     }
 
-    /// The same once so many transfers were begun since the first of all.
+    /// Kills the card once this number of transfers was started in total.
     pub(super) fn kill_after(&self, number: u8, transfers: usize) {
         self.state().kill_after.push((number, transfers));
     }
 
-    /// It does again.
+    /// Lets packets pass again.
     pub(super) fn revive(&self, number: u8) {
         self.state().dead.remove(&number);
     }
 
-    /// Nothing passes to or from this card any more, and cards go on trying: nobody hears of an end.
+    /// No packet passes to or from this card any more, and cards keep retrying, so that no
+    /// completion comes.
     pub(super) fn silence(&self, number: u8) {
         self.state().silent.insert(number);
     }
 
-    /// Cards have tried for long enough: what was lost ends, and the silent card is dead.
-    pub(super) fn give_up(&self, number: u8) {
+    /// Retries run out: lost transfers complete, and the silent card is dead.
+    pub(super) fn time_out(&self, number: u8) {
         let mut state = self.state();
         state.silent.remove(&number);
         state.dead.insert(number);
         for (queue, transfer) in std::mem::take(&mut state.lost) {
-            state.run(queue, &transfer);
+            state.execute(queue, &transfer);
         }
     }
 
-    /// Queue pairs that live and on which something was lost, by number.
-    pub(super) fn waiting(&self) -> BTreeSet<u32> {
+    /// Numbers of live queue pairs with lost transfers.
+    pub(super) fn stalled_queues(&self) -> BTreeSet<u32> {
         let state = self.state();
         let queues = state.lost.iter().map(|(queue, _)| *queue);
         queues.filter(|queue| state.queues.contains_key(queue)).collect()
     }
 
-    /// Memory is no longer registered, with this error.
+    /// Refuses registrations with this error from now on.
     pub(super) fn refuse_register(&self, errno: i32) {
         self.state().refuse_register = Some(errno);
     }
 
-    /// The same of one card.
+    /// The same for one card.
     pub(super) fn refuse_register_of(&self, number: u8, errno: i32) {
         self.state().refuse_register_of = Some((number, errno));
     }
 
-    /// There are no queue pairs any more, with this error.
+    /// Refuses new queue pairs with this error from now on.
     pub(super) fn refuse_queue(&self, errno: i32) {
         self.state().refuse_queue = Some(errno);
     }
 
-    /// Queue pairs do not end from now on.
-    pub(super) fn refuse_end(&self) {
-        self.state().end_fails = true;
+    /// Refuses to destroy queue pairs from now on.
+    pub(super) fn refuse_destroy(&self) {
+        self.state().is_destroy_refused = true;
     }
 
-    /// Queue pairs whose end was refused, by number.
-    pub(super) fn unended(&self) -> Vec<u32> {
-        self.state().unended.iter().copied().collect()
+    /// Numbers of the queue pairs that could not be destroyed.
+    pub(super) fn undestroyed_queues(&self) -> Vec<u32> {
+        self.state().undestroyed.iter().copied().collect()
     }
 
-    /// Adds a line to what was written down.
+    /// Appends a line to the log.
     pub(super) fn note(&self, line: String) {
         self.state().log.push(line);
     }
 
-    /// What was written down.
+    /// The log.
     pub(super) fn log(&self) -> Vec<String> {
         self.state().log.clone()
     }
 
-    /// Every transfer that was begun.
+    /// All transfers that were started.
     pub(super) fn transfers(&self) -> Vec<Transfer> {
         self.state().transfers.clone()
     }
 
-    /// Queue pairs that there ever were.
+    /// Number of queue pairs created so far.
     pub(super) fn queues_made(&self) -> usize {
         self.state().queues_made
     }
 
-    /// Queue pairs that live, by number.
+    /// Numbers of the live queue pairs.
     pub(super) fn queues(&self) -> Vec<u32> {
         let mut queues: Vec<u32> = self.state().queues.keys().copied().collect();
         queues.sort_unstable();
@@ -195,21 +198,21 @@ impl Fabric {
     }
 }
 
-impl State {
-    fn number(&mut self) -> u32 {
+impl FabricState {
+    fn next_number(&mut self) -> u32 {
         self.next += 1;
         self.next
     }
 
-    /// The memory behind a key, if a queue pair of this domain may touch it so.
-    fn reach(
+    /// The memory behind a key, if a queue pair of this domain has the needed access to it.
+    fn resolve(
         &self,
         key: u32,
         domain: u32,
         needs: &[Access],
         address: u64,
         len: u32,
-    ) -> Option<(Arc<Memory>, u64)> {
+    ) -> Option<(Arc<RdmaMemory>, u64)> {
         let found = self.memories.get(&key)?;
         let at = address.checked_sub(found.memory.address())?;
         let is_inside = at.checked_add(len.into())? <= found.memory.len_bytes();
@@ -217,7 +220,7 @@ impl State {
             .then(|| (Arc::clone(&found.memory), at))
     }
 
-    /// Whether nobody hears what this queue pair sends.
+    /// Whether this queue pair's packets are lost.
     fn is_lost(&self, number: u32) -> bool {
         let Some(queue) = self.queues.get(&number) else { return false };
         let peer = queue.peer.as_ref().map(|(_, _, peer)| peer.gid.0[0]);
@@ -225,25 +228,29 @@ impl State {
     }
 
     fn status(&self, number: u32, transfer: &Transfer) -> u32 {
-        let Some(queue) = self.queues.get(&number) else { return FLUSHED };
+        let Some(queue) = self.queues.get(&number) else { return STATUS_FLUSHED };
         if queue.is_broken {
-            return FLUSHED;
+            return STATUS_FLUSHED;
         }
-        let Some((Role::Asks, packet, peer)) = &queue.peer else { return 2 };
+        let Some((Role::Requester, packet, peer)) = &queue.peer else { return 2 };
         if self.dead.contains(&queue.rail.0[0]) || self.dead.contains(&peer.gid.0[0]) {
             return 12;
         }
-        // Nobody answers for a queue pair that is gone, or that is joined to another.
-        let Some(other) = self.queues.get(&peer.queue).filter(|other| other.rail == peer.gid) else {
+        // No answer comes from a queue pair that is gone or connected elsewhere.
+        let Some(other) = self.queues.get(&peer.qp_number).filter(|other| other.rail == peer.gid) else {
             return 12;
         };
         let Some((_, expected, back)) = &other.peer else { return 12 };
-        if back.queue != number || back.packet != *packet || *expected != peer.packet || other.is_broken {
+        if back.qp_number != number
+            || back.first_psn != *packet
+            || *expected != peer.first_psn
+            || other.is_broken
+        {
             return 12;
         }
         let all = [Access::Local, Access::Read, Access::ReadWrite];
         let Some((ours, at)) =
-            self.reach(transfer.local_key, queue.domain, &all, transfer.local_address, transfer.len)
+            self.resolve(transfer.local_key, queue.domain, &all, transfer.local_address, transfer.len)
         else {
             return 4;
         };
@@ -252,9 +259,9 @@ impl State {
             Direction::Write => &[Access::ReadWrite],
         };
         let theirs =
-            self.reach(transfer.remote_key, other.domain, needs, transfer.remote_address, transfer.len);
+            self.resolve(transfer.remote_key, other.domain, needs, transfer.remote_address, transfer.len);
         let Some((theirs, there)) = theirs.filter(|_| needs.contains(&other.access)) else {
-            return REMOTE_ACCESS;
+            return STATUS_REMOTE_ACCESS;
         };
         let mut bytes = vec![0; transfer.len as usize];
         match transfer.direction {
@@ -270,12 +277,12 @@ impl State {
         0
     }
 
-    fn run(&mut self, number: u32, transfer: &Transfer) {
+    fn execute(&mut self, number: u32, transfer: &Transfer) {
         let status = match self.fail_next.take() {
             Some(status) => status,
             None => self.status(number, transfer),
         };
-        // A card says nothing of a queue pair that ended.
+        // A card reports no completion for a destroyed queue pair.
         let Some(queue) = self.queues.get_mut(&number) else { return };
         queue.is_broken |= status != 0;
         self.ended.entry(queue.rail.0).or_default().push(Completion { id: transfer.id, status });
@@ -284,16 +291,16 @@ impl State {
 
 struct FakeRail {
     fabric: Fabric,
-    port: Port,
+    port: RailPort,
 }
 
 impl Rail for FakeRail {
-    fn port(&self) -> &Port {
+    fn port(&self) -> &RailPort {
         &self.port
     }
 
-    fn domain(&self) -> io::Result<Arc<dyn Domain>> {
-        let number = self.fabric.state().number();
+    fn create_domain(&self) -> io::Result<Arc<dyn ProtectionDomain>> {
+        let number = self.fabric.state().next_number();
         Ok(Arc::new(FakeDomain { fabric: self.fabric.clone(), rail: self.port.gid, number }))
     }
 
@@ -309,30 +316,30 @@ struct FakeDomain {
     number: u32,
 }
 
-impl Domain for FakeDomain {
-    fn register(&self, memory: &Arc<Memory>, access: Access) -> io::Result<Box<dyn RegisterMr>> {
+impl ProtectionDomain for FakeDomain {
+    fn register(&self, memory: &Arc<RdmaMemory>, access: Access) -> io::Result<Box<dyn MemoryRegion>> {
         let mut state = self.fabric.state();
         let own = state.refuse_register_of.filter(|(number, _)| *number == self.rail.0[0]);
         if let Some(errno) = state.refuse_register.or(own.map(|(_, errno)| errno)) {
             return Err(io::Error::from_raw_os_error(errno));
         }
-        let key = state.number();
+        let key = state.next_number();
         state.log.push(format!("register {} bytes", memory.len_bytes()));
         let memory = Arc::clone(memory);
         state.memories.insert(key, FakeMemory { domain: self.number, access, memory });
         Ok(Box::new(FakeMr { fabric: self.fabric.clone(), key }))
     }
 
-    fn queue(&self, access: Access) -> io::Result<Box<dyn Queue>> {
+    fn create_queue_pair(&self, access: Access) -> io::Result<Box<dyn QueuePair>> {
         let mut state = self.fabric.state();
         if let Some(errno) = state.refuse_queue {
             return Err(io::Error::from_raw_os_error(errno));
         }
-        let number = state.number();
+        let number = state.next_number();
         let queue = FakeQueue { domain: self.number, access, rail: self.rail, peer: None, is_broken: false };
         state.queues_made += 1;
         state.queues.insert(number, queue);
-        Ok(Box::new(Handle { fabric: self.fabric.clone(), number }))
+        Ok(Box::new(FakeQueueHandle { fabric: self.fabric.clone(), number }))
     }
 }
 
@@ -341,7 +348,7 @@ struct FakeMr {
     key: u32,
 }
 
-impl RegisterMr for FakeMr {
+impl MemoryRegion for FakeMr {
     fn local_key(&self) -> u32 {
         self.key
     }
@@ -362,17 +369,17 @@ impl Drop for FakeMr {
     }
 }
 
-struct Handle {
+struct FakeQueueHandle {
     fabric: Fabric,
     number: u32,
 }
 
-impl Queue for Handle {
+impl QueuePair for FakeQueueHandle {
     fn number(&self) -> u32 {
         self.number
     }
 
-    fn connect(&self, role: Role, packet: u32, peer: &End) -> io::Result<()> {
+    fn connect(&self, role: Role, packet: u32, peer: &QueuePairAddress) -> io::Result<()> {
         let mut state = self.fabric.state();
         let queue = state.queues.get_mut(&self.number).ok_or(io::ErrorKind::NotConnected)?;
         queue.peer = Some((role, packet, *peer));
@@ -397,15 +404,15 @@ impl Queue for Handle {
         }
         match &mut state.held {
             Some(held) => held.push((self.number, *transfer)),
-            None => state.run(self.number, transfer),
+            None => state.execute(self.number, transfer),
         }
         Ok(())
     }
 
-    fn end(&self) -> io::Result<()> {
+    fn destroy(&self) -> io::Result<()> {
         let mut state = self.fabric.state();
-        if state.end_fails && state.queues.contains_key(&self.number) {
-            state.unended.insert(self.number);
+        if state.is_destroy_refused && state.queues.contains_key(&self.number) {
+            state.undestroyed.insert(self.number);
             return Err(io::Error::from_raw_os_error(libc::EBUSY));
         }
         if let Some(queue) = state.queues.remove(&self.number) {
@@ -415,8 +422,8 @@ impl Queue for Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for FakeQueueHandle {
     fn drop(&mut self) {
-        let _ = self.end(); // as asked of the fabric
+        let _ = self.destroy(); // the fabric may be set to refuse
     }
 }

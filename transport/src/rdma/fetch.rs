@@ -1,304 +1,316 @@
-//! A fetch at the client's end: rows come over the connection, the card reads what they name.
+//! A fetch at the client's end: rows arrive over the connection, and the card reads the blocks that
+//! they name.
 //!
-//! Rows are read, then the board: as long as the node's epoch stands there, nothing of them was taken back before it was read. Only
-//! then are they handed on. Not here: reading (`reads.rs`, `layers.rs`), which links, and what their failure means to the path
+//! The rows' blocks are read first, then the epoch word. If it still holds the node's epoch, no
+//! grant was revoked before its block was read. Only then are the blocks delivered. Not here: the
+//! reads (`reads.rs`, `layers.rs`), which links are used and how their failure affects the path
 //! (`path.rs`).
 
 use std::time::Duration;
 
-use kv_core::id::{Epoch, LoanId};
-use kv_core::lend::{Borrower, Descriptor, Place as LentIn};
+use kv_core::id::{Epoch, GrantId};
+use kv_core::lease_grant::{GrantClient, GrantDescriptor, GrantMemory};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
 use tokio::time::Instant;
 
-use super::flights::TransferError;
-use super::lane::Besides;
-use super::layers::{self, Slices};
-use super::link::Link;
-use super::reads::{self, Reaches};
-use super::words;
-use crate::stream::{ItemError, Loss, Next, Stream, encode, read_frame, read_message};
-use crate::tcp::Occupied;
+use super::layers::{self, SliceFetch};
+use super::link::RdmaLink;
+use super::messages;
+use super::rail_pair::SecondaryLinks;
+use super::reads::{self, ReadChannels};
+use super::transfers::TransferError;
+use crate::stream::{ItemError, NextItem, Stream, StreamError, encode, read_frame, read_message};
+use crate::tcp::PooledConnection;
 use crate::{FetchAnswer, FetchRequest, MissReason, wire};
 
-/// Loans named in one message.
+/// Maximum grants returned in one message.
 const RETURNS_MAX: usize = 4096;
 
-/// How often a node hears at least that what it lent is being read, as long as it is: one that hears nothing for long takes its
-/// client for gone.
-const SIGN_EVERY: Duration = Duration::from_secs(1);
+/// Interval of progress messages to the node while the client reads. A node considers a silent
+/// client gone.
+const PROGRESS_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Longest lease: more is the same as no end, and would overflow the clock.
+/// Longest lease; a longer one has no use and would overflow the clock.
 const LEASE_MAX: Duration = Duration::from_secs(3600);
 
-/// Why a fetch goes no further.
+/// Why a fetch stopped early.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Stop {
-    /// The connection, or what came over it.
+pub(super) enum FetchStop {
+    /// The connection failed, or a message over it was invalid.
     #[error("{0}")]
     Item(ItemError),
-    /// The card.
+    /// A transfer of the card failed.
     #[error("{0}")]
     Transfer(TransferError),
-    /// Nothing is broken.
+    /// A miss without a failure.
     #[error("{}", .0.name())]
     Reason(MissReason),
 }
 
-impl Stop {
-    /// Whether another link may bring what this one did not: nobody said anything of the blocks themselves.
-    pub(super) fn is_of_the_link(&self) -> bool {
+impl FetchStop {
+    /// Whether another link may bring the missing blocks: the failure does not concern the blocks
+    /// themselves.
+    pub(super) fn is_link_failure(&self) -> bool {
         match self {
-            Stop::Transfer(_) => true,
-            Stop::Item(ItemError::Lost(loss)) => matches!(loss, Loss::Broken(_) | Loss::Unreachable(_)),
-            Stop::Item(error) => error.is_loss(),
-            Stop::Reason(_) => false,
+            FetchStop::Transfer(_) => true,
+            FetchStop::Item(ItemError::Lost(loss)) => {
+                matches!(loss, StreamError::Broken(_) | StreamError::Unreachable(_))
+            }
+            FetchStop::Item(error) => error.is_loss(),
+            FetchStop::Reason(_) => false,
         }
     }
 
-    /// What it means for blocks that did not come.
+    /// The miss reason for the blocks that did not arrive.
     pub(super) fn reason(&self) -> MissReason {
         match self {
-            Stop::Item(error) if !error.is_loss() => MissReason::Corrupt,
-            Stop::Item(_) | Stop::Transfer(_) => MissReason::NodeLost,
-            Stop::Reason(reason) => *reason,
+            FetchStop::Item(error) if !error.is_loss() => MissReason::Corrupt,
+            FetchStop::Item(_) | FetchStop::Transfer(_) => MissReason::NodeLost,
+            FetchStop::Reason(reason) => *reason,
         }
     }
 }
 
-impl From<ItemError> for Stop {
-    fn from(error: ItemError) -> Stop {
-        Stop::Item(error)
+impl From<ItemError> for FetchStop {
+    fn from(error: ItemError) -> FetchStop {
+        FetchStop::Item(error)
     }
 }
 
-impl From<Loss> for Stop {
-    fn from(loss: Loss) -> Stop {
-        Stop::Item(loss.into())
+impl From<StreamError> for FetchStop {
+    fn from(loss: StreamError) -> FetchStop {
+        FetchStop::Item(loss.into())
     }
 }
 
-impl From<TransferError> for Stop {
-    fn from(error: TransferError) -> Stop {
-        Stop::Transfer(error)
+impl From<TransferError> for FetchStop {
+    fn from(error: TransferError) -> FetchStop {
+        FetchStop::Transfer(error)
     }
 }
 
-/// The peer talks nonsense.
-pub(super) fn nonsense(what: &impl std::fmt::Display) -> Stop {
-    Stop::Item(ItemError::Lost(Loss::Protocol(format!("a message that makes no sense: {what}"))))
+/// The peer sent a malformed message.
+pub(super) fn malformed(what: &impl std::fmt::Display) -> FetchStop {
+    FetchStop::Item(ItemError::Lost(StreamError::Protocol(format!("a malformed message: {what}"))))
 }
 
-/// Who takes what a fetch brings.
-pub(super) enum Taker<'a, 'b> {
-    /// Frames, of which so many were handed on since it was asked.
+/// Receives the blocks of a fetch.
+pub(super) enum FetchSink<'a, 'b> {
+    /// A sink for frames, and the frames delivered since the last request.
     Frames(&'a mut (dyn FnMut(Frame) + Send), usize),
-    Slices(&'a mut Slices<'b>),
+    Slices(&'a mut SliceFetch<'b>),
 }
 
-impl Taker<'_, '_> {
-    /// Leading blocks of those asked for now of which all came.
-    pub(super) fn delivered(&self) -> usize {
+impl FetchSink<'_, '_> {
+    /// Complete leading blocks of the current request.
+    pub(super) fn delivered_blocks(&self) -> usize {
         match self {
-            Taker::Frames(_, delivered) => *delivered,
-            Taker::Slices(slices) => slices.delivered(),
+            FetchSink::Frames(_, delivered) => *delivered,
+            FetchSink::Slices(slices) => slices.delivered_blocks(),
         }
     }
 
-    /// From now on what is behind those is asked for.
-    pub(super) fn go_on(&mut self) {
+    /// Continues behind the complete blocks with the next request.
+    pub(super) fn advance(&mut self) {
         match self {
-            Taker::Frames(_, delivered) => *delivered = 0,
-            Taker::Slices(slices) => slices.go_on(),
+            FetchSink::Frames(_, delivered) => *delivered = 0,
+            FetchSink::Slices(slices) => slices.advance(),
         }
     }
 
-    /// How many of those asked for now are of use, where not all are.
-    pub(super) fn of_use(&self) -> Option<usize> {
+    /// Number of leading blocks of the current request that are still useful; `None` means all.
+    pub(super) fn usable_blocks(&self) -> Option<usize> {
         match self {
-            Taker::Frames(..) => None,
-            Taker::Slices(slices) => slices.of_use(),
+            FetchSink::Frames(..) => None,
+            FetchSink::Slices(slices) => slices.usable_blocks(),
         }
     }
 
-    /// Why not more came, when that is what the path says.
-    pub(super) fn reason(&self, said: MissReason) -> MissReason {
+    /// Why no further block came, given the path's reason `said`.
+    pub(super) fn miss_reason(&self, said: MissReason) -> MissReason {
         match self {
-            Taker::Slices(slices) if slices.is_spoilt() => MissReason::Corrupt,
+            FetchSink::Slices(slices) if slices.is_corrupt() => MissReason::Corrupt,
             _ => said,
         }
     }
 
-    /// A block came whole, the `nth` of those asked for now.
-    pub(super) fn frame(&mut self, nth: usize, frame: Frame) {
+    /// Delivers the `nth` block of the current request as a whole.
+    pub(super) fn put_frame(&mut self, nth: usize, frame: Frame) {
         match self {
-            Taker::Frames(sink, delivered) => {
+            FetchSink::Frames(sink, delivered) => {
                 sink(frame);
                 *delivered += 1;
             }
-            Taker::Slices(slices) => slices.frame(nth, &frame),
+            FetchSink::Slices(slices) => slices.put_frame(nth, &frame),
         }
     }
 }
 
-/// Under which epoch a node lends, and until when.
-pub(super) struct Terms {
+/// Epoch and end of the node's grants.
+pub(super) struct GrantTerms {
     pub(super) epoch: Epoch,
     pub(super) lease_end: Instant,
 }
 
-/// A fetch under way.
-pub(super) struct Fetch<'a, 'b, 'c, 'd> {
-    pub(super) link: &'a mut Link,
-    /// Links of other lanes.
-    pub(super) besides: &'a mut Besides<'d>,
-    /// What the node said first; stands when the fetch is cut off.
+/// A fetch in progress.
+pub(super) struct FetchOperation<'a, 'b, 'c, 'd> {
+    pub(super) link: &'a mut RdmaLink,
+    /// Links of other rail pairs.
+    pub(super) helpers: &'a mut SecondaryLinks<'d>,
+    /// The node's first answer; valid even if the fetch is cut off.
     pub(super) answer: &'a mut Option<FetchAnswer>,
-    pub(super) taker: &'a mut Taker<'b, 'c>,
-    /// Blocks that came, or that the node named.
-    pub(super) named: usize,
+    pub(super) sink: &'a mut FetchSink<'b, 'c>,
+    /// Blocks that arrived or that the node named.
+    pub(super) blocks_received: usize,
 }
 
-impl Fetch<'_, '_, '_, '_> {
-    /// Runs it to its end; then nothing of it is under way.
-    pub(super) async fn run(&mut self, request: &FetchRequest) -> Result<FetchAnswer, Stop> {
+impl FetchOperation<'_, '_, '_, '_> {
+    /// Runs the fetch; when it returns `Ok`, none of its transfers is in flight.
+    pub(super) async fn run(&mut self, request: &FetchRequest) -> Result<FetchAnswer, FetchStop> {
         let asked = Instant::now();
-        let (control, borrower, _) = self.link.parts();
-        let wire = match &self.taker {
-            Taker::Frames(..) => wire::fetch_to_pb(request),
-            Taker::Slices(slices) => wire::layers_to_pb(request, slices.asked()),
+        let (control, borrower, _) = self.link.split();
+        let wire = match &self.sink {
+            FetchSink::Frames(..) => wire::fetch_to_pb(request),
+            FetchSink::Slices(slices) => wire::layers_to_pb(request, slices.asked()),
         };
-        request.progress.asked();
-        control.write(encode(&wire).map_err(|error| nonsense(&error))?).await?;
+        request.progress.mark_asked();
+        control.write(encode(&wire).map_err(|error| malformed(&error))?).await?;
         control.flush().await?;
         let head: data::FetchHead = read_message(control).await?;
-        request.progress.answered();
+        request.progress.mark_answered();
         let (answer, epoch) =
-            wire::head_from_pb(&head, request.hashes.len()).map_err(|error| nonsense(&error))?;
+            wire::head_from_pb(&head, request.hashes.len()).map_err(|error| malformed(&error))?;
         let blocks = answer.tiers().len();
         if blocks == 0 {
             return Ok(answer);
         }
         if epoch != request.epoch {
-            return Err(Stop::Reason(MissReason::StaleEpoch));
+            return Err(FetchStop::Reason(MissReason::StaleEpoch));
         }
         *self.answer = Some(answer.clone());
         let operation = borrower.begin(blocks);
         loop {
-            let lent: data::Lent = read_message(&mut self.link.control).await?;
+            let lent: data::ReadGrants = read_message(&mut self.link.control).await?;
             if lent.is_frame {
-                self.take_frame(blocks).await?;
+                self.receive_frame(blocks).await?;
             } else {
                 if lent.epoch != epoch.0 {
-                    return Err(Stop::Reason(MissReason::StaleEpoch));
+                    return Err(FetchStop::Reason(MissReason::StaleEpoch));
                 }
-                let rows = words::rows_from_bytes(&lent.rows).map_err(|error| nonsense(&error))?;
-                if rows.len() > blocks - self.named {
-                    return Err(nonsense(&"more rows than blocks"));
+                let rows = messages::rows_from_bytes(&lent.rows).map_err(|error| malformed(&error))?;
+                if rows.len() > blocks - self.blocks_received {
+                    return Err(malformed(&"more rows than blocks"));
                 }
-                self.link.borrower.receive(operation, &rows).map_err(|error| nonsense(&error))?;
-                // The node's time begins after ours, so that ours never ends later.
-                let lease_end = asked + Duration::from_micros(lent.lease_us).min(LEASE_MAX);
-                self.read(&rows, &Terms { epoch, lease_end }).await?;
+                self.link.grants.receive(operation, &rows).map_err(|error| malformed(&error))?;
+                // The node's lease time starts after ours, so ours never ends later.
+                let lease_end = asked + Duration::from_micros(lent.grant_us).min(LEASE_MAX);
+                self.read_batch(&rows, &GrantTerms { epoch, lease_end }).await?;
             }
             if lent.is_last {
-                self.link.borrower.finish(operation);
-                let reason = words::reason_from_number(lent.reason).unwrap_or(MissReason::MediumFailed);
-                return Ok(answer.cut_short(self.taker.delivered(), self.taker.reason(reason)));
+                self.link.grants.finish(operation);
+                let reason =
+                    messages::miss_reason_from_number(lent.reason).unwrap_or(MissReason::MediumFailed);
+                return Ok(answer.cut_short(self.sink.delivered_blocks(), self.sink.miss_reason(reason)));
             }
         }
     }
 
-    /// Takes a frame that comes over the connection.
-    async fn take_frame(&mut self, blocks: usize) -> Result<(), Stop> {
-        if self.named >= blocks {
-            return Err(nonsense(&"more frames than blocks"));
+    /// Receives a frame over the connection.
+    async fn receive_frame(&mut self, blocks: usize) -> Result<(), FetchStop> {
+        if self.blocks_received >= blocks {
+            return Err(malformed(&"more frames than blocks"));
         }
         match read_frame(&mut self.link.control, FRAME_BYTES_MAX).await? {
-            Next::Frame(frame) => {
-                if let Taker::Slices(slices) = &mut self.taker {
-                    slices.note_whole();
+            NextItem::Frame(frame) => {
+                if let FetchSink::Slices(slices) = &mut self.sink {
+                    slices.note_frame();
                 }
-                self.taker.frame(self.named, frame);
+                self.sink.put_frame(self.blocks_received, frame);
             }
-            Next::End(_) => return Err(nonsense(&"an end in place of a frame")),
+            NextItem::End(_) => return Err(malformed(&"an end instead of a frame")),
         }
-        self.named += 1;
+        self.blocks_received += 1;
         Ok(())
     }
 
-    /// Reads a batch, and says that it was.
-    async fn read(&mut self, rows: &[Descriptor], terms: &Terms) -> Result<(), Stop> {
-        let in_arena = rows.iter().all(|row| row.place == LentIn::Arena);
-        let (control, borrower, own) = self.link.parts();
+    /// Reads a batch, and returns its grants.
+    async fn read_batch(&mut self, rows: &[GrantDescriptor], terms: &GrantTerms) -> Result<(), FetchStop> {
+        let in_arena = rows.iter().all(|row| row.memory == GrantMemory::Arena);
+        let (control, borrower, own) = self.link.split();
         let own = &*own;
-        let mut signs = Signs { control, borrower, last: Instant::now() };
-        match &mut self.taker {
-            Taker::Frames(sink, delivered) => {
+        let mut signs = ReturnSender { control, grants: borrower, last_sent: Instant::now() };
+        match &mut self.sink {
+            FetchSink::Frames(sink, delivered) => {
                 let hand_on = |frame| {
                     sink(frame);
                     *delivered += 1;
                 };
                 let bytes = rows.iter().map(|row| u64::from(row.len)).sum();
-                self.besides.help(if in_arena { bytes } else { 0 });
-                let reaches = Reaches::new(own, self.besides.reaches());
+                self.helpers.add_bytes(if in_arena { bytes } else { 0 });
+                let reaches = ReadChannels::new(own, self.helpers.channels());
                 reads::read_frames(rows, &reaches, terms, &mut signs, hand_on).await?;
             }
-            Taker::Slices(slices) => {
-                let plan =
-                    layers::plan(slices, (self.named, rows), &Reaches::new(own, []), terms, &mut signs)
-                        .await?;
-                self.besides.help(if in_arena { plan.bytes } else { 0 });
-                let reaches = Reaches::new(own, self.besides.reaches());
-                layers::read(slices, plan, &reaches, terms, &mut signs).await?;
+            FetchSink::Slices(slices) => {
+                let plan = layers::plan_slices(
+                    slices,
+                    (self.blocks_received, rows),
+                    &ReadChannels::new(own, []),
+                    terms,
+                    &mut signs,
+                )
+                .await?;
+                self.helpers.add_bytes(if in_arena { plan.bytes } else { 0 });
+                let reaches = ReadChannels::new(own, self.helpers.channels());
+                layers::read_slices(slices, plan, &reaches, terms, &mut signs).await?;
             }
         }
-        self.named += rows.len();
+        self.blocks_received += rows.len();
         for row in rows {
-            signs.is_read(row.loan);
+            signs.release(row.grant);
         }
         signs.give_back().await
     }
 }
 
-/// What the node hears while what it lent is read.
-pub(super) struct Signs<'a> {
-    control: &'a mut Occupied,
-    borrower: &'a mut Borrower,
-    last: Instant,
+/// Sends progress and returned grants to the node during reads.
+pub(super) struct ReturnSender<'a> {
+    control: &'a mut PooledConnection,
+    grants: &'a mut GrantClient,
+    last_sent: Instant,
 }
 
-impl Signs<'_> {
-    /// Nobody reads this any more.
-    pub(super) fn is_read(&mut self, loan: LoanId) {
-        self.borrower.give_back(loan);
+impl ReturnSender<'_> {
+    /// Marks a grant as no longer read.
+    pub(super) fn release(&mut self, loan: GrantId) {
+        self.grants.release(loan);
     }
 
-    /// Something was read: now and then the node hears of it, and of what nobody reads any more, be it nothing. Only while something
-    /// of what it said last is not given back: else it would take this for what is asked next.
-    pub(super) async fn progress(&mut self) -> Result<(), Stop> {
-        if self.last.elapsed() < SIGN_EVERY {
+    /// Sends the returned grants from time to time, or an empty message as a sign of progress. Only
+    /// sent while a grant of the node's last message is still held; otherwise the node would take
+    /// it for the next request.
+    pub(super) async fn report_progress(&mut self) -> Result<(), FetchStop> {
+        if self.last_sent.elapsed() < PROGRESS_INTERVAL {
             return Ok(());
         }
-        self.last = Instant::now();
-        if self.borrower.waiting() == 0 && self.borrower.held() > 0 {
-            self.say(Vec::new()).await?;
+        self.last_sent = Instant::now();
+        if self.grants.pending_returns() == 0 && self.grants.held() > 0 {
+            self.send(Vec::new()).await?;
         }
         self.give_back().await
     }
 
-    async fn give_back(&mut self) -> Result<(), Stop> {
-        while self.borrower.waiting() > 0 {
-            let loans = self.borrower.take_returns(RETURNS_MAX);
-            self.say(loans).await?;
+    async fn give_back(&mut self) -> Result<(), FetchStop> {
+        while self.grants.pending_returns() > 0 {
+            let loans = self.grants.take_returns(RETURNS_MAX);
+            self.send(loans).await?;
         }
         Ok(self.control.flush().await?)
     }
 
-    async fn say(&mut self, loans: Vec<LoanId>) -> Result<(), Stop> {
-        let loans = words::loans_to_bytes(&loans);
-        let message = encode(&data::GivenBack { loans }).map_err(|error| nonsense(&error))?;
+    async fn send(&mut self, loans: Vec<GrantId>) -> Result<(), FetchStop> {
+        let loans = messages::loans_to_bytes(&loans);
+        let message = encode(&data::ReturnedGrants { grants: loans }).map_err(|error| malformed(&error))?;
         Ok(self.control.write(message).await?)
     }
 }

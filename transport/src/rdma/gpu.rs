@@ -1,92 +1,101 @@
-//! Memory of a GPU for the card: which way it is registered, and in which order ways are tried.
+//! Registers GPU memory with the card by the first method that works.
 //!
-//! A GPU's driver hands out memory as a file (dma-buf), which the card's driver maps. Where one of both cannot, an older kernel
-//! module may let the card register the GPU's address itself, and else bytes go by way of page-locked memory of the host.
-//! What was registered is tried before it counts: a kernel can register and still not transfer. Not here: CUDA, which is
-//! behind [`ExportDmaBuf`]; who allocates. Nothing uses this yet.
+//! A GPU's driver exports memory as a file (dma-buf), which the card's driver maps. If either
+//! cannot do that, an older kernel module may let the card register the GPU's address directly.
+//! Otherwise bytes are staged through page-locked host memory. A registration is tested before it
+//! counts, because a kernel can accept it and still not transfer. Not here: CUDA, which is behind
+//! [`ExportDmaBuf`]; allocation. Not used yet.
 
 use std::any::Any;
 use std::io;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-/// Whose memory an address is.
+/// Owner of the memory at an address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Owner {
-    /// The host's.
+pub enum MemoryOwner {
+    /// The host.
     Host,
-    /// A GPU's.
+    /// A GPU.
     Gpu,
 }
 
-/// A range of addresses, with what keeps it allocated.
+/// A range of addresses, and a reference that keeps it allocated.
 #[derive(Clone)]
-pub struct Range {
-    /// The first byte's address.
+pub struct AddressRange {
+    /// Address of the first byte.
     pub address: u64,
-    /// How many bytes.
+    /// Length in bytes.
     pub len: u64,
     /// Dropped only after the range was deregistered.
     pub allocation: Arc<dyn Any + Send + Sync>,
 }
 
-impl std::fmt::Debug for Range {
+impl std::fmt::Debug for AddressRange {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Range({:#x}, {} bytes)", self.address, self.len)
     }
 }
 
-/// An allocation as a file.
+/// An allocation exported as a file.
 #[derive(Debug)]
-pub struct Exported {
+pub struct DmaBufExport {
     /// The file, which is closed once the range is registered.
     pub file: OwnedFd,
-    /// Where the range begins in it: the file is the whole allocation, of which frameworks give out parts.
+    /// Offset of the range in the file: the file is the whole allocation, and frameworks hand out
+    /// parts of it.
     pub offset: u64,
 }
 
-/// What a GPU's driver does. Each call makes the GPU's context current by itself, since threads of a runtime have none.
+/// Functions of a GPU's driver. Each call makes the GPU's context current, because runtime threads
+/// have none.
 pub trait ExportDmaBuf {
-    /// Whose memory the range is.
+    /// Owner of the range.
     ///
     /// # Errors
-    /// When it is nobody's.
-    fn owner(&self, range: &Range) -> io::Result<Owner>;
+    /// If the range has no owner.
+    fn owner(&self, range: &AddressRange) -> io::Result<MemoryOwner>;
 
-    /// The allocation that holds the range.
+    /// Exports the allocation that holds the range.
     ///
     /// # Errors
-    /// What the driver says; `Unsupported` when it exports nothing.
-    fn export(&self, range: &Range) -> io::Result<Exported>;
+    /// The driver's error; `Unsupported` if it has no export.
+    fn export(&self, range: &AddressRange) -> io::Result<DmaBufExport>;
 }
 
-/// What a card's driver does with addresses.
+/// Functions of a card's driver that register memory.
 pub trait RegisterRange {
     /// Registered memory, until dropped.
     type Registered;
 
-    /// By address: the host's memory, or a GPU's where a kernel module knows of it.
+    /// Registers by address: host memory, or GPU memory if a kernel module supports it.
     ///
     /// # Errors
-    /// What the system says.
-    fn by_address(&self, range: &Range) -> io::Result<Self::Registered>;
+    /// The system's error.
+    fn by_address(&self, range: &AddressRange) -> io::Result<Self::Registered>;
 
-    /// By a file, from `offset` in it on.
+    /// Registers by file, from `offset` on.
     ///
     /// # Errors
-    /// What the system says.
-    fn by_file(&self, range: &Range, file: BorrowedFd<'_>, offset: u64) -> io::Result<Self::Registered>;
+    /// The system's error.
+    fn by_file(
+        &self,
+        range: &AddressRange,
+        file: BorrowedFd<'_>,
+        offset: u64,
+    ) -> io::Result<Self::Registered>;
 
-    /// Whether the card reads what the GPU wrote there: a transfer of a pattern to this card itself.
+    /// Whether the card reads the GPU's data there, tested by the transfer of a pattern to this
+    /// card itself.
     fn is_readable(&self, registered: &Self::Registered) -> bool;
 }
 
-/// How a range became reachable for the card.
+/// How a range was made reachable for the card.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
-    /// It is the host's.
+pub enum RegistrationMethod {
+    /// It is host memory.
     Host,
-    /// As a file of the GPU's driver.
+    /// As a dma-buf file of the GPU's driver.
     DmaBuf,
     /// By its address, through a kernel module.
     PeerMemory,
@@ -94,45 +103,49 @@ pub enum Way {
 
 /// A registered range.
 #[derive(Debug)]
-pub struct Reachable<R> {
-    /// How.
-    pub way: Way,
-    /// Deregistered before the allocation is let go: fields are dropped in this order.
+pub struct RegisteredRange<R> {
+    /// Method of registration.
+    pub method: RegistrationMethod,
+    /// Deregistered before the allocation is released: fields are dropped in this order.
     pub registered: R,
-    _allocation: Range,
+    _allocation: AddressRange,
 }
 
-/// Registers a range by the first way that works; nothing when bytes must be staged through memory of the host.
+/// Registers a range by the first method that works; `None` if bytes must be staged through host
+/// memory.
 ///
 /// # Errors
-/// When nobody owns the range, or something fails that no other way would do better: memory that cannot be locked, say.
+/// If the range has no owner, or an error occurs that no other method would avoid, such as memory
+/// that cannot be locked.
 pub fn register<R: RegisterRange>(
     gpu: &dyn ExportDmaBuf,
     card: &R,
-    range: &Range,
-) -> io::Result<Option<Reachable<R::Registered>>> {
-    let reachable = |way, registered| Reachable { way, registered, _allocation: range.clone() };
-    if gpu.owner(range)? == Owner::Host {
-        return Ok(Some(reachable(Way::Host, card.by_address(range)?)));
+    range: &AddressRange,
+) -> io::Result<Option<RegisteredRange<R::Registered>>> {
+    let reachable = |way, registered| RegisteredRange { method: way, registered, _allocation: range.clone() };
+    if gpu.owner(range)? == MemoryOwner::Host {
+        return Ok(Some(reachable(RegistrationMethod::Host, card.by_address(range)?)));
     }
     let by_file = gpu.export(range).and_then(|exported| {
         use std::os::fd::AsFd;
         card.by_file(range, exported.file.as_fd(), exported.offset)
     });
-    if let Some(registered) = tried(card, by_file)? {
-        return Ok(Some(reachable(Way::DmaBuf, registered)));
+    if let Some(registered) = verified(card, by_file)? {
+        return Ok(Some(reachable(RegistrationMethod::DmaBuf, registered)));
     }
-    Ok(tried(card, card.by_address(range))?.map(|registered| reachable(Way::PeerMemory, registered)))
+    Ok(verified(card, card.by_address(range))?
+        .map(|registered| reachable(RegistrationMethod::PeerMemory, registered)))
 }
 
-/// What was registered and works; nothing when this way is closed.
-fn tried<R: RegisterRange>(
+/// The registration if it works; `None` if this method does not.
+fn verified<R: RegisterRange>(
     card: &R,
     registered: io::Result<R::Registered>,
 ) -> io::Result<Option<R::Registered>> {
     match registered {
         Ok(registered) => Ok(Some(registered).filter(|registered| card.is_readable(registered))),
-        // The kernel's names for "not with this": no such call, not this kind of memory, not this address.
+        // Error numbers that mean "not by this method": no such call, wrong kind of memory, or
+        // unsuitable address.
         Err(cause) => match cause.raw_os_error() {
             Some(libc::EOPNOTSUPP | libc::ENOSYS | libc::EINVAL | libc::EFAULT | libc::ENODEV) => Ok(None),
             None if cause.kind() == io::ErrorKind::Unsupported => Ok(None),
@@ -150,11 +163,11 @@ mod tests {
 
     use super::*;
 
-    /// A driver and a card that write down what is asked of them.
+    /// A driver and a card that record their calls.
     #[derive(Default)]
-    struct Fakes {
+    struct FakeDrivers {
         log: Rc<RefCell<Vec<String>>>,
-        owner: Option<Owner>,
+        owner: Option<MemoryOwner>,
         export: Option<i32>,
         by_file: Option<i32>,
         by_address: Option<i32>,
@@ -162,101 +175,109 @@ mod tests {
         file: RefCell<Option<RawFd>>,
     }
 
-    struct Mr(&'static str, Rc<RefCell<Vec<String>>>);
+    struct FakeRegistration(&'static str, Rc<RefCell<Vec<String>>>);
 
-    impl Drop for Mr {
+    impl Drop for FakeRegistration {
         fn drop(&mut self) {
             self.1.borrow_mut().push(format!("deregister {}", self.0));
         }
     }
 
-    impl Fakes {
+    impl FakeDrivers {
         fn note(&self, line: String, refuse: Option<i32>) -> io::Result<()> {
             self.log.borrow_mut().push(line);
             refuse.map_or(Ok(()), |errno| Err(io::Error::from_raw_os_error(errno)))
         }
 
-        fn run(&self) -> (io::Result<Option<Way>>, Vec<String>) {
-            let range = Range { address: 0x1040, len: 64, allocation: Arc::new(()) };
-            let way = register(self, self, &range).map(|done| done.map(|done| done.way));
+        fn run(&self) -> (io::Result<Option<RegistrationMethod>>, Vec<String>) {
+            let range = AddressRange { address: 0x1040, len: 64, allocation: Arc::new(()) };
+            let way = register(self, self, &range).map(|done| done.map(|done| done.method));
             (way, self.log.borrow().clone())
         }
     }
 
-    impl ExportDmaBuf for Fakes {
-        fn owner(&self, _: &Range) -> io::Result<Owner> {
+    impl ExportDmaBuf for FakeDrivers {
+        fn owner(&self, _: &AddressRange) -> io::Result<MemoryOwner> {
             self.owner.ok_or_else(|| io::ErrorKind::InvalidInput.into())
         }
 
-        fn export(&self, range: &Range) -> io::Result<Exported> {
+        fn export(&self, range: &AddressRange) -> io::Result<DmaBufExport> {
             self.note(format!("export {:#x}", range.address), self.export)?;
             let file: OwnedFd = std::fs::File::open("/dev/null")?.into();
             *self.file.borrow_mut() = Some(file.as_raw_fd());
-            Ok(Exported { file, offset: 0x40 })
+            Ok(DmaBufExport { file, offset: 0x40 })
         }
     }
 
-    impl RegisterRange for Fakes {
-        type Registered = Mr;
+    impl RegisterRange for FakeDrivers {
+        type Registered = FakeRegistration;
 
-        fn by_address(&self, range: &Range) -> io::Result<Mr> {
+        fn by_address(&self, range: &AddressRange) -> io::Result<FakeRegistration> {
             self.note(format!("address {:#x}", range.address), self.by_address)?;
-            Ok(Mr("address", Rc::clone(&self.log)))
+            Ok(FakeRegistration("address", Rc::clone(&self.log)))
         }
 
-        fn by_file(&self, range: &Range, file: BorrowedFd<'_>, offset: u64) -> io::Result<Mr> {
-            assert_eq!(Some(file.as_raw_fd()), *self.file.borrow(), "the file that was exported, still open");
+        fn by_file(
+            &self,
+            range: &AddressRange,
+            file: BorrowedFd<'_>,
+            offset: u64,
+        ) -> io::Result<FakeRegistration> {
+            assert_eq!(Some(file.as_raw_fd()), *self.file.borrow(), "the exported file, still open");
             self.note(format!("file at {offset:#x} as {:#x}", range.address), self.by_file)?;
-            Ok(Mr("file", Rc::clone(&self.log)))
+            Ok(FakeRegistration("file", Rc::clone(&self.log)))
         }
 
-        fn is_readable(&self, registered: &Mr) -> bool {
+        fn is_readable(&self, registered: &FakeRegistration) -> bool {
             !self.unreadable.contains(&registered.0)
         }
     }
 
-    fn gpu() -> Fakes {
-        Fakes { owner: Some(Owner::Gpu), ..Fakes::default() }
+    fn gpu() -> FakeDrivers {
+        FakeDrivers { owner: Some(MemoryOwner::Gpu), ..FakeDrivers::default() }
     }
 
     #[test]
-    fn ways_are_tried_in_their_order() {
-        let host = Fakes { owner: Some(Owner::Host), ..Fakes::default() };
+    fn methods_are_tried_in_order() {
+        let host = FakeDrivers { owner: Some(MemoryOwner::Host), ..FakeDrivers::default() };
         let (way, log) = host.run();
-        assert_eq!((way.unwrap(), &log[..1]), (Some(Way::Host), &["address 0x1040".to_owned()][..]));
+        assert_eq!(
+            (way.unwrap(), &log[..1]),
+            (Some(RegistrationMethod::Host), &["address 0x1040".to_owned()][..])
+        );
 
         let (way, log) = gpu().run();
-        assert_eq!(way.unwrap(), Some(Way::DmaBuf));
+        assert_eq!(way.unwrap(), Some(RegistrationMethod::DmaBuf));
         assert_eq!(log, ["export 0x1040", "file at 0x40 as 0x1040", "deregister file"]);
 
-        let refused = Fakes { by_file: Some(libc::EOPNOTSUPP), ..gpu() };
+        let refused = FakeDrivers { by_file: Some(libc::EOPNOTSUPP), ..gpu() };
         let (way, log) = refused.run();
-        assert_eq!(way.unwrap(), Some(Way::PeerMemory));
+        assert_eq!(way.unwrap(), Some(RegistrationMethod::PeerMemory));
         assert_eq!(log[2..], ["address 0x1040", "deregister address"]);
 
-        let no_export = Fakes { export: Some(libc::EOPNOTSUPP), ..gpu() };
-        assert_eq!(no_export.run().0.unwrap(), Some(Way::PeerMemory));
+        let no_export = FakeDrivers { export: Some(libc::EOPNOTSUPP), ..gpu() };
+        assert_eq!(no_export.run().0.unwrap(), Some(RegistrationMethod::PeerMemory));
 
-        let staged = Fakes { export: Some(libc::EOPNOTSUPP), by_address: Some(libc::EFAULT), ..gpu() };
+        let staged = FakeDrivers { export: Some(libc::EOPNOTSUPP), by_address: Some(libc::EFAULT), ..gpu() };
         assert_eq!(staged.run().0.unwrap(), None);
     }
 
     #[test]
-    fn what_registers_and_does_not_transfer_is_given_up() {
-        let dumb = Fakes { unreadable: vec!["file"], ..gpu() };
+    fn a_registration_that_cannot_transfer_is_dropped() {
+        let dumb = FakeDrivers { unreadable: vec!["file"], ..gpu() };
         let (way, log) = dumb.run();
-        assert_eq!(way.unwrap(), Some(Way::PeerMemory));
-        assert_eq!(log[2..4], ["deregister file", "address 0x1040"], "before the next is tried");
-        let both = Fakes { unreadable: vec!["file", "address"], ..gpu() };
+        assert_eq!(way.unwrap(), Some(RegistrationMethod::PeerMemory));
+        assert_eq!(log[2..4], ["deregister file", "address 0x1040"], "before the next method is tried");
+        let both = FakeDrivers { unreadable: vec!["file", "address"], ..gpu() };
         assert_eq!(both.run().0.unwrap(), None);
     }
 
     #[test]
-    fn what_no_other_way_would_cure_is_said() {
-        let full = Fakes { by_file: Some(libc::ENOMEM), ..gpu() };
+    fn errors_that_no_other_method_avoids_are_returned() {
+        let full = FakeDrivers { by_file: Some(libc::ENOMEM), ..gpu() };
         let (way, log) = full.run();
         assert_eq!((way.unwrap_err().raw_os_error(), log.len()), (Some(libc::ENOMEM), 2));
-        assert!(Fakes::default().run().0.is_err(), "nobody's memory");
+        assert!(FakeDrivers::default().run().0.is_err(), "memory without an owner");
     }
 
     #[test]
@@ -266,14 +287,14 @@ mod tests {
         struct Allocation(std::sync::mpsc::Sender<()>);
         impl Drop for Allocation {
             fn drop(&mut self) {
-                let _ = self.0.send(()); // nobody may listen any more
+                let _ = self.0.send(()); // the receiver may be gone
             }
         }
         let (freed, is_freed) = std::sync::mpsc::channel();
-        let range = Range { address: 0x1040, len: 64, allocation: Arc::new(Allocation(freed)) };
+        let range = AddressRange { address: 0x1040, len: 64, allocation: Arc::new(Allocation(freed)) };
         let reachable = register(&fakes, &fakes, &range).unwrap().unwrap();
         drop(range);
-        assert!(is_freed.try_recv().is_err(), "the registration keeps it");
+        assert!(is_freed.try_recv().is_err(), "the registration keeps the allocation");
         let open = std::fs::read_link(format!("/proc/self/fd/{}", fakes.file.borrow().unwrap()));
         assert!(open.map_or(true, |path| path != std::path::Path::new("/dev/null")), "the file is closed");
         drop(reachable);

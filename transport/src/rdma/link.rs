@@ -1,300 +1,330 @@
-//! The client's end of one upgraded connection: two queue pairs, and what the node lets it reach.
+//! The client's end of one upgraded connection: two queue pairs, and the memory that the node lets
+//! it reach.
 //!
-//! One queue pair reaches the node's arena, where the node allows that, the other the connection's tray; each is in a
-//! protection domain of its own at the node. Dropped, a link ends both, and only then is given back what they may still write.
-//! Not here: what is said over the connection in an operation (`fetch.rs`, `save.rs`).
+//! One queue pair reaches the node's arena, if the node allows that. The other reaches the
+//! connection's bounce buffer. At the node each is in its own protection domain. Dropping a link
+//! destroys both, and only then releases the memory that they may still write. Not here: the
+//! messages of an operation (`fetch.rs`, `save.rs`).
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kv_core::id::Class;
-use kv_core::lend::{Borrower, Extent, Place as LentIn};
+use kv_core::id::TrafficClass;
+use kv_core::lease_grant::{GrantClient, GrantMemory, MemoryExtent};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
-use super::fetch::{Stop, Terms};
-use super::flights::{Arriving, Line, Remote, TransferError};
-use super::lane::Doubt;
-use super::memory::{ALIGN_BYTES, Memory, Place, Pool};
-use super::pairs::RAILS_MAX;
-use super::rail::{Access, Direction, Domain, End, Gid, Queue, RegisterMr, Role};
-use super::words::{self, Nonsense, PACKET_MAX, Window, outcome};
+use super::fetch::{FetchStop, GrantTerms};
+use super::memory::{ALIGN_BYTES, PooledBuffer, RdmaBufferPool, RdmaMemory};
+use super::messages::{self, MalformedMessage, RemoteWindow, U24_MAX, outcome};
+use super::rail::{
+    Access, Direction, Gid, MemoryRegion, ProtectionDomain, QueuePair, QueuePairAddress, Role,
+};
+use super::rail_match::RAILS_MAX;
+use super::rail_pair::SuspectFlag;
+use super::transfers::{PendingTransfer, QpHandle, RemoteAddress, TransferError};
 use super::{Rdma, RdmaError};
-use crate::ask::Asks;
+use crate::client_ops::OperationClient;
 use crate::stream::encode;
-use crate::tcp::{Occupied, TcpPath};
+use crate::tcp::{PooledConnection, TcpPath};
 use crate::{MissReason, PathError};
 
-/// Bytes of the board that are read.
-pub(super) const BOARD_BYTES: u32 = 8;
+/// Bytes of the epoch word.
+pub(super) const EPOCH_WORD_BYTES: u32 = 8;
 
-/// Memory for boards, each of which takes a cache line: as many as a process has links, generously.
-const BOARDS_BYTES: u64 = 256 << 10;
+/// Memory for epoch words, one cache line each: more than the links of any process.
+const EPOCH_WORDS_BYTES: u64 = 256 << 10;
 
-/// Bytes that are read before a link counts: more than the largest packet, so that networks show which of them lose such.
-pub(super) const TRIAL_BYTES: u32 = 8 << 10;
+/// Bytes that are read before a link counts as working: more than the largest packet, so that a
+/// network that loses large packets is detected.
+pub(super) const PROBE_BYTES: u32 = 8 << 10;
 
-/// Memory for trials: links are made a few at once, and one that is dead keeps its place until the card gives up.
-const TRIALS_BYTES: u64 = 32 * TRIAL_BYTES as u64;
+/// Memory for probes. A few links are made at once, and a dead one keeps its buffer until the card
+/// gives up.
+const PROBE_BUFFERS_BYTES: u64 = 32 * PROBE_BYTES as u64;
 
-/// Registered memory of a dialer, into which its cards read and from which they write.
-pub(super) struct Local {
+/// Registered memory of a dialer, which its cards read and write.
+pub(super) struct LocalRail {
     pub(super) rdma: Arc<Rdma>,
-    domain: Arc<dyn Domain>,
-    registered: Box<dyn RegisterMr>,
-    /// For frames that callers keep where they were read.
-    kept: Arc<Pool>,
-    /// For what is under way, and is copied on: always comes back.
-    pub(super) passing: Arc<Pool>,
-    /// For boards, which stay as long as their links and would lie between others.
-    boards: Arc<Pool>,
-    /// For trials of links: one that waited behind the fetches of others would say that no packets pass.
-    trials: Arc<Pool>,
+    domain: Arc<dyn ProtectionDomain>,
+    registered: Box<dyn MemoryRegion>,
+    /// For frames that callers keep in the buffer that received them.
+    retained: Arc<RdmaBufferPool>,
+    /// For frames in flight that are copied on; these buffers always return.
+    pub(super) transient: Arc<RdmaBufferPool>,
+    /// For epoch words, which live as long as their links and would fragment the other pools.
+    epoch_words: Arc<RdmaBufferPool>,
+    /// For probes of links: a probe that waits behind other fetches would wrongly report that no
+    /// packets pass.
+    probe_buffers: Arc<RdmaBufferPool>,
 }
 
-impl Local {
-    /// One for each rail, all with the same memory: a place is of use on each. Rails that refuse it are left out.
+impl LocalRail {
+    /// One for each rail, all with the same memory, so that every rail can use every buffer. Skips
+    /// rails that refuse the memory.
     ///
     /// # Errors
-    /// When all of them refuse.
-    pub(super) fn of(rails: &[Arc<Rdma>]) -> Result<Vec<Arc<Local>>, RdmaError> {
+    /// If all of them refuse.
+    pub(super) fn register_all(rails: &[Arc<Rdma>]) -> Result<Vec<Arc<LocalRail>>, RdmaError> {
         let Some(first) = rails.first() else {
             return Err(RdmaError::NoDevice { there: "none".to_owned() });
         };
         let local_bytes = first.config.local_bytes;
         let half = (local_bytes as u64 / 2).next_multiple_of(ALIGN_BYTES);
-        let bytes = usize::try_from(2 * half + BOARDS_BYTES + TRIALS_BYTES).unwrap_or(usize::MAX);
+        let bytes = usize::try_from(2 * half + EPOCH_WORDS_BYTES + PROBE_BUFFERS_BYTES).unwrap_or(usize::MAX);
         let failed = |cause| RdmaError::register(first.device(), bytes as u64, cause);
-        let memory = Arc::new(Memory::zeroed(bytes).map_err(failed)?);
-        let (kept, passing) = (Pool::new(&memory, 0..half), Pool::new(&memory, half..2 * half));
-        let boards_end = 2 * half + BOARDS_BYTES;
-        let boards = Pool::new(&memory, 2 * half..boards_end);
-        let trials = Pool::new(&memory, boards_end..boards_end + TRIALS_BYTES);
+        let memory = Arc::new(RdmaMemory::zeroed(bytes).map_err(failed)?);
+        let (kept, passing) =
+            (RdmaBufferPool::new(&memory, 0..half), RdmaBufferPool::new(&memory, half..2 * half));
+        let boards_end = 2 * half + EPOCH_WORDS_BYTES;
+        let boards = RdmaBufferPool::new(&memory, 2 * half..boards_end);
+        let trials = RdmaBufferPool::new(&memory, boards_end..boards_end + PROBE_BUFFERS_BYTES);
         let local = |rdma: &Arc<Rdma>| {
             let domain = rdma.domain()?;
             let registered = rdma.register(domain.as_ref(), &memory, Access::Local)?;
             let [kept, passing, boards, trials] = [&kept, &passing, &boards, &trials].map(Arc::clone);
-            Ok(Arc::new(Local { rdma: Arc::clone(rdma), domain, registered, kept, passing, boards, trials }))
+            Ok(Arc::new(LocalRail {
+                rdma: Arc::clone(rdma),
+                domain,
+                registered,
+                retained: kept,
+                transient: passing,
+                epoch_words: boards,
+                probe_buffers: trials,
+            }))
         };
-        super::those_that_work(rails.iter().map(local))
+        super::keep_usable(rails.iter().map(local))
     }
 
     #[cfg(test)]
-    pub(super) fn new(rdma: &Arc<Rdma>) -> Result<Arc<Local>, RdmaError> {
-        Local::of(std::slice::from_ref(rdma)).map(|mut local| local.remove(0))
+    pub(super) fn new(rdma: &Arc<Rdma>) -> Result<Arc<LocalRail>, RdmaError> {
+        LocalRail::register_all(std::slice::from_ref(rdma)).map(|mut local| local.remove(0))
     }
 
-    /// The largest frame that is read or written; larger ones come over the connection.
+    /// The largest frame that is read or written over RDMA; larger ones use the connection.
     pub(super) fn frame_bytes_max(&self) -> u32 {
-        // Half of it, so that two fit whatever was taken before.
-        let most = (self.passing.len_bytes() / 2).min(FRAME_BYTES_MAX as u64);
+        // Half of it, so that two frames fit despite fragmentation.
+        let most = (self.transient.len_bytes() / 2).min(FRAME_BYTES_MAX as u64);
         u32::try_from(most).unwrap_or(u32::MAX)
     }
 
-    /// A place for a frame, and whether it may stay there.
-    pub(super) fn take(&self, len: u32) -> Option<(Place, bool)> {
-        let kept = self.kept.take(len).map(|place| (place, true));
-        kept.or_else(|| Some((self.passing.take(len)?, false)))
+    /// A buffer for a frame, and whether the frame may stay there.
+    pub(super) fn take_buffer(&self, len: u32) -> Option<(PooledBuffer, bool)> {
+        let kept = self.retained.take(len).map(|place| (place, true));
+        kept.or_else(|| Some((self.transient.take(len)?, false)))
     }
 }
 
-/// A queue pair that waits for its peer. Dropped before, it is ended where that may take its time.
-struct Asking {
-    local: Arc<Local>,
-    line: Option<Arc<Line>>,
-    packet: u32,
+/// A queue pair that is not connected yet. If dropped, the teardown thread destroys it, because
+/// that may take long.
+struct UnconnectedQueuePair {
+    local: Arc<LocalRail>,
+    qp: Option<Arc<QpHandle>>,
+    first_psn: u32,
 }
 
-impl Drop for Asking {
+impl Drop for UnconnectedQueuePair {
     fn drop(&mut self) {
-        if let Some(line) = self.line.take() {
-            self.local.rdma.flights.end(vec![line], ());
+        if let Some(line) = self.qp.take() {
+            self.local.rdma.transfers.tear_down(vec![line], ());
         }
     }
 }
 
-impl Asking {
-    fn new(local: &Arc<Local>, of_peer: &Arc<Semaphore>, packet: u32) -> std::io::Result<Asking> {
-        let line = local.rdma.flights.line(local.domain.queue(Access::Local)?, of_peer);
-        Ok(Asking { local: Arc::clone(local), line: Some(line), packet: packet & PACKET_MAX })
+impl UnconnectedQueuePair {
+    fn new(
+        local: &Arc<LocalRail>,
+        of_peer: &Arc<Semaphore>,
+        packet: u32,
+    ) -> std::io::Result<UnconnectedQueuePair> {
+        let line =
+            local.rdma.transfers.register_queue_pair(local.domain.create_queue_pair(Access::Local)?, of_peer);
+        Ok(UnconnectedQueuePair { local: Arc::clone(local), qp: Some(line), first_psn: packet & U24_MAX })
     }
 
-    fn queue(&self) -> std::io::Result<&dyn Queue> {
-        self.line.as_deref().map(Line::queue).ok_or(std::io::ErrorKind::NotConnected.into())
+    fn queue(&self) -> std::io::Result<&dyn QueuePair> {
+        self.qp.as_deref().map(QpHandle::queue).ok_or(std::io::ErrorKind::NotConnected.into())
     }
 
-    fn end(&self) -> std::io::Result<data::QueueEnd> {
+    fn address(&self) -> std::io::Result<data::QueuePairInfo> {
         let number = self.queue()?.number();
-        Ok(words::end_to_pb(self.local.rdma.flights.rail().port(), number, self.packet))
+        Ok(messages::address_to_pb(self.local.rdma.transfers.rail().port(), number, self.first_psn))
     }
 
-    fn join(mut self, peer: &End) -> std::io::Result<Arc<Line>> {
-        self.queue()?.connect(Role::Asks, self.packet, peer)?;
-        self.line.take().ok_or(std::io::ErrorKind::NotConnected.into())
+    fn connect(mut self, peer: &QueuePairAddress) -> std::io::Result<Arc<QpHandle>> {
+        self.queue()?.connect(Role::Requester, self.first_psn, peer)?;
+        self.qp.take().ok_or(std::io::ErrorKind::NotConnected.into())
     }
 }
 
-/// What a node said when it was attached to.
-struct Welcome {
-    tray_end: End,
-    arena_end: Option<End>,
-    tray: Window,
-    arena: Option<Window>,
-    board_address: u64,
+/// The node's reply to an attach request.
+struct AttachReply {
+    bounce_address: QueuePairAddress,
+    arena_address: Option<QueuePairAddress>,
+    bounce_window: RemoteWindow,
+    arena_window: Option<RemoteWindow>,
+    epoch_word_address: u64,
 }
 
 /// An upgraded connection.
-pub(super) struct Link {
-    pub(super) control: Occupied,
-    pub(super) borrower: Borrower,
-    /// Whether an operation used it before: then the node may have closed it since.
-    pub(super) is_used: bool,
-    reach: Reach,
+pub(super) struct RdmaLink {
+    pub(super) control: PooledConnection,
+    pub(super) grants: GrantClient,
+    /// Whether an operation used it before: then the node may have closed it meanwhile.
+    pub(super) was_used: bool,
+    channel: RdmaChannel,
 }
 
-/// What of a link transfers need.
-pub(super) struct Reach {
-    pub(super) local: Arc<Local>,
-    tray_line: Arc<Line>,
-    arena_line: Option<Arc<Line>>,
-    pub(super) tray: Window,
-    arena: Option<Window>,
-    board_address: u64,
-    /// Where the board is read to, when it is not being read.
-    board: Mutex<Option<Place>>,
-    /// Told when it goes with transfers under way.
-    doubt: Option<Arc<Doubt>>,
+/// The part of a link that transfers need.
+pub(super) struct RdmaChannel {
+    pub(super) local: Arc<LocalRail>,
+    bounce_qp: Arc<QpHandle>,
+    arena_qp: Option<Arc<QpHandle>>,
+    pub(super) bounce_window: RemoteWindow,
+    arena_window: Option<RemoteWindow>,
+    epoch_word_address: u64,
+    /// Buffer for the epoch word; `None` during a read.
+    epoch_buffer: Mutex<Option<PooledBuffer>>,
+    /// Set if this is dropped with transfers in flight.
+    suspect: Option<Arc<SuspectFlag>>,
 }
 
-impl Drop for Reach {
+impl Drop for RdmaChannel {
     fn drop(&mut self) {
-        let under_way = |line: &&Arc<Line>| !line.is_broken() && self.local.rdma.flights.is_under_way(line);
-        if let Some(doubt) = &self.doubt
-            && [Some(&self.tray_line), self.arena_line.as_ref()]
+        let under_way =
+            |line: &&Arc<QpHandle>| !line.is_broken() && self.local.rdma.transfers.has_in_flight(line);
+        if let Some(doubt) = &self.suspect
+            && [Some(&self.bounce_qp), self.arena_qp.as_ref()]
                 .into_iter()
                 .flatten()
                 .any(|line| under_way(&line))
         {
-            doubt.cast();
+            doubt.set();
         }
-        let lines = [Some(Arc::clone(&self.tray_line)), self.arena_line.take()];
+        let lines = [Some(Arc::clone(&self.bounce_qp)), self.arena_qp.take()];
         let lines = lines.into_iter().flatten().collect();
-        self.local.rdma.flights.end(lines, Arc::clone(&self.local));
+        self.local.rdma.transfers.tear_down(lines, Arc::clone(&self.local));
     }
 }
 
-/// What became of asking for a link.
-pub(super) enum Asked {
-    /// It is there, and was tried.
-    Made(Box<Link>),
-    /// There is none, for this reason; operations go over the path below.
-    None(String),
-    /// It was made, and nothing passes over it.
-    Dead(String),
+/// Result of a request for a link.
+pub(super) enum AttachOutcome {
+    /// The link exists and passed its probe.
+    Attached(Box<RdmaLink>),
+    /// The node gives no link, for this reason; operations use the TCP path below.
+    Unavailable(String),
+    /// The link was made, but packets do not pass, for this reason.
+    Unreachable(String),
 }
 
-impl Link {
-    /// By which rails a node offers RDMA, none where it does not say; or why it does not. Costs no queue pairs, nor memory.
-    pub(super) async fn offered(tcp: &TcpPath) -> Result<Result<Vec<Gid>, String>, PathError> {
-        let attach = data::Attach { version: words::VERSION, ..data::Attach::default() };
+impl RdmaLink {
+    /// The rails that a node offers for RDMA (empty if it does not list them), or why it offers
+    /// none. Uses no queue pairs or memory.
+    pub(super) async fn query_rails(tcp: &TcpPath) -> Result<Result<Vec<Gid>, String>, PathError> {
+        let attach = data::Attach { version: messages::VERSION, ..data::Attach::default() };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, control) = tcp.pool.ask::<data::Attached>(Class::Fetch, request, None).await?;
-        tcp.over(control);
+        let (answer, control) =
+            tcp.pool.call::<data::AttachReply>(TrafficClass::Fetch, request, None).await?;
+        tcp.finish(control);
         if answer.outcome != outcome::OFFERED {
             return Ok(Err(format!("it offers no RDMA: {}", answer.why)));
         }
-        let rails = answer.rails.iter().take(RAILS_MAX).map(|end| words::end_from_pb(end).map(|end| end.gid));
-        rails.collect::<Result<_, _>>().map(Ok).map_err(|error| senseless(tcp, &error))
+        let rails =
+            answer.rails.iter().take(RAILS_MAX).map(|end| messages::address_from_pb(end).map(|end| end.gid));
+        rails.collect::<Result<_, _>>().map(Ok).map_err(|error| protocol_error(tcp, &error))
     }
 
-    /// Upgrades a connection over this rail of ours and that of the node, and reads something over it. What it has under way
-    /// counts with that of other links to the peer.
+    /// Upgrades a connection over this local and remote rail, and probes it. Its transfers share
+    /// the limit with other links to the peer.
     ///
     /// # Errors
-    /// When the path below fails, or the node talks nonsense.
+    /// If the TCP path fails, or the node sends a malformed message.
     pub(super) async fn attach(
         tcp: &TcpPath,
-        (local, rail): (&Arc<Local>, u32),
+        (local, rail): (&Arc<LocalRail>, u32),
         of_peer: &Arc<Semaphore>,
-    ) -> Result<Asked, PathError> {
-        let Pair { tray, arena, ends } = match asking(local, of_peer).await {
-            Ok(made) => made,
-            Err(cause) => return Ok(Asked::None(ours("make queue pairs", &cause))),
-        };
+    ) -> Result<AttachOutcome, PathError> {
+        let QueuePairs { bounce: tray, arena, addresses: ends } =
+            match create_queue_pairs(local, of_peer).await {
+                Ok(made) => made,
+                Err(cause) => return Ok(AttachOutcome::Unavailable(local_error("make queue pairs", &cause))),
+            };
         let attach = data::Attach {
-            version: words::VERSION,
-            tray: Some(ends.0),
+            version: messages::VERSION,
+            bounce_buffer: Some(ends.0),
             arena: Some(ends.1),
             frame_bytes_max: local.frame_bytes_max(),
             rail,
         };
         let op = Some(data::data_request::Op::Attach(attach));
         let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, mut control) = tcp.pool.ask::<data::Attached>(Class::Fetch, request, None).await?;
+        let (answer, mut control) =
+            tcp.pool.call::<data::AttachReply>(TrafficClass::Fetch, request, None).await?;
         let none = match answer.outcome {
             outcome::BUSY => {
-                "as many connections as it allows have it, raise its rdma.links_max or run fewer clients"
+                "all its RDMA connections are in use; raise its rdma.links_max or run fewer clients"
             }
             outcome::REFUSED => answer.why.as_str(),
             _ => "",
         };
         if !none.is_empty() {
-            tcp.over(control);
-            return Ok(Asked::None(format!("it offers no RDMA: {none}")));
+            tcp.finish(control);
+            return Ok(AttachOutcome::Unavailable(format!("it offers no RDMA: {none}")));
         }
-        let welcome = welcome(&answer).map_err(|error| senseless(tcp, &error))?;
-        // It is no connection of the path below any more, nor waits anybody for its place there.
-        control.upgraded();
-        let ends = (welcome.tray_end, welcome.arena_end);
+        let welcome = parse_reply(&answer).map_err(|error| protocol_error(tcp, &error))?;
+        // It no longer belongs to the TCP path and no longer holds a slot there.
+        control.release_slot();
+        let ends = (welcome.bounce_address, welcome.arena_address);
         let joined = tokio::task::spawn_blocking(move || {
-            let arena = ends.1.map(|end| arena.join(&end)).transpose()?;
-            Ok::<_, std::io::Error>((tray.join(&ends.0)?, arena))
+            let arena = ends.1.map(|end| arena.connect(&end)).transpose()?;
+            Ok::<_, std::io::Error>((tray.connect(&ends.0)?, arena))
         });
         let joined = joined.await.map_err(std::io::Error::other).and_then(|joined| joined);
         let (tray_line, arena_line) = match joined {
             Ok(lines) => lines,
-            Err(cause) => return Ok(Asked::None(ours("join queue pairs", &cause))),
+            Err(cause) => return Ok(AttachOutcome::Unavailable(local_error("join queue pairs", &cause))),
         };
-        let peer = welcome.tray_end.gid;
-        let link = Link::of(local, control, welcome, (tray_line, arena_line)).await;
-        Ok(link.tried(peer).await)
+        let peer = welcome.bounce_address.gid;
+        let link = RdmaLink::new(local, control, welcome, (tray_line, arena_line)).await;
+        Ok(link.probed(peer).await)
     }
 
-    async fn of(
-        local: &Arc<Local>,
-        control: Occupied,
-        welcome: Welcome,
-        (tray_line, arena_line): (Arc<Line>, Option<Arc<Line>>),
-    ) -> Link {
-        let board = local.boards.wait(BOARD_BYTES).await;
-        let reach = Reach {
+    async fn new(
+        local: &Arc<LocalRail>,
+        control: PooledConnection,
+        welcome: AttachReply,
+        (tray_line, arena_line): (Arc<QpHandle>, Option<Arc<QpHandle>>),
+    ) -> RdmaLink {
+        let board = local.epoch_words.wait(EPOCH_WORD_BYTES).await;
+        let reach = RdmaChannel {
             local: Arc::clone(local),
-            tray_line,
-            arena_line,
-            tray: welcome.tray,
-            arena: welcome.arena,
-            board_address: welcome.board_address,
-            board: Mutex::new(board),
-            doubt: None,
+            bounce_qp: tray_line,
+            arena_qp: arena_line,
+            bounce_window: welcome.bounce_window,
+            arena_window: welcome.arena_window,
+            epoch_word_address: welcome.epoch_word_address,
+            epoch_buffer: Mutex::new(board),
+            suspect: None,
         };
-        let extent = Extent {
-            arena_bytes: welcome.arena.map_or(0, |arena| arena.bytes),
-            tray_bytes: welcome.tray.bytes,
+        let extent = MemoryExtent {
+            arena_bytes: welcome.arena_window.map_or(0, |arena| arena.bytes),
+            bounce_buffer_bytes: welcome.bounce_window.bytes,
             frame_bytes_max: local.frame_bytes_max(),
         };
-        Link { control, borrower: Borrower::new(extent), is_used: false, reach }
+        RdmaLink { control, grants: GrantClient::new(extent), was_used: false, channel: reach }
     }
 
-    /// Whether packets pass: that both ends have their queue pairs joined says nothing of what is between.
-    async fn tried(self, peer: Gid) -> Asked {
-        match self.reach.try_all().await {
-            Ok(()) => Asked::Made(Box::new(self)),
+    /// Checks that packets pass. Connected queue pairs at both ends do not prove that the network
+    /// works.
+    async fn probed(self, peer: Gid) -> AttachOutcome {
+        match self.channel.probe().await {
+            Ok(()) => AttachOutcome::Attached(Box::new(self)),
             Err(error) => {
-                let port = self.reach.local.rdma.flights.rail().port();
-                Asked::Dead(format!(
-                    "RDMA packets do not pass between {:?} and {peer:?} ({error}): check that both devices are of one network, \
+                let port = self.channel.local.rdma.transfers.rail().port();
+                AttachOutcome::Unreachable(format!(
+                    "RDMA packets do not pass between {:?} and {peer:?} ({error}): check that both devices are on one network, \
                      its MTU, and that firewalls let UDP port 4791 pass",
                     port.gid
                 ))
@@ -302,187 +332,201 @@ impl Link {
         }
     }
 
-    /// Both halves: words and transfers.
-    pub(super) fn parts(&mut self) -> (&mut Occupied, &mut Borrower, &mut Reach) {
-        (&mut self.control, &mut self.borrower, &mut self.reach)
+    /// Control connection, grants, and channel, for separate use.
+    pub(super) fn split(&mut self) -> (&mut PooledConnection, &mut GrantClient, &mut RdmaChannel) {
+        (&mut self.control, &mut self.grants, &mut self.channel)
     }
 
-    /// What transfers need.
-    pub(super) fn reach(&self) -> &Reach {
-        &self.reach
+    /// The part that transfers need.
+    pub(super) fn channel(&self) -> &RdmaChannel {
+        &self.channel
     }
 
     /// Whether a transfer failed.
     pub(super) fn is_broken(&self) -> bool {
-        self.lines().any(|line| line.is_broken())
+        self.queue_pairs().any(|line| line.is_broken())
     }
 
-    fn lines(&self) -> impl Iterator<Item = &Arc<Line>> {
-        [Some(&self.reach.tray_line), self.reach.arena_line.as_ref()].into_iter().flatten()
+    fn queue_pairs(&self) -> impl Iterator<Item = &Arc<QpHandle>> {
+        [Some(&self.channel.bounce_qp), self.channel.arena_qp.as_ref()].into_iter().flatten()
     }
 
-    /// Whether a transfer did not end yet.
-    pub(super) fn is_under_way(&self) -> bool {
-        self.lines().any(|line| self.reach.local.rdma.flights.is_under_way(line))
+    /// Whether a transfer is in flight.
+    pub(super) fn has_in_flight(&self) -> bool {
+        self.queue_pairs().any(|line| self.channel.local.rdma.transfers.has_in_flight(line))
     }
 
-    /// Returns once all transfers have ended, if no others are begun.
-    pub(super) async fn quiet(&self) {
-        for line in self.lines() {
-            self.reach.local.rdma.flights.quiet(line).await;
+    /// Returns once all transfers have ended, if no others are started.
+    pub(super) async fn wait_idle(&self) {
+        for line in self.queue_pairs() {
+            self.channel.local.rdma.transfers.wait_idle(line).await;
         }
     }
 
-    /// Has it told when the link is given up with transfers under way.
-    pub(super) fn watch(&mut self, doubt: &Arc<Doubt>) {
-        self.reach.doubt = Some(Arc::clone(doubt));
+    /// Has `doubt` set if the link is dropped with transfers in flight.
+    pub(super) fn set_suspect_flag(&mut self, doubt: &Arc<SuspectFlag>) {
+        self.channel.suspect = Some(Arc::clone(doubt));
     }
 
-    /// Whether the next operation may use it. Gives back memory that holds nothing.
-    pub(super) fn rest(&mut self) -> bool {
-        self.is_used = true;
-        !self.is_broken() && self.reach.place().is_some() && self.control.rest()
+    /// Prepares the link for the next operation; returns whether it is usable. Releases empty
+    /// memory.
+    pub(super) fn prepare_reuse(&mut self) -> bool {
+        self.was_used = true;
+        !self.is_broken() && self.channel.lock_epoch_buffer().is_some() && self.control.release_buffers()
     }
 }
 
-/// Two queue pairs that wait for their peers, and what the node is told of them.
-struct Pair {
-    tray: Asking,
-    arena: Asking,
-    ends: (data::QueueEnd, data::QueueEnd),
+/// Two unconnected queue pairs, and their addresses for the node.
+struct QueuePairs {
+    bounce: UnconnectedQueuePair,
+    arena: UnconnectedQueuePair,
+    addresses: (data::QueuePairInfo, data::QueuePairInfo),
 }
 
-/// Large calls into the system, on a thread for such.
-async fn asking(local: &Arc<Local>, of_peer: &Arc<Semaphore>) -> std::io::Result<Pair> {
+/// Creates both queue pairs on a blocking thread, because these are slow system calls.
+async fn create_queue_pairs(local: &Arc<LocalRail>, of_peer: &Arc<Semaphore>) -> std::io::Result<QueuePairs> {
     let (ours, of_peer) = (Arc::clone(local), Arc::clone(of_peer));
-    let [first, second]: [u32; 2] = super::packets();
+    let [first, second]: [u32; 2] = super::random_psns();
     let made = tokio::task::spawn_blocking(move || {
-        let (tray, arena) = (Asking::new(&ours, &of_peer, first)?, Asking::new(&ours, &of_peer, second)?);
-        let ends = (tray.end()?, arena.end()?);
-        Ok::<_, std::io::Error>(Pair { tray, arena, ends })
+        let (tray, arena) = (
+            UnconnectedQueuePair::new(&ours, &of_peer, first)?,
+            UnconnectedQueuePair::new(&ours, &of_peer, second)?,
+        );
+        let ends = (tray.address()?, arena.address()?);
+        Ok::<_, std::io::Error>(QueuePairs { bounce: tray, arena, addresses: ends })
     });
     made.await.map_err(std::io::Error::other)?
 }
 
-/// The node talks nonsense.
-fn senseless(tcp: &TcpPath, error: &Nonsense) -> PathError {
-    let what = format!("an answer that makes no sense: {error}");
+/// The node sent a malformed message.
+fn protocol_error(tcp: &TcpPath, error: &MalformedMessage) -> PathError {
+    let what = format!("a malformed answer: {error}");
     PathError::Protocol { peer: tcp.peer().to_owned(), what }
 }
 
-/// What our own end is short of.
-fn ours(what: &str, cause: &std::io::Error) -> String {
+/// Describes a failure of this process's device.
+fn local_error(what: &str, cause: &std::io::Error) -> String {
     format!(
         "this process's RDMA device cannot {what}: {cause}; it may be short of queue pairs or of memory to lock (ulimit -l)"
     )
 }
 
-/// What the node says, if it makes sense.
-fn welcome(answer: &data::Attached) -> Result<Welcome, Nonsense> {
+/// Parses and validates the node's reply.
+fn parse_reply(answer: &data::AttachReply) -> Result<AttachReply, MalformedMessage> {
     if answer.outcome != outcome::ATTACHED {
-        return Err(Nonsense::new("an outcome", answer.outcome));
+        return Err(MalformedMessage::new("an outcome", answer.outcome));
     }
-    let tray_end = answer.tray.as_ref().ok_or(Nonsense::new("the number of trays", 0_u32))?;
-    let tray = answer.tray_window.as_ref().ok_or(Nonsense::new("the number of windows", 0_u32))?;
-    let arena_end = answer.arena.as_ref().map(words::end_from_pb).transpose()?;
-    let arena = answer.arena_window.as_ref().map(words::window_from_pb).transpose()?;
-    Ok(Welcome {
-        tray_end: words::end_from_pb(tray_end)?,
-        tray: words::window_from_pb(tray)?,
-        arena: arena.filter(|_| arena_end.is_some()),
-        arena_end,
-        board_address: answer.board_address,
+    let tray_end =
+        answer.bounce_buffer.as_ref().ok_or(MalformedMessage::new("the number of trays", 0_u32))?;
+    let tray = answer.bounce_window.as_ref().ok_or(MalformedMessage::new("the number of windows", 0_u32))?;
+    let arena_end = answer.arena.as_ref().map(messages::address_from_pb).transpose()?;
+    let arena = answer.arena_window.as_ref().map(messages::window_from_pb).transpose()?;
+    Ok(AttachReply {
+        bounce_address: messages::address_from_pb(tray_end)?,
+        bounce_window: messages::window_from_pb(tray)?,
+        arena_window: arena.filter(|_| arena_end.is_some()),
+        arena_address: arena_end,
+        epoch_word_address: answer.epoch_word_address,
     })
 }
 
-impl Reach {
-    /// Begins to read what lies `at` that many bytes behind the start of a memory of the node.
-    pub(super) async fn read(&self, of: LentIn, at: u64, place: Place) -> Result<Arriving, TransferError> {
+impl RdmaChannel {
+    /// Starts to read `at` bytes behind the start of one of the node's memories.
+    pub(super) async fn read(
+        &self,
+        of: GrantMemory,
+        at: u64,
+        place: PooledBuffer,
+    ) -> Result<PendingTransfer, TransferError> {
         let (line, window) = match of {
-            LentIn::Arena => (self.arena_line.as_ref(), self.arena),
-            LentIn::Tray => (Some(&self.tray_line), Some(self.tray)),
+            GrantMemory::Arena => (self.arena_qp.as_ref(), self.arena_window),
+            GrantMemory::BounceBuffer => (Some(&self.bounce_qp), Some(self.bounce_window)),
         };
         let (line, window) = line.zip(window).ok_or(TransferError::Broken)?;
-        let remote = Remote { address: window.address.wrapping_add(at), key: window.key };
-        self.begin(line, Direction::Read, place, remote).await
+        let remote = RemoteAddress { address: window.address.wrapping_add(at), key: window.key };
+        self.submit(line, Direction::Read, place, remote).await
     }
 
-    /// Begins to write a place into the tray.
-    pub(super) async fn write(&self, at: u64, place: Place) -> Result<Arriving, TransferError> {
-        let remote = Remote { address: self.tray.address.wrapping_add(at), key: self.tray.key };
-        self.begin(&self.tray_line, Direction::Write, place, remote).await
+    /// Starts to write a buffer into the bounce buffer.
+    pub(super) async fn write(&self, at: u64, place: PooledBuffer) -> Result<PendingTransfer, TransferError> {
+        let remote = RemoteAddress {
+            address: self.bounce_window.address.wrapping_add(at),
+            key: self.bounce_window.key,
+        };
+        self.submit(&self.bounce_qp, Direction::Write, place, remote).await
     }
 
-    /// Reads the board, and some of each memory, over each queue pair.
-    async fn try_all(&self) -> Result<(), TransferError> {
-        self.board().await?;
-        let windows = [(LentIn::Tray, Some(self.tray)), (LentIn::Arena, self.arena)];
+    /// Reads the epoch word, and some bytes of each memory, over each queue pair.
+    async fn probe(&self) -> Result<(), TransferError> {
+        self.read_epoch_word().await?;
+        let windows =
+            [(GrantMemory::BounceBuffer, Some(self.bounce_window)), (GrantMemory::Arena, self.arena_window)];
         for (of, window) in windows {
-            let bytes = window.map_or(0, |window| window.bytes).min(TRIAL_BYTES.into());
+            let bytes = window.map_or(0, |window| window.bytes).min(PROBE_BYTES.into());
             let Ok(bytes @ 1..) = u32::try_from(bytes) else { continue };
-            let place = self.local.trials.wait(bytes).await.ok_or(TransferError::Broken)?;
-            self.read(of, 0, place).await?.end().await?;
+            let place = self.local.probe_buffers.wait(bytes).await.ok_or(TransferError::Broken)?;
+            self.read(of, 0, place).await?.wait().await?;
         }
         Ok(())
     }
 
-    /// What stands on the board: the epoch under which the node lends, or that it takes everything back. What was written
-    /// before lies in the node's memory when this is known: a read does not pass writes of its queue pair.
-    pub(super) async fn board(&self) -> Result<u64, TransferError> {
-        let place = self.place().take().ok_or(TransferError::Broken)?;
-        let remote = Remote { address: self.board_address, key: self.tray.key };
-        let place = self.begin(&self.tray_line, Direction::Read, place, remote).await?.end().await?;
+    /// The epoch word: the epoch of the node's grants, or `REVOKED`. Earlier writes have reached
+    /// the node's memory when this returns, because a read does not pass writes of its queue pair.
+    pub(super) async fn read_epoch_word(&self) -> Result<u64, TransferError> {
+        let place = self.lock_epoch_buffer().take().ok_or(TransferError::Broken)?;
+        let remote = RemoteAddress { address: self.epoch_word_address, key: self.bounce_window.key };
+        let place = self.submit(&self.bounce_qp, Direction::Read, place, remote).await?.wait().await?;
         let bytes = place.bytes().first_chunk::<8>().copied().unwrap_or_default();
-        *self.place() = Some(place);
+        *self.lock_epoch_buffer() = Some(place);
         Ok(u64::from_le_bytes(bytes))
     }
 
-    fn place(&self) -> MutexGuard<'_, Option<Place>> {
-        self.board.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_epoch_buffer(&self) -> MutexGuard<'_, Option<PooledBuffer>> {
+        self.epoch_buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What was read before this lay there as the node lent it.
-    pub(super) async fn vouch(&self, terms: &Terms) -> Result<(), Stop> {
-        let board = self.board().await?;
-        if board == words::REVOKED {
-            return Err(Stop::Transfer(TransferError::Broken));
+    /// Confirms that the bytes read before this call were read under a valid grant.
+    pub(super) async fn validate(&self, terms: &GrantTerms) -> Result<(), FetchStop> {
+        let board = self.read_epoch_word().await?;
+        if board == messages::REVOKED {
+            return Err(FetchStop::Transfer(TransferError::Broken));
         }
         if board != terms.epoch.0 {
-            return Err(Stop::Reason(MissReason::StaleEpoch));
+            return Err(FetchStop::Reason(MissReason::StaleEpoch));
         }
         if Instant::now() >= terms.lease_end {
-            return Err(Stop::Reason(MissReason::TooLate));
+            return Err(FetchStop::Reason(MissReason::TooLate));
         }
         Ok(())
     }
 
     /// Whether it reaches the same arena as another link.
-    pub(super) fn shares_arena(&self, other: &Reach) -> bool {
-        let extent = |reach: &Reach| reach.arena.map(|arena| (arena.address, arena.bytes));
-        self.arena_line.is_some() && self.arena.is_some() && extent(self) == extent(other)
+    pub(super) fn shares_arena(&self, other: &RdmaChannel) -> bool {
+        let extent = |reach: &RdmaChannel| reach.arena_window.map(|arena| (arena.address, arena.bytes));
+        self.arena_qp.is_some() && self.arena_window.is_some() && extent(self) == extent(other)
     }
 
     #[cfg(test)]
     pub(super) fn arena_key(&self) -> Option<u32> {
-        self.arena.map(|arena| arena.key)
+        self.arena_window.map(|arena| arena.key)
     }
 
-    /// Writes with the arena's queue pair to where the tray is said to be.
+    /// Writes with the arena's queue pair to the address of the bounce buffer.
     #[cfg(test)]
-    pub(super) async fn write_arena(&self, place: Place) -> Result<Arriving, TransferError> {
-        let remote = Remote { address: self.tray.address, key: self.tray.key };
-        let line = self.arena_line.as_ref().ok_or(TransferError::Broken)?;
-        self.begin(line, Direction::Write, place, remote).await
+    pub(super) async fn write_arena(&self, place: PooledBuffer) -> Result<PendingTransfer, TransferError> {
+        let remote = RemoteAddress { address: self.bounce_window.address, key: self.bounce_window.key };
+        let line = self.arena_qp.as_ref().ok_or(TransferError::Broken)?;
+        self.submit(line, Direction::Write, place, remote).await
     }
 
-    async fn begin(
+    async fn submit(
         &self,
-        line: &Arc<Line>,
+        line: &Arc<QpHandle>,
         direction: Direction,
-        place: Place,
-        remote: Remote,
-    ) -> Result<Arriving, TransferError> {
+        place: PooledBuffer,
+        remote: RemoteAddress,
+    ) -> Result<PendingTransfer, TransferError> {
         let ours = (place, self.local.registered.local_key());
-        self.local.rdma.flights.begin(line, direction, ours, remote).await
+        self.local.rdma.transfers.submit(line, direction, ours, remote).await
     }
 }

@@ -1,55 +1,56 @@
-//! The client's end: operations over the lanes to a node, and over the connection below where there is none.
+//! The client's end: operations over the rail pairs to a node, and over TCP when none is usable.
 //!
-//! What needs no block bytes goes over that connection, and so does everything while the node offers RDMA to others. What a link
-//! did not bring goes over another lane, and at last over the connection: a fetch goes on behind the last block that came, a save
-//! is offered again once the node gave up the first. A large fetch reads over all lanes at once. Not here: lanes and links (`lane.rs`),
-//! what an operation says (`fetch.rs`, `save.rs`).
+//! Messages without block bytes always use TCP, and so does everything if no link is available. A
+//! fetch that a link did not complete continues over another rail pair, and finally over TCP, after
+//! the last block that arrived. A save is offered again once the node has aborted the first. A
+//! large fetch reads over all rail pairs at once. Not here: rail pairs and links (`rail_pair.rs`),
+//! the messages of an operation (`fetch.rs`, `save.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kv_core::id::{Class, LeaseId};
+use kv_core::id::{LeaseId, TrafficClass};
 use kvfleet_proto::frame::Frame;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
-use super::fetch::{Fetch, Stop, Taker};
-use super::lane::{Besides, Lanes};
-use super::layers::Slices;
-use super::parts::{Parts, skip};
-use super::save::Save;
-use crate::ask::{self, Asks};
+use super::answer_parts::{AnswerParts, skip_blocks};
+use super::fetch::{FetchOperation, FetchSink, FetchStop};
+use super::layers::SliceFetch;
+use super::rail_pair::{RailPairs, SecondaryLinks};
+use super::save::SaveOperation;
+use crate::client_ops::{self, OperationClient};
 use crate::pick::PathKind;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
+    BoxFuture, FetchAnswer, FetchRequest, LayerRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
     SliceSink,
 };
 
-/// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
+/// Longest deadline of a fetch; a longer one has no use and would overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
-/// Links to one node.
+/// The RDMA path to one node.
 pub(super) struct RdmaPath {
-    lanes: Arc<Lanes>,
-    /// The node sent frames over the connection where slices were to be read.
+    rail_pairs: Arc<RailPairs>,
+    /// Whether the node sent whole frames over the connection although slices were requested.
     sends_frames: AtomicBool,
-    /// Looks after lanes; ends with the path.
-    tending: JoinHandle<()>,
+    /// The task that maintains the rail pairs; it ends with the path.
+    maintenance: JoinHandle<()>,
 }
 
 impl Drop for RdmaPath {
     fn drop(&mut self) {
-        self.tending.abort();
+        self.maintenance.abort();
     }
 }
 
 impl RdmaPath {
-    /// Over these lanes.
-    pub(super) fn new(lanes: Lanes) -> RdmaPath {
-        let lanes = Arc::new(lanes);
-        let tending = tokio::spawn(Arc::clone(&lanes).tend());
-        RdmaPath { lanes, sends_frames: AtomicBool::new(false), tending }
+    /// A path over these rail pairs.
+    pub(super) fn new(lanes: RailPairs) -> RdmaPath {
+        let rail_pairs = Arc::new(lanes);
+        let maintenance = tokio::spawn(Arc::clone(&rail_pairs).maintain());
+        RdmaPath { rail_pairs, sends_frames: AtomicBool::new(false), maintenance }
     }
 
     async fn fetch_all(
@@ -58,99 +59,112 @@ impl RdmaPath {
         sink: &mut (dyn FnMut(Frame) + Send),
     ) -> Result<FetchAnswer, PathError> {
         let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
-        self.fetch_until(request, deadline, &mut Taker::Frames(sink, 0)).await
+        self.fetch_until(request, deadline, &mut FetchSink::Frames(sink, 0)).await
     }
 
     async fn fetch_slices(
         &self,
         request: FetchRequest,
-        asked: AskedLayers,
+        asked: LayerRequest,
         sink: &mut dyn SliceSink,
     ) -> Result<FetchAnswer, PathError> {
         let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
-        let mut slices = Slices::new(sink, asked);
-        let answer = self.fetch_until(request, deadline, &mut Taker::Slices(&mut slices)).await?;
-        if let Some(comes_whole) = slices.comes_whole() {
+        let mut slices = SliceFetch::new(sink, asked);
+        let answer = self.fetch_until(request, deadline, &mut FetchSink::Slices(&mut slices)).await?;
+        if let Some(comes_whole) = slices.sends_frames() {
             self.sends_frames.store(comes_whole, Ordering::Relaxed);
         }
-        if let Some(good) = slices.is_spoilt().then(|| slices.whole()) {
+        if let Some(good) = slices.is_corrupt().then(|| slices.complete_blocks()) {
             return Ok(answer.cut_short(good, MissReason::Corrupt));
         }
-        Ok(if slices.is_half_done() { not_again(answer) } else { answer })
+        Ok(if slices.has_partial_blocks() { without_retry(answer) } else { answer })
     }
 
-    /// Over the connection below.
-    async fn fetch_below(
+    /// Fetches over TCP.
+    async fn fetch_over_tcp(
         &self,
         request: &FetchRequest,
-        taker: &mut Taker<'_, '_>,
+        taker: &mut FetchSink<'_, '_>,
     ) -> Result<FetchAnswer, PathError> {
-        if let Taker::Slices(slices) = taker {
+        if let FetchSink::Slices(slices) = taker {
             let asked = slices.asked().clone();
-            if let Some(sink) = slices.untouched() {
-                return ask::fetch_layers(&self.lanes.tcp, request, asked, sink).await;
+            if let Some(sink) = slices.unused_sink() {
+                return client_ops::fetch_layers(&self.rail_pairs.tcp, request, asked, sink).await;
             }
         }
         let mut nth = 0;
         let mut put = |frame| {
-            taker.frame(nth, frame);
+            taker.put_frame(nth, frame);
             nth += 1;
         };
-        let answer = ask::fetch(&self.lanes.tcp, request, &mut put).await?;
-        Ok(answer.cut_short(taker.delivered(), taker.reason(MissReason::Corrupt)))
+        let answer = client_ops::fetch(&self.rail_pairs.tcp, request, &mut put).await?;
+        Ok(answer.cut_short(taker.delivered_blocks(), taker.miss_reason(MissReason::Corrupt)))
     }
 
-    /// Asks over one link, and over others for what it does not bring.
+    /// Fetches over one link, and over others for the blocks that it did not bring.
     async fn fetch_until(
         &self,
         request: FetchRequest,
         deadline: Instant,
-        taker: &mut Taker<'_, '_>,
+        taker: &mut FetchSink<'_, '_>,
     ) -> Result<FetchAnswer, PathError> {
         let class = request.class();
-        let mut rest = Rest::of(request);
+        let mut rest = FetchRemainder::new(request);
         loop {
-            let held = self.lanes.held((class, deadline), &rest.tried, rest.may_be_used);
+            let held = self.rail_pairs.acquire((class, deadline), &rest.tried, rest.allows_used_link);
             let Ok(held) = timeout_at(deadline, held).await else {
-                return rest.parts.end(Ok(FetchAnswer::Miss { reason: MissReason::TooLate }));
+                return rest.answers.finish(Ok(FetchAnswer::Miss { reason: MissReason::TooLate }));
             };
-            // A link may have been waited for, and the node is to keep nothing longer than anybody waits.
+            // Waiting for a link takes time, and the node must keep no block longer than the caller
+            // waits.
             rest.request.deadline = deadline.saturating_duration_since(Instant::now());
             let Some(mut held) = held else {
-                if rest.parts.is_empty() {
-                    rest.request.progress.goes_over(PathKind::Tcp);
+                if rest.answers.is_empty() {
+                    rest.request.progress.set_kind(PathKind::Tcp);
                 }
-                return rest.parts.end(self.fetch_below(&rest.request, taker).await);
+                return rest.answers.finish(self.fetch_over_tcp(&rest.request, taker).await);
             };
-            let (mut answer, was_used) = (None, held.link.is_used);
-            // Whoever waits for nothing leaves other lanes to those who do.
-            let mut besides = Besides::new(&self.lanes, held.at, &rest.left_out, class == Class::Fetch);
-            let mut fetch =
-                Fetch { link: &mut held.link, besides: &mut besides, answer: &mut answer, taker, named: 0 };
+            let (mut answer, was_used) = (None, held.link.was_used);
+            // Background operations take no helper links; those are for urgent fetches.
+            let mut besides = SecondaryLinks::new(
+                &self.rail_pairs,
+                held.at,
+                &rest.excluded_helpers,
+                class == TrafficClass::Fetch,
+            );
+            let mut fetch = FetchOperation {
+                link: &mut held.link,
+                helpers: &mut besides,
+                answer: &mut answer,
+                sink: taker,
+                blocks_received: 0,
+            };
             let stop = match timeout_at(deadline, fetch.run(&rest.request)).await {
                 Ok(Ok(answer)) => {
                     drop(besides);
-                    self.lanes.keep(held);
-                    return rest.parts.end(Ok(answer));
+                    self.rail_pairs.release(held);
+                    return rest.answers.finish(Ok(answer));
                 }
                 Ok(Err(stop)) => stop,
-                Err(_) => Stop::Reason(MissReason::TooLate),
+                Err(_) => FetchStop::Reason(MissReason::TooLate),
             };
-            let broken = besides.ended(&stop);
-            // Then the link that was asked says nothing against its lane, and the next attempt is without those.
-            rest.is_of_others = !broken.is_empty() && !held.link.is_broken();
-            rest.left_out.extend(broken);
-            self.lanes.ended(&held, &stop);
+            let broken = besides.record_failures(&stop);
+            // Then the failure is not that of the fetch's own rail pair, and the next attempt
+            // excludes the helpers.
+            rest.is_helper_failure = !broken.is_empty() && !held.link.is_broken();
+            rest.excluded_helpers.extend(broken);
+            self.rail_pairs.record_end(&held, &stop);
             let at = held.at;
             drop(besides);
-            // Its queue pairs end, and the node hears of it, before the rest is asked for.
+            // Its queue pairs are destroyed, and the node is told, before the remaining blocks are
+            // requested.
             drop(held);
             let end = match answer {
-                Some(answer) => rest.cut(answer, &stop, taker, at),
-                None => rest.unanswered(stop, (at, was_used), self.lanes.tcp.peer()),
+                Some(answer) => rest.after_partial_answer(answer, &stop, taker, at),
+                None => rest.after_no_answer(stop, (at, was_used), self.rail_pairs.tcp.peer()),
             };
             if let Some(end) = end {
-                return rest.parts.end(end);
+                return rest.answers.finish(end);
             }
         }
     }
@@ -160,30 +174,31 @@ impl RdmaPath {
         request: &SaveRequest,
         source: &(dyn Fn(usize) -> Frame + Send + Sync),
     ) -> Result<SaveAnswer, PathError> {
-        let tcp = &self.lanes.tcp;
+        let tcp = &self.rail_pairs.tcp;
         let (peer, stall_timeout) = (tcp.peer(), tcp.stall_timeout());
         let class = request.class();
         let (mut tried, mut may_be_used) = (Vec::new(), true);
         loop {
-            // Others may have all links for long, which says nothing of the peer.
+            // Other operations may hold all links for long, which is no failure of the peer.
             let until = Instant::now() + stall_timeout;
-            let held = timeout_at(until, self.lanes.held((class, until), &tried, may_be_used)).await;
+            let held = timeout_at(until, self.rail_pairs.acquire((class, until), &tried, may_be_used)).await;
             let Ok(Some(mut held)) = held else {
-                return ask::save(tcp, request, source).await;
+                return client_ops::save(tcp, request, source).await;
             };
-            let was_used = held.link.is_used;
-            let mut save = Save { link: &mut held.link, peer, stall_timeout, is_heard: false };
+            let was_used = held.link.was_used;
+            let mut save = SaveOperation { link: &mut held.link, peer, stall_timeout, is_answered: false };
             let ended = save.run(request, source).await;
             match ended {
                 Ok(answer) => {
-                    self.lanes.keep(held);
+                    self.rail_pairs.release(held);
                     return Ok(answer);
                 }
-                // The node had closed it, and stores nothing before its offer is answered.
-                Err(PathError::Broken { .. }) if was_used && !save.is_heard => may_be_used = false,
+                // The node had closed the link, and it stores no block before its offer is
+                // answered.
+                Err(PathError::Broken { .. }) if was_used && !save.is_answered => may_be_used = false,
                 Err(error) => {
-                    let is_given_up = save.link.is_broken() && save.give_up().await;
-                    self.lanes.ended(&held, &error);
+                    let is_given_up = save.link.is_broken() && save.abort().await;
+                    self.rail_pairs.record_end(&held, &error);
                     if !is_given_up {
                         return Err(error);
                     }
@@ -194,9 +209,9 @@ impl RdmaPath {
     }
 }
 
-/// Slices of blocks behind those that came whole are there already, so whoever is told to come again would be given them twice: what a
-/// busy node did not bring behind a link that broke is lost with that.
-fn not_again(answer: FetchAnswer) -> FetchAnswer {
+/// Slices of blocks behind the complete ones were already delivered, and a retry would deliver them
+/// twice. So a busy answer after a broken link counts as a lost node.
+fn without_retry(answer: FetchAnswer) -> FetchAnswer {
     let reason = MissReason::NodeLost;
     match answer {
         FetchAnswer::Busy { .. } | FetchAnswer::Miss { reason: MissReason::Busy } => {
@@ -207,75 +222,76 @@ fn not_again(answer: FetchAnswer) -> FetchAnswer {
     }
 }
 
-/// What a fetch is still to bring, and what became of asking so far.
-struct Rest {
+/// The remaining part of a fetch, and the result of the attempts so far.
+struct FetchRemainder {
     request: FetchRequest,
-    parts: Parts,
-    /// Lanes that did not bring what they were asked.
+    answers: AnswerParts,
+    /// Rail pairs that failed to deliver.
     tried: Vec<usize>,
-    /// Whether a link may be asked that an operation used before.
-    may_be_used: bool,
-    /// Lanes whose links broke while they only helped. Each that is added is one that was not, so that attempts come to an end.
-    left_out: Vec<usize>,
-    /// Only such links broke in the attempt that is over.
-    is_of_others: bool,
+    /// Whether the next attempt may use a link that an earlier operation used.
+    allows_used_link: bool,
+    /// Rail pairs with helper links that broke. Every attempt adds new ones, so that the attempts
+    /// come to an end.
+    excluded_helpers: Vec<usize>,
+    /// Only helper links broke in the last attempt.
+    is_helper_failure: bool,
 }
 
-impl Rest {
-    fn of(request: FetchRequest) -> Rest {
-        Rest {
+impl FetchRemainder {
+    fn new(request: FetchRequest) -> FetchRemainder {
+        FetchRemainder {
             request,
-            parts: Parts::default(),
+            answers: AnswerParts::default(),
             tried: Vec::new(),
-            may_be_used: true,
-            left_out: Vec::new(),
-            is_of_others: false,
+            allows_used_link: true,
+            excluded_helpers: Vec::new(),
+            is_helper_failure: false,
         }
     }
 
-    /// A link was cut off behind this answer of the node: how that ends the fetch, if it does.
-    fn cut(
+    /// Handles a link that failed after this answer of the node. `Some` ends the fetch.
+    fn after_partial_answer(
         &mut self,
         answer: FetchAnswer,
-        stop: &Stop,
-        taker: &mut Taker<'_, '_>,
+        stop: &FetchStop,
+        taker: &mut FetchSink<'_, '_>,
         at: usize,
     ) -> Option<Result<FetchAnswer, PathError>> {
-        let delivered = taker.delivered();
-        if !stop.is_of_the_link() {
-            return Some(Ok(answer.cut_short(delivered, taker.reason(stop.reason()))));
+        let delivered = taker.delivered_blocks();
+        if !stop.is_link_failure() {
+            return Some(Ok(answer.cut_short(delivered, taker.miss_reason(stop.reason()))));
         }
         if delivered >= answer.tiers().len() {
             return Some(Ok(answer));
         }
-        self.parts.add(&answer, delivered);
-        skip(&mut self.request, delivered);
-        taker.go_on();
-        if !self.is_of_others {
+        self.answers.add_part(&answer, delivered);
+        skip_blocks(&mut self.request, delivered);
+        taker.advance();
+        if !self.is_helper_failure {
             self.tried.push(at);
         }
-        // What lies behind a wrong block is of no use.
-        let of_use = taker.of_use()?;
+        // Blocks behind a corrupt block are useless.
+        let of_use = taker.usable_blocks()?;
         self.request.hashes.truncate(of_use);
         (of_use == 0).then_some(Ok(FetchAnswer::Miss { reason: MissReason::Corrupt }))
     }
 
-    /// The same of a link over which nothing was answered.
-    fn unanswered(
+    /// Handles a link that failed before the node answered. `Some` ends the fetch.
+    fn after_no_answer(
         &mut self,
-        stop: Stop,
+        stop: FetchStop,
         (at, was_used): (usize, bool),
         peer: &str,
     ) -> Option<Result<FetchAnswer, PathError>> {
-        if !stop.is_of_the_link() {
+        if !stop.is_link_failure() {
             return Some(match stop {
-                Stop::Item(error) => Err(error.at(peer)),
+                FetchStop::Item(error) => Err(error.at(peer)),
                 stop => Ok(FetchAnswer::Miss { reason: stop.reason() }),
             });
         }
-        if was_used && self.may_be_used {
-            // The node had closed it: that says nothing of its lane.
-            self.may_be_used = false;
+        if was_used && self.allows_used_link {
+            // The node had closed the link, which is no failure of its rail pair.
+            self.allows_used_link = false;
         } else {
             self.tried.push(at);
         }
@@ -295,13 +311,13 @@ impl Path for RdmaPath {
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        asked: AskedLayers,
+        asked: LayerRequest,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(self.fetch_slices(request, asked, sink))
     }
 
-    fn moves_slices(&self) -> bool {
+    fn fetches_slices(&self) -> bool {
         !self.sends_frames.load(Ordering::Relaxed)
     }
 
@@ -314,14 +330,14 @@ impl Path for RdmaPath {
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
-        self.lanes.tcp.release(lease)
+        self.rail_pairs.tcp.release(lease)
     }
 
     fn failure(&self) -> Option<PathError> {
-        self.lanes.tcp.failure()
+        self.rail_pairs.tcp.failure()
     }
 
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
-        self.lanes.tcp.ping()
+        self.rail_pairs.tcp.ping()
     }
 }

@@ -1,14 +1,15 @@
-//! What the path asks of a network card, as traits: `verbs.rs` has the real one, tests one that copies memory.
+//! Traits for the network card. `verbs.rs` implements them with libibverbs; tests implement them by
+//! copying memory.
 //!
-//! The order of calls is the caller's to keep (`flights.rs`): memory outlives its registration, a queue pair is ended before
-//! what it may still touch is used again. Not here: who may touch what.
+//! The caller keeps the order of calls (`transfers.rs`): memory outlives its registration, and a
+//! queue pair is destroyed before the memory that it can touch is reused. Not here: access control.
 
 use std::fmt;
 use std::io;
 use std::sync::Arc;
 
-use super::gpu::{Exported, Range};
-use super::memory::Memory;
+use super::gpu::{AddressRange, DmaBufExport};
+use super::memory::RdmaMemory;
 
 /// The address of a port.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Hash)]
@@ -20,38 +21,38 @@ impl fmt::Debug for Gid {
     }
 }
 
-/// What others must know of a port.
+/// Attributes of a port that peers need.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Port {
-    /// The device's name.
+pub(super) struct RailPort {
+    /// Device name.
     pub(super) device: String,
     pub(super) gid: Gid,
-    /// Its address in an InfiniBand subnet; zero elsewhere.
+    /// Local identifier in an InfiniBand subnet; zero elsewhere.
     pub(super) lid: u16,
-    /// Largest packet, as verbs number it (1: 256 bytes, 5: 4096).
+    /// Largest packet in the verbs encoding (1: 256 bytes, 5: 4096).
     pub(super) mtu: u8,
-    /// Reads that its queue pairs have under way, or answer, at once.
-    pub(super) reads: u8,
+    /// Maximum concurrent RDMA reads of its queue pairs, both started and answered.
+    pub(super) max_reads: u8,
 }
 
-/// One end of a connection between queue pairs.
+/// Address of one end of a queue pair connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct End {
+pub(super) struct QueuePairAddress {
     pub(super) gid: Gid,
     pub(super) lid: u16,
     pub(super) mtu: u8,
-    /// The queue pair's number.
-    pub(super) queue: u32,
-    /// The number of its first packet, 24 bits, which nobody else should guess.
-    pub(super) packet: u32,
-    /// Reads that it has under way, or answers, at once; what is more fails.
-    pub(super) reads: u8,
+    /// Queue pair number.
+    pub(super) qp_number: u32,
+    /// Sequence number of its first packet, 24 bits, chosen so that a third party cannot guess it.
+    pub(super) first_psn: u32,
+    /// Maximum concurrent RDMA reads, both started and answered. Further reads fail.
+    pub(super) max_reads: u8,
 }
 
-/// What a peer may do with registered memory, or through a queue pair.
+/// Access that a peer has to registered memory, or through a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Access {
-    /// Nothing; only this end's own transfers touch it.
+    /// No access for peers; only this end's own transfers.
     Local,
     /// Read.
     Read,
@@ -59,28 +60,28 @@ pub(super) enum Access {
     ReadWrite,
 }
 
-/// What a queue pair is for.
+/// Role of a queue pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Role {
-    /// It answers the peer's transfers, and begins none.
-    Answers,
-    /// It begins transfers.
-    Asks,
+    /// It answers the peer's transfers and starts none.
+    Responder,
+    /// It starts transfers.
+    Requester,
 }
 
-/// Which way bytes go.
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     /// From the peer's memory into ours.
     Read,
-    /// From ours into the peer's.
+    /// From our memory into the peer's.
     Write,
 }
 
 /// One transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Transfer {
-    /// Comes back with its end.
+    /// Returned with the completion.
     pub(super) id: u64,
     pub(super) direction: Direction,
     pub(super) local_address: u64,
@@ -94,58 +95,66 @@ pub(super) struct Transfer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Completion {
     pub(super) id: u64,
-    /// Zero: all went well. Otherwise the number that verbs give the failure.
+    /// Zero for success, otherwise the verbs status code.
     pub(super) status: u32,
 }
 
 /// One port of a card.
 pub(super) trait Rail: Send + Sync {
-    /// What others must know of it.
-    fn port(&self) -> &Port;
+    /// Attributes that peers need.
+    fn port(&self) -> &RailPort;
 
-    /// A new protection domain: its queue pairs reach its memory and no other.
-    fn domain(&self) -> io::Result<Arc<dyn Domain>>;
+    /// Creates a protection domain: its queue pairs reach only its own memory.
+    fn create_domain(&self) -> io::Result<Arc<dyn ProtectionDomain>>;
 
-    /// Adds the transfers that ended since.
+    /// Appends the transfers that ended since the last call.
     fn poll(&self, ended: &mut Vec<Completion>) -> io::Result<()>;
 }
 
-/// A protection domain. It ends with the last thing in it.
-pub(super) trait Domain: Send + Sync {
-    /// Makes memory known to the card, which keeps its pages.
-    fn register(&self, memory: &Arc<Memory>, access: Access) -> io::Result<Box<dyn RegisterMr>>;
+/// A protection domain. It is freed with the last object in it.
+pub(super) trait ProtectionDomain: Send + Sync {
+    /// Registers memory with the card and pins its pages.
+    fn register(&self, memory: &Arc<RdmaMemory>, access: Access) -> io::Result<Box<dyn MemoryRegion>>;
 
-    /// The same of a GPU's memory, which its driver exported.
-    fn register_file(&self, _range: &Range, _exported: &Exported) -> io::Result<Box<dyn RegisterMr>> {
+    /// Registers GPU memory that the GPU's driver exported as dma-buf.
+    fn register_dmabuf(
+        &self,
+        _range: &AddressRange,
+        _exported: &DmaBufExport,
+    ) -> io::Result<Box<dyn MemoryRegion>> {
         Err(io::ErrorKind::Unsupported.into())
     }
 
-    /// A queue pair without a peer.
-    fn queue(&self, access: Access) -> io::Result<Box<dyn Queue>>;
+    /// Creates an unconnected queue pair.
+    fn create_queue_pair(&self, access: Access) -> io::Result<Box<dyn QueuePair>>;
 }
 
-/// Registered memory, which is kept until it is deregistered by a drop.
-pub(super) trait RegisterMr: Send + Sync {
-    /// The key for transfers of this end.
+/// Registered memory; dropping it deregisters the memory.
+pub(super) trait MemoryRegion: Send + Sync {
+    /// Key for this end's transfers.
     fn local_key(&self) -> u32;
 
-    /// The key for transfers of a peer.
+    /// Key for a peer's transfers.
     fn remote_key(&self) -> u32;
 }
 
 /// A queue pair.
-pub(super) trait Queue: Send + Sync {
+pub(super) trait QueuePair: Send + Sync {
     fn number(&self) -> u32;
 
-    /// Joins it to a peer's, for good. `packet` is the number of our first packet.
-    fn connect(&self, role: Role, packet: u32, peer: &End) -> io::Result<()>;
+    /// Connects it to a peer's queue pair, for good. `first_psn` is our first packet sequence
+    /// number.
+    fn connect(&self, role: Role, first_psn: u32, peer: &QueuePairAddress) -> io::Result<()>;
 
-    /// Begins a transfer. The caller keeps the memory at both keys until its end, or until the queue pair is ended.
+    /// Starts a transfer. The caller keeps the memory at both keys until the transfer ends or the
+    /// queue pair is destroyed.
     fn post(&self, transfer: &Transfer) -> io::Result<()>;
 
-    /// Ends the queue pair, once: after it the card touches nothing on its behalf, in neither direction.
+    /// Destroys the queue pair, once. Afterwards the card touches no memory on its behalf, in
+    /// either direction.
     ///
     /// # Errors
-    /// When the system does not say so: then nobody knows, and what it may touch must never be used again.
-    fn end(&self) -> io::Result<()>;
+    /// If the system does not confirm the end. Then the state is unknown, and memory that the queue
+    /// pair can touch must never be reused.
+    fn destroy(&self) -> io::Result<()>;
 }

@@ -1,8 +1,9 @@
-//! The calls of libibverbs, which is loaded when the process runs: its absence is an answer and not a failed start.
+//! Calls into libibverbs, which is loaded at run time: its absence is an error value and does not
+//! prevent the start.
 //!
-//! All calls into C stand here. The library is thread-safe; handles are kept in the order in which C wants them to
-//! end: queue pairs and memory before their domain, everything before its device. Not here: layouts (`abi.rs`), which
-//! device (`choose.rs`), and what a transfer is for.
+//! All calls into C are in this file. The library is thread-safe. Handles are dropped in the order
+//! that C requires: queue pairs and memory before their domain, everything before its device. Not
+//! here: layouts (`abi.rs`), the choice of the device (`choose.rs`), the purpose of a transfer.
 #![allow(unsafe_code)]
 
 use std::any::Any;
@@ -14,21 +15,22 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::abi;
-use super::choose::Candidate;
-use super::gpu::{Exported, Range};
-use super::memory::Memory;
+use super::choose::GidCandidate;
+use super::gpu::{AddressRange, DmaBufExport};
+use super::memory::RdmaMemory;
 use super::rail::{
-    Access, Completion, Direction, Domain, End, Port, Queue, Rail, RegisterMr, Role, Transfer,
+    Access, Completion, Direction, MemoryRegion, ProtectionDomain, QueuePair, QueuePairAddress, Rail,
+    RailPort, Role, Transfer,
 };
 use super::{RdmaError, RdmaTuning};
 
-/// The library's file: its first major version, whose layouts never change.
-const NAME: &CStr = c"libibverbs.so.1";
+/// The library's file: its first major version, with layouts that never change.
+const LIBRARY_NAME: &CStr = c"libibverbs.so.1";
 
-/// Ends of transfers that are asked for at once.
-const POLL_AT_ONCE: usize = 64;
+/// Completions requested in one poll.
+const POLL_BATCH: usize = 64;
 
-/// The library's calls, by name.
+/// Function pointers of the library.
 struct Library {
     get_device_list: abi::GetDeviceList,
     free_device_list: abi::FreeDeviceList,
@@ -46,32 +48,33 @@ struct Library {
     create_qp: abi::CreateQp,
     modify_qp: abi::ModifyQp,
     destroy_qp: abi::DestroyQp,
-    /// Since release 35.
+    /// Exported since release 35.
     is_fork_initialized: Option<abi::IsForkInitialized>,
     fork_init: Option<abi::ForkInit>,
 }
 
-/// A call of the loaded library.
+/// Looks up a function of the loaded library.
 ///
 /// # Safety
 /// `F` is the type of the C function of that name.
 unsafe fn symbol<F: Copy>(library: NonNull<c_void>, name: &CStr) -> Result<F, RdmaError> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>(), "a function pointer") };
-    // SAFETY: a live handle and a name that ends with zero.
+    // SAFETY: a live handle and a zero-terminated name.
     let found = unsafe { libc::dlsym(library.as_ptr(), name.as_ptr()) };
     if found.is_null() {
         let cause = format!("it has no {}", name.to_string_lossy());
         return Err(RdmaError::Library { cause });
     }
-    // SAFETY: of one size, as checked above; the caller answers for the type.
+    // SAFETY: both have the same size, as checked above; the caller guarantees the type.
     Ok(unsafe { std::mem::transmute_copy(&found) })
 }
 
 impl Library {
-    /// Loads it. It stays loaded: drivers that it loads in turn cannot be unloaded safely.
+    /// Loads the library for good: drivers that it loads in turn cannot be unloaded safely.
     fn load(name: &CStr) -> Result<Library, RdmaError> {
         let flags = libc::RTLD_NOW | libc::RTLD_LOCAL;
-        // SAFETY: a name that ends with zero; the library's initialisers are trusted as it is.
+        // SAFETY: a zero-terminated name; the library's initialisers are trusted like the library
+        // itself.
         let handle = unsafe { libc::dlopen(name.as_ptr(), flags) };
         let library = NonNull::new(handle).ok_or_else(|| RdmaError::Library { cause: load_error() })?;
         // SAFETY: each type is that of the function in infiniband/verbs.h.
@@ -99,25 +102,26 @@ impl Library {
         }
     }
 
-    /// Keeps rings and doorbells of queues from children of this process, where the kernel does not: a child that shares their
-    /// pages would move the parent's, and the card would look at the old ones. To be called before anything is opened.
-    fn survive_forks(&self) {
-        // SAFETY: calls without arguments, which change only what the library does from now on.
+    /// Protects queue rings and doorbells from child processes if the kernel does not. A child that
+    /// shares their pages would move the parent's pages, and the card would keep using the old
+    /// ones. Call this before anything is opened.
+    fn init_fork_support(&self) {
+        // SAFETY: calls without arguments, which only change the library's later behaviour.
         let status = self.is_fork_initialized.map(|asked| unsafe { asked() });
         if status == Some(abi::FORK_UNNEEDED) {
             return;
         }
         if let Some(init) = self.fork_init
             // SAFETY: as above.
-            && let Err(cause) = checked(unsafe { init() })
+            && let Err(cause) = check_errno(unsafe { init() })
         {
-            tracing::warn!(%cause, "a process that uses RDMA must not start others with this kernel");
+            tracing::warn!(%cause, "with this kernel, a process that uses RDMA must not start child processes");
         }
     }
 
     /// Opens the device of this name.
     fn open(&self, name: &str) -> io::Result<NonNull<abi::Context>> {
-        self.survive_forks();
+        self.init_fork_support();
         // SAFETY: the list is freed below, after its last use; an opened device does not need it.
         unsafe {
             let mut count: c_int = 0;
@@ -140,9 +144,9 @@ impl Library {
     }
 }
 
-/// What the loader says of its last failure.
+/// Text of the loader's last failure.
 fn load_error() -> String {
-    // SAFETY: gives a string of this thread, or nothing; it is copied at once.
+    // SAFETY: returns a string of this thread, or null; it is copied at once.
     unsafe {
         let said = libc::dlerror();
         if said.is_null() {
@@ -153,33 +157,34 @@ fn load_error() -> String {
     }
 }
 
-/// An error number that a call gave back.
-fn checked(code: c_int) -> io::Result<()> {
+/// Converts a return code of the library.
+fn check_errno(code: c_int) -> io::Result<()> {
     match code {
         0 => Ok(()),
-        // Older drivers leave the number where other calls of the system do.
+        // Older drivers set `errno` instead.
         -1 => Err(io::Error::last_os_error()),
-        // Some drivers give the number with a minus before it.
+        // Some drivers return the negated error number.
         code => Err(io::Error::from_raw_os_error(code.saturating_abs())),
     }
 }
 
 /// An open device.
-struct Opened {
+struct VerbsDevice {
     library: Library,
     context: NonNull<abi::Context>,
 }
 
 // SAFETY: libibverbs allows every call from every thread.
-unsafe impl Send for Opened {}
+unsafe impl Send for VerbsDevice {}
 // SAFETY: as above.
-unsafe impl Sync for Opened {}
+unsafe impl Sync for VerbsDevice {}
 
-impl Drop for Opened {
+impl Drop for VerbsDevice {
     fn drop(&mut self) {
-        // SAFETY: opened once, and everything of it is gone: whatever is of it holds its `Arc`.
-        if let Err(cause) = checked(unsafe { (self.library.close_device)(self.context.as_ptr()) }) {
-            tracing::debug!(%cause, "an RDMA device was not closed");
+        // SAFETY: opened once, and all objects of the device are gone, because each holds its
+        // `Arc`.
+        if let Err(cause) = check_errno(unsafe { (self.library.close_device)(self.context.as_ptr()) }) {
+            tracing::debug!(%cause, "cannot close an RDMA device");
         }
     }
 }
@@ -187,21 +192,21 @@ impl Drop for Opened {
 /// One port of an RDMA device, with one completion queue.
 pub(super) struct VerbsRail {
     cq: Arc<CompletionQueue>,
-    port: Port,
-    link: Link,
+    port: RailPort,
+    settings: PortSettings,
 }
 
-/// What each queue pair needs to know of its port.
+/// Port settings that each queue pair needs.
 #[derive(Clone)]
-struct Link {
-    number: u8,
+struct PortSettings {
+    port: u8,
     gid_index: u8,
     mtu: u8,
     tuning: RdmaTuning,
 }
 
 struct CompletionQueue {
-    device: Arc<Opened>,
+    device: Arc<VerbsDevice>,
     cq: NonNull<abi::Cq>,
 }
 
@@ -213,63 +218,69 @@ unsafe impl Sync for CompletionQueue {}
 impl Drop for CompletionQueue {
     fn drop(&mut self) {
         // SAFETY: created once; queue pairs hold its `Arc`.
-        if let Err(cause) = checked(unsafe { (self.device.library.destroy_cq)(self.cq.as_ptr()) }) {
-            tracing::debug!(%cause, "a completion queue was not ended");
+        if let Err(cause) = check_errno(unsafe { (self.device.library.destroy_cq)(self.cq.as_ptr()) }) {
+            tracing::debug!(%cause, "cannot destroy a completion queue");
         }
     }
 }
 
 impl VerbsRail {
     /// Loads the library and opens the port.
-    pub(super) fn open(candidate: &Candidate, tuning: &RdmaTuning) -> Result<VerbsRail, RdmaError> {
+    pub(super) fn open(candidate: &GidCandidate, tuning: &RdmaTuning) -> Result<VerbsRail, RdmaError> {
         let failed = |what: &'static str| {
             let device = candidate.device.clone();
             move |cause: io::Error| RdmaError::Device { device, what, cause }
         };
-        let library = Library::load(NAME)?;
+        let library = Library::load(LIBRARY_NAME)?;
         let context = library.open(&candidate.device).map_err(failed("opened"))?;
-        let device = Arc::new(Opened { library, context });
+        let device = Arc::new(VerbsDevice { library, context });
         let mut attributes = abi::PortAttr::default();
-        // SAFETY: an open device, and room for at least as much as the call writes.
+        // SAFETY: an open device, and a buffer at least as large as the call writes.
         let asked =
             unsafe { (device.library.query_port)(context.as_ptr(), candidate.port, &raw mut attributes) };
-        checked(asked).map_err(failed("asked for its port"))?;
+        check_errno(asked).map_err(failed("queried for its port"))?;
         let depth = c_int::try_from(tuning.in_flight_max.saturating_mul(2).max(16)).unwrap_or(c_int::MAX);
         let (none, channel) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: an open device; no channel, so that the queue is asked and never wakes anybody.
+        // SAFETY: an open device; no channel, because the queue is only polled.
         let cq = unsafe { (device.library.create_cq)(context.as_ptr(), depth, none, channel, 0) };
         let cq = NonNull::new(cq).ok_or_else(io::Error::last_os_error);
         let cq = Arc::new(CompletionQueue { device, cq: cq.map_err(failed("given a completion queue"))? });
         let mtu = u8::try_from(attributes.active_mtu).unwrap_or(1).clamp(1, 5);
         let (device_name, reads) = (candidate.device.clone(), tuning.reads_at_once);
-        let port = Port { device: device_name, gid: candidate.gid, lid: attributes.lid, mtu, reads };
-        let link =
-            Link { number: candidate.port, gid_index: candidate.gid_index, mtu, tuning: tuning.clone() };
-        Ok(VerbsRail { cq, port, link })
+        let port =
+            RailPort { device: device_name, gid: candidate.gid, lid: attributes.lid, mtu, max_reads: reads };
+        let link = PortSettings {
+            port: candidate.port,
+            gid_index: candidate.gid_index,
+            mtu,
+            tuning: tuning.clone(),
+        };
+        Ok(VerbsRail { cq, port, settings: link })
     }
 }
 
 impl Rail for VerbsRail {
-    fn port(&self) -> &Port {
+    fn port(&self) -> &RailPort {
         &self.port
     }
 
-    fn domain(&self) -> io::Result<Arc<dyn Domain>> {
+    fn create_domain(&self) -> io::Result<Arc<dyn ProtectionDomain>> {
         let device = &self.cq.device;
         // SAFETY: an open device.
         let pd = unsafe { (device.library.alloc_pd)(device.context.as_ptr()) };
         let pd = NonNull::new(pd).ok_or_else(io::Error::last_os_error)?;
-        let pd = Arc::new(Pd { device: Arc::clone(device), pd });
-        Ok(Arc::new(VerbsDomain { pd, cq: Arc::clone(&self.cq), link: self.link.clone() }))
+        let pd = Arc::new(VerbsPd { device: Arc::clone(device), pd });
+        Ok(Arc::new(VerbsDomain { pd, cq: Arc::clone(&self.cq), settings: self.settings.clone() }))
     }
 
     fn poll(&self, ended: &mut Vec<Completion>) -> io::Result<()> {
-        let mut found = [abi::Wc::NONE; POLL_AT_ONCE];
+        let mut found = [abi::Wc::NONE; POLL_BATCH];
         let cq = self.cq.cq.as_ptr();
-        // SAFETY: a live completion queue, whose context has its driver's calls; as much room as is said.
+        // SAFETY: a live completion queue; its context has its driver's functions; the buffer has
+        // the stated length.
         let count = unsafe {
             let poll = (*(*cq).context).ops.poll_cq.ok_or(io::ErrorKind::Unsupported)?;
-            poll(cq, POLL_AT_ONCE as c_int, found.as_mut_ptr())
+            poll(cq, POLL_BATCH as c_int, found.as_mut_ptr())
         };
         let count = usize::try_from(count).map_err(|_| io::Error::other("the completion queue is broken"))?;
         ended.extend(found.iter().take(count).map(|wc| Completion { id: wc.wr_id, status: wc.status }));
@@ -277,33 +288,34 @@ impl Rail for VerbsRail {
     }
 }
 
-struct Pd {
-    device: Arc<Opened>,
+struct VerbsPd {
+    device: Arc<VerbsDevice>,
     pd: NonNull<abi::Pd>,
 }
 
 // SAFETY: as for `Opened`.
-unsafe impl Send for Pd {}
+unsafe impl Send for VerbsPd {}
 // SAFETY: as above.
-unsafe impl Sync for Pd {}
+unsafe impl Sync for VerbsPd {}
 
-impl Drop for Pd {
+impl Drop for VerbsPd {
     fn drop(&mut self) {
-        // SAFETY: allocated once; what is in it holds its `Arc`.
-        if let Err(cause) = checked(unsafe { (self.device.library.dealloc_pd)(self.pd.as_ptr()) }) {
-            tracing::debug!(%cause, "a protection domain was not ended");
+        // SAFETY: allocated once; objects in the domain hold its `Arc`.
+        if let Err(cause) = check_errno(unsafe { (self.device.library.dealloc_pd)(self.pd.as_ptr()) }) {
+            tracing::debug!(%cause, "cannot free a protection domain");
         }
     }
 }
 
 struct VerbsDomain {
-    pd: Arc<Pd>,
+    pd: Arc<VerbsPd>,
     cq: Arc<CompletionQueue>,
-    link: Link,
+    settings: PortSettings,
 }
 
-/// What a peer may do, as verbs say it. The card writes what this end reads, so `Local` is for writing.
-fn flags(access: Access) -> c_int {
+/// Verbs flags for a peer's access. The card writes the results of this end's reads, so `Local`
+/// includes local writes.
+fn access_flags(access: Access) -> c_int {
     match access {
         Access::Local => abi::ACCESS_LOCAL_WRITE,
         Access::Read => abi::ACCESS_REMOTE_READ,
@@ -311,31 +323,35 @@ fn flags(access: Access) -> c_int {
     }
 }
 
-impl Domain for VerbsDomain {
-    fn register(&self, memory: &Arc<Memory>, access: Access) -> io::Result<Box<dyn RegisterMr>> {
+impl ProtectionDomain for VerbsDomain {
+    fn register(&self, memory: &Arc<RdmaMemory>, access: Access) -> io::Result<Box<dyn MemoryRegion>> {
         let base = memory.address() as *mut c_void;
         let len = usize::try_from(memory.len_bytes()).map_err(io::Error::other)?;
         let library = &self.pd.device.library;
-        // SAFETY: a live domain, and memory that is kept until it is deregistered. A card that writes there is what
-        // places are for.
-        let mr = unsafe { (library.reg_mr)(self.pd.pd.as_ptr(), base, len, flags(access)) };
+        // SAFETY: a live domain, and memory that is kept until it is deregistered. Buffers keep the
+        // card's writes apart from other accesses.
+        let mr = unsafe { (library.reg_mr)(self.pd.pd.as_ptr(), base, len, access_flags(access)) };
         let mr = NonNull::new(mr).ok_or_else(io::Error::last_os_error)?;
-        Ok(Box::new(VerbsMr { pd: Arc::clone(&self.pd), mr, memory: Some(Arc::clone(memory) as Kept) }))
+        Ok(Box::new(VerbsMr { pd: Arc::clone(&self.pd), mr, memory: Some(Arc::clone(memory) as KeepAlive) }))
     }
 
-    fn register_file(&self, range: &Range, exported: &Exported) -> io::Result<Box<dyn RegisterMr>> {
+    fn register_dmabuf(
+        &self,
+        range: &AddressRange,
+        exported: &DmaBufExport,
+    ) -> io::Result<Box<dyn MemoryRegion>> {
         let register = self.pd.device.library.reg_dmabuf_mr.ok_or(io::ErrorKind::Unsupported)?;
         let len = usize::try_from(range.len).map_err(io::Error::other)?;
-        let (file, access) = (exported.file.as_raw_fd(), flags(Access::ReadWrite));
+        let (file, access) = (exported.file.as_raw_fd(), access_flags(Access::ReadWrite));
         // SAFETY: a live domain and an open file; the kernel checks that the range lies in it.
         let mr = unsafe { register(self.pd.pd.as_ptr(), exported.offset, len, range.address, file, access) };
         let mr = NonNull::new(mr).ok_or_else(io::Error::last_os_error)?;
-        let memory = Some(Arc::clone(&range.allocation) as Kept);
+        let memory = Some(Arc::clone(&range.allocation) as KeepAlive);
         Ok(Box::new(VerbsMr { pd: Arc::clone(&self.pd), mr, memory }))
     }
 
-    fn queue(&self, access: Access) -> io::Result<Box<dyn Queue>> {
-        let tuning = &self.link.tuning;
+    fn create_queue_pair(&self, access: Access) -> io::Result<Box<dyn QueuePair>> {
+        let tuning = &self.settings.tuning;
         let cap = abi::QpCap {
             max_send_wr: tuning.queue_in_flight_max,
             max_recv_wr: 1,
@@ -359,13 +375,13 @@ impl Domain for VerbsDomain {
         let queue = VerbsQueue {
             pd: Arc::clone(&self.pd),
             _cq: Arc::clone(&self.cq),
-            link: self.link.clone(),
+            settings: self.settings.clone(),
             qp: Mutex::new(Some(qp)),
         };
         let mut begin = abi::QpAttr {
             qp_state: abi::QPS_INIT,
-            port_num: self.link.number,
-            qp_access_flags: flags(access) as u32,
+            port_num: self.settings.port,
+            qp_access_flags: access_flags(access) as u32,
             ..abi::QpAttr::default()
         };
         let mask = abi::QP_STATE | abi::QP_PKEY_INDEX | abi::QP_PORT | abi::QP_ACCESS_FLAGS;
@@ -374,13 +390,13 @@ impl Domain for VerbsDomain {
     }
 }
 
-/// What is kept as long as it is registered.
-type Kept = Arc<dyn Any + Send + Sync>;
+/// Keeps memory alive while it is registered.
+type KeepAlive = Arc<dyn Any + Send + Sync>;
 
 struct VerbsMr {
-    pd: Arc<Pd>,
+    pd: Arc<VerbsPd>,
     mr: NonNull<abi::Mr>,
-    memory: Option<Kept>,
+    memory: Option<KeepAlive>,
 }
 
 // SAFETY: as for `Opened`.
@@ -388,9 +404,9 @@ unsafe impl Send for VerbsMr {}
 // SAFETY: as above.
 unsafe impl Sync for VerbsMr {}
 
-impl RegisterMr for VerbsMr {
+impl MemoryRegion for VerbsMr {
     fn local_key(&self) -> u32 {
-        // SAFETY: a live registration, whose keys never change.
+        // SAFETY: a live registration; its keys never change.
         unsafe { (*self.mr.as_ptr()).lkey }
     }
 
@@ -403,18 +419,18 @@ impl RegisterMr for VerbsMr {
 impl Drop for VerbsMr {
     fn drop(&mut self) {
         // SAFETY: registered once.
-        if let Err(cause) = checked(unsafe { (self.pd.device.library.dereg_mr)(self.mr.as_ptr()) }) {
-            tracing::error!(%cause, "memory of an RDMA device was not deregistered, and is kept");
+        if let Err(cause) = check_errno(unsafe { (self.pd.device.library.dereg_mr)(self.mr.as_ptr()) }) {
+            tracing::error!(%cause, "cannot deregister memory of an RDMA device; the memory is leaked");
             std::mem::forget(self.memory.take());
         }
     }
 }
 
 struct VerbsQueue {
-    pd: Arc<Pd>,
+    pd: Arc<VerbsPd>,
     _cq: Arc<CompletionQueue>,
-    link: Link,
-    /// Until it is ended; its lock keeps calls from what ended.
+    settings: PortSettings,
+    /// `None` once destroyed; the lock excludes calls on a destroyed queue pair.
     qp: Mutex<Option<NonNull<abi::Qp>>>,
 }
 
@@ -424,8 +440,8 @@ unsafe impl Send for VerbsQueue {}
 unsafe impl Sync for VerbsQueue {}
 
 impl VerbsQueue {
-    /// Does something with the queue pair as long as there is one.
-    fn with<T>(&self, work: impl FnOnce(*mut abi::Qp) -> T) -> io::Result<T> {
+    /// Runs `work` with the queue pair, or fails if it was destroyed.
+    fn with_qp<T>(&self, work: impl FnOnce(*mut abi::Qp) -> T) -> io::Result<T> {
         let qp = self.qp.lock().unwrap_or_else(PoisonError::into_inner);
         let qp = qp.ok_or(io::ErrorKind::NotConnected)?;
         Ok(work(qp.as_ptr()))
@@ -433,26 +449,26 @@ impl VerbsQueue {
 
     fn modify(&self, to: &mut abi::QpAttr, mask: c_int) -> io::Result<()> {
         // SAFETY: a live queue pair.
-        checked(self.with(|qp| unsafe { (self.pd.device.library.modify_qp)(qp, to, mask) })?)
+        check_errno(self.with_qp(|qp| unsafe { (self.pd.device.library.modify_qp)(qp, to, mask) })?)
     }
 }
 
-impl Queue for VerbsQueue {
+impl QueuePair for VerbsQueue {
     fn number(&self) -> u32 {
         // SAFETY: a live queue pair.
-        self.with(|qp| unsafe { (*qp).qp_num }).unwrap_or(0)
+        self.with_qp(|qp| unsafe { (*qp).qp_num }).unwrap_or(0)
     }
 
-    fn connect(&self, role: Role, packet: u32, peer: &End) -> io::Result<()> {
-        let Link { number, gid_index, mtu, tuning } = &self.link;
-        let reads = tuning.reads_at_once.min(peer.reads);
+    fn connect(&self, role: Role, packet: u32, peer: &QueuePairAddress) -> io::Result<()> {
+        let PortSettings { port: number, gid_index, mtu, tuning } = &self.settings;
+        let reads = tuning.reads_at_once.min(peer.max_reads);
         let (high, low) = peer.gid.0.split_at(8);
         let word = |bytes: &[u8]| u64::from_ne_bytes(bytes.try_into().expect("eight of sixteen bytes"));
         let mut answer = abi::QpAttr {
             qp_state: abi::QPS_RTR,
             path_mtu: u32::from(peer.mtu.clamp(1, 5).min(*mtu)),
-            dest_qp_num: peer.queue,
-            rq_psn: peer.packet,
+            dest_qp_num: peer.qp_number,
+            rq_psn: peer.first_psn,
             max_dest_rd_atomic: reads,
             min_rnr_timer: 12,
             ah_attr: abi::AhAttr {
@@ -475,7 +491,7 @@ impl Queue for VerbsQueue {
             | abi::QP_MAX_DEST_RD_ATOMIC
             | abi::QP_MIN_RNR_TIMER;
         self.modify(&mut answer, mask)?;
-        if role == Role::Answers {
+        if role == Role::Responder {
             return Ok(());
         }
         let mut ask = abi::QpAttr {
@@ -515,27 +531,28 @@ impl Queue for VerbsQueue {
             _rest: [0; 9],
         };
         let mut refused = MaybeUninit::uninit();
-        // SAFETY: a live queue pair, whose context has its driver's calls. The request is copied before the call is
-        // over; the memory it names is checked by the card against the key, and kept by whoever posts.
-        let posted = self.with(|qp| unsafe {
+        // SAFETY: a live queue pair; its context has its driver's functions. The request is copied
+        // before the call returns. The card checks the memory that it names against the key, and
+        // the caller of `post` keeps that memory.
+        let posted = self.with_qp(|qp| unsafe {
             let post = (*(*qp).context).ops.post_send?;
             Some(post(qp, &raw mut wanted, refused.as_mut_ptr()))
         });
-        checked(posted?.ok_or(io::ErrorKind::Unsupported)?)
+        check_errno(posted?.ok_or(io::ErrorKind::Unsupported)?)
     }
 
-    fn end(&self) -> io::Result<()> {
+    fn destroy(&self) -> io::Result<()> {
         let taken = self.qp.lock().unwrap_or_else(PoisonError::into_inner).take();
         let Some(qp) = taken else { return Ok(()) };
-        // SAFETY: created once, and taken out above, so that nothing uses it again.
-        checked(unsafe { (self.pd.device.library.destroy_qp)(qp.as_ptr()) })
+        // SAFETY: created once, and taken out above, so that it is never used again.
+        check_errno(unsafe { (self.pd.device.library.destroy_qp)(qp.as_ptr()) })
     }
 }
 
 impl Drop for VerbsQueue {
     fn drop(&mut self) {
-        if let Err(cause) = self.end() {
-            tracing::error!(%cause, "a queue pair was not ended");
+        if let Err(cause) = self.destroy() {
+            tracing::error!(%cause, "a queue pair could not be destroyed");
         }
     }
 }
@@ -545,16 +562,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_library_that_is_not_there_is_an_answer() {
-        let error = Library::load(c"libibverbs.so.none").err().expect("nobody has this");
+    fn a_missing_library_is_reported() {
+        let error = Library::load(c"libibverbs.so.none").err().expect("this library must not exist");
         assert!(error.to_string().contains("libibverbs.so.none: cannot open shared object file"), "{error}");
-        let error = Library::load(c"libc.so.6").err().expect("it has no verbs");
+        let error = Library::load(c"libc.so.6").err().expect("libc has no verbs");
         assert!(error.to_string().contains("it has no ibv_get_device_list"), "{error}");
     }
 
     #[test]
-    fn the_library_has_every_call() {
-        match Library::load(NAME) {
+    fn the_library_exports_every_call() {
+        match Library::load(LIBRARY_NAME) {
             Ok(_) => {}
             Err(error) if error.to_string().contains("cannot open shared object") => {
                 println!("skipped: {error}");

@@ -1,8 +1,10 @@
-//! The client's end of one connection: what was asked, what came for it, and what is held of the node's memory.
+//! The client's end of one connection: pending operations, their replies, and grants of the node's
+//! memory.
 //!
-//! Nobody reads the socket in the background. Whoever waits for an answer reads for all, first without sleeping for a
-//! moment, then as the one that the system wakes. The link lives as long as anything that was fetched over it: its
-//! end tells the node that nobody reads any more. Not here: what operations mean (`path.rs`).
+//! No background task reads the socket. A caller that waits for a reply reads for all, first by
+//! spinning, then as the one task that the runtime wakes. The link lives as long as any fetched
+//! block; its end tells the node that no block is read any more. Not here: what operations mean
+//! (`path.rs`).
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,162 +13,170 @@ use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use kv_core::id::LoanId;
-use kv_core::lend::{Borrower, Descriptor, Extent, Place, Received, Room};
+use kv_core::id::GrantId;
+use kv_core::lease_grant::{
+    GrantClient, GrantDescriptor, GrantMemory, MemoryExtent, ReceiveOutcome, SlotAllocator,
+};
 use kvfleet_proto::data;
-use kvfleet_proto::frame::{Frame, Unsettled, copies};
+use kvfleet_proto::frame::{Frame, VolatileBytes, copy_batch};
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-use super::aside;
-use super::awake::Awake;
-use super::map::{Mapping, TrayFrame};
-use super::packet::{ToClient, ToNode, TrayPlace, say_from};
-use super::seqpacket::{Got, Sent, Seqpacket};
-use super::{PACKET_BYTES_MAX, PLACE_ALIGN};
+use super::cpu_migration;
+use super::mapping::{Mapping, ShmBounceFrame};
+use super::packet::{BounceRange, ClientPacket, NodePacket, set_sender_cpu};
+use super::seqpacket::{RecvOutcome, SendOutcome, Seqpacket};
+use super::spin_wait::SpinWait;
+use super::{BOUNCE_ALIGN_BYTES, PACKET_BYTES_MAX};
 use crate::PathError;
 
-/// After how long who waits for another that reads looks for itself. That other is a future of the caller's: it may be kept
-/// without being polled, or belong to a runtime that stands still.
-pub(super) const LOOK_AGAIN: Duration = Duration::from_millis(5);
+/// After this time a caller polls by itself although another caller reads. That reader is a future
+/// of the application: it may be kept without being polled, or its runtime may stand still.
+pub(super) const READER_TIMEOUT: Duration = Duration::from_millis(5);
 
-/// A node that works on something for longer is not waited for without sleeping.
-const BUSY_MAX: Duration = Duration::from_micros(100);
+/// Expected work of the node above which the client does not spin.
+const SPIN_BUSY_MAX: Duration = Duration::from_micros(100);
 
-/// How often is tried again to send what the node's queue had no room for.
+/// Interval of attempts to send packets that did not fit into the node's queue.
 const UNSENT_RETRY: Duration = Duration::from_millis(1);
 
-/// Frames or pieces of one save that the node may have to read: more than both ends are ever apart, less than the node keeps.
+/// Maximum unread frames or pieces of one save: more than both ends ever differ by, less than the
+/// node queues.
 const PUTS_MAX: usize = 512;
 
-const _: () =
-    assert!(PUTS_MAX < super::connection::PARTS_MAX, "a client that keeps to it is never ended for it");
+const _: () = assert!(
+    PUTS_MAX < super::connection::SAVE_PARTS_MAX,
+    "a client within this limit is never closed for it"
+);
 
-/// Packets that wait for a node to read. More, and it is given up: each is an operation that somebody waited for in vain.
+/// Maximum unsent packets. Above, the node counts as lost: each packet is an operation that a
+/// caller waited for in vain.
 const UNSENT_MAX: usize = 256;
 
-/// Packets read at one go.
-const PACKETS_AT_ONCE: usize = 64;
+/// Packets handled in one read.
+const PACKETS_PER_READ: usize = 64;
 
-/// Answers that can wait to be looked at: one for each block, and those that begin and end an operation.
-const REPLIES_MAX: usize = super::BLOCKS_PER_ASK_MAX + 8;
+/// Maximum queued replies: one for each block, and those that start and end an operation.
+const REPLIES_MAX: usize = super::BLOCKS_PER_OPERATION_MAX + 8;
 
-/// Loans that one packet gives back.
+/// Maximum grants returned in one packet.
 const RETURNS_MAX: usize = super::packet::ROWS_MAX;
 
-/// What came for an operation. Whoever has its rows gives them back by dropping them.
+/// A reply to an operation. Dropping its rows returns their grants.
 #[derive(Debug)]
-pub(super) enum Reply<R = Row> {
+pub(super) enum Reply<R = GrantedBlock> {
     Head(data::FetchHead, Vec<R>),
     More(Vec<R>),
     End(u32),
     Offer(data::SaveOffer),
     Taken,
     Done(data::SaveDone),
-    Noted(data::Pong),
+    Acknowledged(data::Pong),
     Ended,
 }
 
-/// How far reading went.
+/// Progress of reading.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[must_use]
-enum Read {
-    /// Nothing is there now.
-    All,
-    /// There may be more.
-    Some,
+enum SocketProgress {
+    /// The queue is empty.
+    Drained,
+    /// More packets may be queued.
+    MoreLeft,
 }
 
 /// One connection.
-pub(super) struct Link {
+pub(super) struct ShmLink {
     socket: Seqpacket,
     peer: String,
-    /// The process that has it. A child that inherits the socket must not speak for it: it would give back what this reads.
+    /// The process that owns it. A child that inherits the socket must not use it: it would return
+    /// grants that this process reads.
     pid: u32,
-    state: Mutex<State>,
-    /// Whoever holds it reads the socket.
+    state: Mutex<LinkState>,
+    /// Its holder reads the socket.
     buffer: Mutex<Box<[u8; PACKET_BYTES_MAX]>>,
     arena: Option<Arc<Mapping>>,
-    tray: Arc<Mapping>,
-    /// Where the part from which this end reads begins in the tray.
-    tray_out_at: u64,
-    /// A place of the tray came free.
-    room: Notify,
-    awake: Awake,
-    /// A task tries to send what is unsent. Beside the lock: a runtime that ends may drop the task while somebody has that.
+    bounce: Arc<Mapping>,
+    /// Offset of the part of the bounce buffer that this end reads.
+    bounce_out_offset: u64,
+    /// Notified when a range of the bounce buffer is freed.
+    space_freed: Notify,
+    spin_wait: SpinWait,
+    /// Whether a task is sending unsent packets. Not under the lock: a runtime that shuts down may
+    /// drop the task while the lock is held.
     is_flushing: AtomicBool,
-    /// The one on which it was dialled, for what threads without one give back.
+    /// Runtime of the dial, used to return grants from threads without a runtime.
     runtime: Option<Handle>,
 }
 
-struct State {
-    borrower: Borrower,
-    operations: BTreeMap<u64, Operation>,
-    rooms: Room,
-    /// Packets that the node's queue had no room for.
+struct LinkState {
+    grants: GrantClient,
+    operations: BTreeMap<u64, PendingOperation>,
+    free_space: SlotAllocator,
+    /// Packets that did not fit into the node's queue.
     unsent: VecDeque<Vec<u8>>,
-    /// What nobody reads any more is to be given back as soon as nothing else is unsent.
+    /// Grants are to be returned as soon as no other packet is unsent.
     is_return_due: bool,
-    is_led: bool,
-    lost: Option<Lost>,
+    has_reader: bool,
+    failure: Option<LinkFailure>,
 }
 
 #[derive(Default)]
-struct Operation {
-    replies: VecDeque<Reply<Descriptor>>,
+struct PendingOperation {
+    replies: VecDeque<Reply<GrantDescriptor>>,
     waker: Option<Waker>,
-    /// Places of the tray with what the node has not read.
-    places: VecDeque<u64>,
+    /// Ranges of the bounce buffer that the node has not read.
+    unread_ranges: VecDeque<u64>,
     is_abandoned: bool,
 }
 
-/// Why a connection is of no more use.
+/// Why a connection is unusable.
 #[derive(Clone, Debug)]
-pub(super) enum Lost {
+pub(super) enum LinkFailure {
     Broken(String),
     Protocol(String),
 }
 
-/// What a connection is made of.
-pub(super) struct Parts {
+/// Parts of a connection.
+pub(super) struct LinkParts {
     pub(super) socket: Seqpacket,
     pub(super) peer: String,
     pub(super) arena: Option<Arc<Mapping>>,
-    pub(super) tray: Arc<Mapping>,
-    pub(super) tray_in_bytes: u64,
-    pub(super) extent: Extent,
-    pub(super) awake: Duration,
+    pub(super) bounce: Arc<Mapping>,
+    pub(super) bounce_in_bytes: u64,
+    pub(super) extent: MemoryExtent,
+    pub(super) spin_wait: Duration,
 }
 
-impl Link {
-    pub(super) fn new(parts: Parts) -> Arc<Link> {
-        let state = State {
-            borrower: Borrower::new(parts.extent),
+impl ShmLink {
+    pub(super) fn new(parts: LinkParts) -> Arc<ShmLink> {
+        let state = LinkState {
+            grants: GrantClient::new(parts.extent),
             operations: BTreeMap::new(),
-            rooms: Room::new(parts.tray_in_bytes, PLACE_ALIGN),
+            free_space: SlotAllocator::new(parts.bounce_in_bytes, BOUNCE_ALIGN_BYTES),
             unsent: VecDeque::new(),
             is_return_due: false,
-            is_led: false,
-            lost: None,
+            has_reader: false,
+            failure: None,
         };
-        Arc::new(Link {
+        Arc::new(ShmLink {
             socket: parts.socket,
             peer: parts.peer,
             pid: std::process::id(),
             state: Mutex::new(state),
             buffer: Mutex::new(Box::new([0; PACKET_BYTES_MAX])),
             arena: parts.arena,
-            tray: parts.tray,
-            tray_out_at: parts.tray_in_bytes,
-            room: Notify::new(),
-            awake: Awake::new(parts.awake),
+            bounce: parts.bounce,
+            bounce_out_offset: parts.bounce_in_bytes,
+            space_freed: Notify::new(),
+            spin_wait: SpinWait::new(parts.spin_wait),
             is_flushing: AtomicBool::new(false),
             runtime: Handle::try_current().ok(),
         })
     }
 
-    /// Whether blocks are read where they lie.
+    /// Whether blocks are read in place.
     pub(super) fn reads_in_place(&self) -> bool {
         self.arena.is_some()
     }
@@ -175,176 +185,186 @@ impl Link {
         &self.peer
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn lock_state(&self) -> MutexGuard<'_, LinkState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins an operation that asks for so many blocks. Dropped before it is finished, it is cancelled.
+    /// Starts an operation for this number of blocks. Dropping it before it is finished cancels it.
     pub(super) fn begin(
         self: &Arc<Self>,
         blocks: usize,
         request: data::DataRequest,
-    ) -> Result<Asking, PathError> {
-        let mut state = self.usable()?;
-        let op = state.borrower.begin(blocks);
-        self.open(state, op, &ToNode::Ask { op, request }, VecDeque::new())
+    ) -> Result<ShmOperation, PathError> {
+        let mut state = self.lock_usable()?;
+        let op = state.grants.begin(blocks);
+        self.send_first_packet(state, op, &ClientPacket::Begin { op, request }, VecDeque::new())
     }
 
-    /// Begins a save whose frames, one for each block, go with it; nothing while the tray has no place for all of them.
-    pub(super) fn begin_save(
+    /// Starts a save with its frames, one for each block; `None` while the bounce buffer cannot
+    /// hold all of them.
+    pub(super) fn begin_eager_save(
         self: &Arc<Self>,
         request: data::DataRequest,
         frames: &[Frame],
-    ) -> Result<Option<Asking>, PathError> {
-        let Some(places) = self.take_places(frames)? else { return Ok(None) };
-        // Outside the lock: these places are ours alone.
+    ) -> Result<Option<ShmOperation>, PathError> {
+        let Some(places) = self.take_ranges(frames)? else { return Ok(None) };
+        // Outside the lock: these ranges are exclusively ours.
         let is_written = frames
             .iter()
             .zip(&places)
-            .all(|(frame, place)| self.tray.write(place.at, &frame.bytes).is_some());
+            .all(|(frame, place)| self.bounce.write(place.at, &frame.bytes).is_some());
         let own = places.iter().map(|place| place.at).collect();
-        let mut state = self.state();
+        let mut state = self.lock_state();
         if !is_written {
-            state.give_back_places(own);
+            state.free_ranges(own);
             return Ok(None);
         }
-        let op = state.borrower.begin(0);
-        self.open(state, op, &ToNode::Save { op, request, places }, own).map(Some)
+        let op = state.grants.begin(0);
+        self.send_first_packet(state, op, &ClientPacket::Save { op, request, places }, own).map(Some)
     }
 
-    fn take_places(&self, frames: &[Frame]) -> Result<Option<Vec<TrayPlace>>, PathError> {
-        let mut state = self.usable()?;
+    fn take_ranges(&self, frames: &[Frame]) -> Result<Option<Vec<BounceRange>>, PathError> {
+        let mut state = self.lock_usable()?;
         let mut places = Vec::with_capacity(frames.len());
         for frame in frames {
             let len = u32::try_from(frame.bytes.len()).ok();
-            let Some((len, at)) = len.and_then(|len| state.rooms.take(len).map(|at| (len, at))) else {
-                state.give_back_places(places.iter().map(|place: &TrayPlace| place.at).collect());
+            let Some((len, at)) = len.and_then(|len| state.free_space.allocate(len).map(|at| (len, at)))
+            else {
+                state.free_ranges(places.iter().map(|place: &BounceRange| place.at).collect());
                 return Ok(None);
             };
-            places.push(TrayPlace { at, len });
+            places.push(BounceRange { at, len });
         }
         Ok(Some(places))
     }
 
-    /// The state of a connection over which something can be asked.
-    fn usable(&self) -> Result<MutexGuard<'_, State>, PathError> {
-        if let Some(inherited) = self.inherited() {
+    /// The state, if the connection is usable for a new operation.
+    fn lock_usable(&self) -> Result<MutexGuard<'_, LinkState>, PathError> {
+        if let Some(inherited) = self.inherited_error() {
             return Err(inherited);
         }
-        let mut state = self.state();
+        let mut state = self.lock_state();
         if state.unsent.len() >= UNSENT_MAX {
             drop(state);
-            self.lose(Lost::Broken("the node does not read what it is sent".to_owned()));
-            state = self.state();
+            self.fail(LinkFailure::Broken("the node does not read its packets".to_owned()));
+            state = self.lock_state();
         }
-        match &state.lost {
+        match &state.failure {
             Some(lost) => Err(lost.at(&self.peer)),
             None => Ok(state),
         }
     }
 
-    /// Sends the first packet of an operation, which has these places of the tray.
-    fn open(
+    /// Sends the first packet of an operation, which owns these ranges.
+    fn send_first_packet(
         self: &Arc<Self>,
-        mut state: MutexGuard<'_, State>,
+        mut state: MutexGuard<'_, LinkState>,
         op: u64,
-        packet: &ToNode,
+        packet: &ClientPacket,
         places: VecDeque<u64>,
-    ) -> Result<Asking, PathError> {
+    ) -> Result<ShmOperation, PathError> {
         let packet = packet.encode();
         if packet.len() > PACKET_BYTES_MAX {
-            state.give_back_places(places);
-            state.borrower.finish(op);
+            state.free_ranges(places);
+            state.grants.finish(op);
             return Err(PathError::TooLarge { bytes: packet.len(), limit: PACKET_BYTES_MAX });
         }
-        state.operations.insert(op, Operation { places, ..Operation::default() });
+        state
+            .operations
+            .insert(op, PendingOperation { unread_ranges: places, ..PendingOperation::default() });
         self.post(&mut state, packet);
         drop(state);
-        Ok(Asking { link: Arc::clone(self), op, is_over: false })
+        Ok(ShmOperation { link: Arc::clone(self), op, is_over: false })
     }
 
-    /// Why this connection is of no more use, as far as can be known without waiting.
+    /// Why this connection is unusable, as far as known without waiting.
     pub(super) fn failure(self: &Arc<Self>) -> Option<PathError> {
-        if let Some(inherited) = self.inherited() {
-            // What came is its owner's to read.
+        if let Some(inherited) = self.inherited_error() {
+            // Only the owner may read the packets.
             return Some(inherited);
         }
         if let Ok(mut buffer) = self.buffer.try_lock() {
             let _ = self.read(&mut buffer);
         }
-        self.state().lost.as_ref().map(|lost| lost.at(&self.peer))
+        self.lock_state().failure.as_ref().map(|lost| lost.at(&self.peer))
     }
 
     fn is_inherited(&self) -> bool {
         std::process::id() != self.pid
     }
 
-    fn inherited(&self) -> Option<PathError> {
-        let whose = || Lost::Broken("it belongs to the process that this was forked from".to_owned());
+    fn inherited_error(&self) -> Option<PathError> {
+        let whose = || LinkFailure::Broken("it belongs to the parent process of this fork".to_owned());
         self.is_inherited().then(|| whose().at(&self.peer))
     }
 
-    fn post(self: &Arc<Self>, state: &mut State, mut packet: Vec<u8>) {
-        if state.lost.is_some() || self.is_inherited() {
+    fn post(self: &Arc<Self>, state: &mut LinkState, mut packet: Vec<u8>) {
+        if state.failure.is_some() || self.is_inherited() {
             return;
         }
-        say_from(&mut packet, aside::here());
+        set_sender_cpu(&mut packet, cpu_migration::current_cpu());
         state.unsent.push_back(packet);
         self.flush(state);
-        // Without any runtime it goes with what is sent next.
+        // Without a runtime the packet goes with the next one.
         if !state.unsent.is_empty()
             && let Some(runtime) = Handle::try_current().ok().or_else(|| self.runtime.clone())
             && !self.is_flushing.swap(true, Ordering::Relaxed)
         {
-            runtime.spawn(Flushing(Some(Arc::clone(self))).run());
+            runtime.spawn(FlushTask(Some(Arc::clone(self))).run());
         }
     }
 
-    fn flush(&self, state: &mut State) {
+    fn flush(&self, state: &mut LinkState) {
         loop {
             let Some(packet) = state.unsent.front() else {
-                if !std::mem::take(&mut state.is_return_due) || state.borrower.waiting() == 0 {
+                if !std::mem::take(&mut state.is_return_due) || state.grants.pending_returns() == 0 {
                     return;
                 }
-                let mut packet = ToNode::Return { loans: state.borrower.take_returns(RETURNS_MAX) }.encode();
-                say_from(&mut packet, aside::here());
-                state.is_return_due = state.borrower.waiting() > 0;
+                let mut packet =
+                    ClientPacket::Return { loans: state.grants.take_returns(RETURNS_MAX) }.encode();
+                set_sender_cpu(&mut packet, cpu_migration::current_cpu());
+                state.is_return_due = state.grants.pending_returns() > 0;
                 state.unsent.push_back(packet);
                 continue;
             };
             match self.socket.send(packet, &[]) {
-                // The end of the connection is heard of where packets are read.
-                Ok(Sent::Queued | Sent::Ended) => drop(state.unsent.pop_front()),
-                Ok(Sent::Later) => return,
+                // Readers of the socket report the end of the connection.
+                Ok(SendOutcome::Queued | SendOutcome::Closed) => drop(state.unsent.pop_front()),
+                Ok(SendOutcome::WouldBlock) => return,
                 Err(error) => {
-                    // Others hear of it when they look, a moment later.
-                    state.lose(Lost::Broken(error.to_string()));
+                    // Other callers learn of it at their next poll, a moment later.
+                    state.fail(LinkFailure::Broken(error.to_string()));
                     return;
                 }
             }
         }
     }
 
-    /// The next reply to an operation; nothing when it is over. The node is known to work on it for about `busy`.
-    async fn next(self: &Arc<Self>, op: u64, busy: Duration) -> Result<Option<Reply<Descriptor>>, PathError> {
-        match self.look_awake(op, busy) {
+    /// The next reply to an operation, or `None` if it is over. The node is expected to work on it
+    /// for about `busy`.
+    async fn next_reply(
+        self: &Arc<Self>,
+        op: u64,
+        busy: Duration,
+    ) -> Result<Option<Reply<GrantDescriptor>>, PathError> {
+        match self.spin_for_reply(op, busy) {
             Some(found) => found,
-            None => self.sleep(op).await,
+            None => self.wait_reply(op).await,
         }
     }
 
-    /// The same without a moment of waiting awake.
-    async fn sleep(self: &Arc<Self>, op: u64) -> Result<Option<Reply<Descriptor>>, PathError> {
+    /// Like `next_reply` without spinning.
+    async fn wait_reply(self: &Arc<Self>, op: u64) -> Result<Option<Reply<GrantDescriptor>>, PathError> {
         loop {
             let mut lead = None;
             let turn = std::future::poll_fn(|context| {
-                let mut state = self.state();
-                if let Some(found) = self.found(&mut state, op) {
+                let mut state = self.lock_state();
+                if let Some(found) = self.take_reply(&mut state, op) {
                     return Poll::Ready(Some(found));
                 }
-                if !state.is_led {
-                    state.is_led = true;
-                    lead = Some(Lead(self));
+                if !state.has_reader {
+                    state.has_reader = true;
+                    lead = Some(ReaderRole(self));
                     return Poll::Ready(None);
                 }
                 if let Some(operation) = state.operations.get_mut(&op) {
@@ -352,11 +372,11 @@ impl Link {
                 }
                 Poll::Pending
             });
-            match timeout(LOOK_AGAIN, turn).await {
+            match timeout(READER_TIMEOUT, turn).await {
                 Ok(Some(found)) => return found,
-                Ok(None) => self.lead(op).await?,
+                Ok(None) => self.read_for_all(op).await?,
                 Err(_) => {
-                    if let Some(found) = self.look(op) {
+                    if let Some(found) = self.poll_reply(op) {
                         return found;
                     }
                 }
@@ -364,33 +384,33 @@ impl Link {
         }
     }
 
-    fn found(&self, state: &mut State, op: u64) -> Option<Found> {
+    fn take_reply(&self, state: &mut LinkState, op: u64) -> Option<NextReply> {
         if let Some(reply) = state.operations.get_mut(&op).and_then(|operation| operation.replies.pop_front())
         {
             return Some(Ok(Some(reply)));
         }
-        if let Some(lost) = &state.lost {
+        if let Some(lost) = &state.failure {
             return Some(Err(lost.at(&self.peer)));
         }
         if state.operations.contains_key(&op) { None } else { Some(Ok(None)) }
     }
 
-    /// Reads without sleeping for a moment: a node that is awake answers within it, and to be woken takes longer.
-    fn look_awake(self: &Arc<Self>, op: u64, busy: Duration) -> Option<Found> {
-        if busy > BUSY_MAX {
-            return self.look(op);
+    /// Spins for a moment: an active node answers within it, and a wake-up takes longer.
+    fn spin_for_reply(self: &Arc<Self>, op: u64, busy: Duration) -> Option<NextReply> {
+        if busy > SPIN_BUSY_MAX {
+            return self.poll_reply(op);
         }
-        let Some(span) = self.awake.begin().map(|span| span + busy) else { return self.look(op) };
+        let Some(span) = self.spin_wait.begin().map(|span| span + busy) else { return self.poll_reply(op) };
         let since = Instant::now();
         loop {
-            if let Some(found) = self.look(op) {
-                self.awake.came();
+            if let Some(found) = self.poll_reply(op) {
+                self.spin_wait.succeeded();
                 return Some(found);
             }
             if since.elapsed() >= span {
-                // That a node takes longer than was thought says nothing of how it answers else.
+                // A misjudged `busy` does not show how fast the node answers otherwise.
                 if busy.is_zero() {
-                    self.awake.missed();
+                    self.spin_wait.failed();
                 }
                 return None;
             }
@@ -398,28 +418,28 @@ impl Link {
         }
     }
 
-    fn look(self: &Arc<Self>, op: u64) -> Option<Found> {
+    fn poll_reply(self: &Arc<Self>, op: u64) -> Option<NextReply> {
         if let Ok(mut buffer) = self.buffer.try_lock() {
             let _ = self.read(&mut buffer);
         }
-        self.found(&mut self.state(), op)
+        self.take_reply(&mut self.lock_state(), op)
     }
 
-    /// Whether there is no need to wait for this operation.
+    /// Whether this operation has no need to wait.
     fn has_answer(&self, op: u64) -> bool {
-        let state = self.state();
+        let state = self.lock_state();
         let waits = state.operations.get(&op).is_some_and(|operation| operation.replies.is_empty());
-        !waits || state.lost.is_some()
+        !waits || state.failure.is_some()
     }
 
-    /// Reads for all until there is something for `op`.
-    async fn lead(self: &Arc<Self>, op: u64) -> Result<(), PathError> {
-        let broken = |error: std::io::Error| Lost::Broken(error.to_string()).at(&self.peer);
-        let ear = self.socket.heard().map_err(broken)?;
+    /// Reads for all callers until `op` has a reply.
+    async fn read_for_all(self: &Arc<Self>, op: u64) -> Result<(), PathError> {
+        let broken = |error: std::io::Error| LinkFailure::Broken(error.to_string()).at(&self.peer);
+        let ear = self.socket.readable().map_err(broken)?;
         loop {
             let read = self.read(&mut self.buffer.lock().unwrap_or_else(PoisonError::into_inner));
-            if read == Read::Some {
-                // A node that never stops talking does not keep this task from its time.
+            if read == SocketProgress::MoreLeft {
+                // A node that never stops sending must not keep this task from its timeouts.
                 tokio::task::yield_now().await;
                 if self.has_answer(op) {
                     return Ok(());
@@ -427,20 +447,21 @@ impl Link {
                 continue;
             }
             let woken = std::future::poll_fn(|context| {
-                let mut state = self.state();
+                let mut state = self.lock_state();
                 match state.operations.get_mut(&op) {
-                    // Others may have read what came: then the system wakes nobody.
+                    // Another caller may have read the packet, so the socket would not wake this
+                    // task.
                     Some(operation) if operation.replies.is_empty() => {
                         operation.waker = Some(context.waker().clone());
                     }
                     _ => return Poll::Ready(Ok(true)),
                 }
-                if state.lost.is_some() {
+                if state.failure.is_some() {
                     return Poll::Ready(Ok(true));
                 }
                 drop(state);
                 ear.poll_read_ready(context).map_ok(|mut ready| {
-                    // What comes from now on is told again; what came before is read next.
+                    // Later packets wake this task again; earlier ones are read next.
                     ready.clear_ready();
                     false
                 })
@@ -451,71 +472,73 @@ impl Link {
         }
     }
 
-    /// Takes in the packets that are there, up to a bound.
-    fn read(self: &Arc<Self>, buffer: &mut [u8; PACKET_BYTES_MAX]) -> Read {
-        for _ in 0..PACKETS_AT_ONCE {
+    /// Handles the queued packets, up to a limit.
+    fn read(self: &Arc<Self>, buffer: &mut [u8; PACKET_BYTES_MAX]) -> SocketProgress {
+        for _ in 0..PACKETS_PER_READ {
             let lost = match self.socket.recv(buffer) {
-                Ok(Got::Later) => return Read::All,
-                Ok(Got::Ended) => Lost::Broken("the node ended the connection".to_owned()),
-                Ok(Got::Packet(_, descriptors)) if !descriptors.is_empty() => {
-                    Lost::Protocol("descriptors where none belong".to_owned())
+                Ok(RecvOutcome::WouldBlock) => return SocketProgress::Drained,
+                Ok(RecvOutcome::Closed) => LinkFailure::Broken("the node closed the connection".to_owned()),
+                Ok(RecvOutcome::Packet(_, descriptors)) if !descriptors.is_empty() => {
+                    LinkFailure::Protocol("unexpected descriptors".to_owned())
                 }
-                Ok(Got::Packet(len, _)) => match ToClient::decode(&buffer[..len]) {
-                    Ok(packet) => match self.take_in(packet) {
+                Ok(RecvOutcome::Packet(len, _)) => match NodePacket::decode(&buffer[..len]) {
+                    Ok(packet) => match self.handle_packet(packet) {
                         Ok(()) => continue,
                         Err(lost) => lost,
                     },
-                    Err(error) => Lost::Protocol(error.to_string()),
+                    Err(error) => LinkFailure::Protocol(error.to_string()),
                 },
-                Err(error) => Lost::Broken(error.to_string()),
+                Err(error) => LinkFailure::Broken(error.to_string()),
             };
-            self.lose(lost);
-            return Read::All;
+            self.fail(lost);
+            return SocketProgress::Drained;
         }
-        Read::Some
+        SocketProgress::MoreLeft
     }
 
-    fn lose(&self, lost: Lost) {
-        let mut state = self.state();
-        state.lose(lost);
+    fn fail(&self, lost: LinkFailure) {
+        let mut state = self.lock_state();
+        state.fail(lost);
         let wakers = state.wakers();
         drop(state);
         wakers.into_iter().for_each(Waker::wake);
     }
 
-    fn take_in(self: &Arc<Self>, packet: ToClient) -> Result<(), Lost> {
-        let mut state = self.state();
+    fn handle_packet(self: &Arc<Self>, packet: NodePacket) -> Result<(), LinkFailure> {
+        let mut state = self.lock_state();
         let (op, reply) = match packet {
-            ToClient::Head { op, head, rows } => (op, Reply::Head(head, self.receive(&mut state, op, rows)?)),
-            ToClient::More { rows, .. } if rows.is_empty() => {
-                return Err(Lost::Protocol("rows that are none".to_owned()));
+            NodePacket::Head { op, head, rows } => {
+                (op, Reply::Head(head, self.receive_rows(&mut state, op, rows)?))
             }
-            ToClient::More { op, rows } => (op, Reply::More(self.receive(&mut state, op, rows)?)),
-            ToClient::End { op, reason } => (op, Reply::End(reason)),
-            ToClient::Offer { op, offer } => (op, Reply::Offer(offer)),
-            ToClient::Taken { op, frames } => {
-                self.taken(&mut state, op, frames as usize)?;
+            NodePacket::More { rows, .. } if rows.is_empty() => {
+                return Err(LinkFailure::Protocol("a packet without rows".to_owned()));
+            }
+            NodePacket::More { op, rows } => (op, Reply::More(self.receive_rows(&mut state, op, rows)?)),
+            NodePacket::End { op, reason } => (op, Reply::End(reason)),
+            NodePacket::Offer { op, offer } => (op, Reply::Offer(offer)),
+            NodePacket::Taken { op, frames } => {
+                self.frames_taken(&mut state, op, frames as usize)?;
                 (op, Reply::Taken)
             }
-            ToClient::Done { op, done } => (op, Reply::Done(done)),
-            ToClient::Noted { op, pong } => (op, Reply::Noted(pong)),
-            ToClient::Ended { op } => (op, Reply::Ended),
-            ToClient::Welcome(_) => return Err(Lost::Protocol("a second welcome".to_owned())),
-            ToClient::Closing(why) => return Err(Lost::Broken(why.cause().to_owned())),
+            NodePacket::Done { op, done } => (op, Reply::Done(done)),
+            NodePacket::Acknowledged { op, pong } => (op, Reply::Acknowledged(pong)),
+            NodePacket::Ended { op } => (op, Reply::Ended),
+            NodePacket::Welcome(_) => return Err(LinkFailure::Protocol("a second welcome".to_owned())),
+            NodePacket::Closing(why) => return Err(LinkFailure::Broken(why.cause().to_owned())),
         };
         let is_ended = matches!(reply, Reply::Ended);
         if let Some(operation) = state.operations.get_mut(&op) {
             if operation.replies.len() >= REPLIES_MAX {
-                return Err(Lost::Protocol("more answers than an operation has".to_owned()));
+                return Err(LinkFailure::Protocol("more replies than an operation has".to_owned()));
             }
-            // That more was taken is no news to who has not heard of what was before.
+            // A second `Taken` adds no information if the first was not read yet.
             let is_known = matches!((operation.replies.back(), &reply), (Some(Reply::Taken), Reply::Taken));
             if !operation.is_abandoned && !is_known {
                 operation.replies.push_back(reply);
             }
             let waker = operation.waker.take();
             if is_ended && operation.is_abandoned {
-                self.over(&mut state, op);
+                self.close_operation(&mut state, op);
             }
             drop(state);
             if let Some(waker) = waker {
@@ -525,18 +548,18 @@ impl Link {
         Ok(())
     }
 
-    /// Rows that may be read; none when nobody waits for them any more.
-    fn receive(
+    /// Rows that may be read; empty if no caller waits for them any more.
+    fn receive_rows(
         self: &Arc<Self>,
-        state: &mut State,
+        state: &mut LinkState,
         op: u64,
-        rows: Vec<Descriptor>,
-    ) -> Result<Vec<Descriptor>, Lost> {
+        rows: Vec<GrantDescriptor>,
+    ) -> Result<Vec<GrantDescriptor>, LinkFailure> {
         let received =
-            state.borrower.receive(op, &rows).map_err(|wrong| Lost::Protocol(wrong.to_string()))?;
+            state.grants.receive(op, &rows).map_err(|wrong| LinkFailure::Protocol(wrong.to_string()))?;
         match received {
-            Received::Kept => Ok(rows),
-            Received::Unwanted => {
+            ReceiveOutcome::Accepted => Ok(rows),
+            ReceiveOutcome::Unwanted => {
                 self.send_returns(state);
                 Ok(Vec::new())
             }
@@ -544,65 +567,70 @@ impl Link {
     }
 
     /// The node has read frames of a save.
-    fn taken(&self, state: &mut State, op: u64, frames: usize) -> Result<(), Lost> {
+    fn frames_taken(&self, state: &mut LinkState, op: u64, frames: usize) -> Result<(), LinkFailure> {
         let Some(operation) = state.operations.get_mut(&op) else { return Ok(()) };
-        if frames == 0 || frames > operation.places.len() {
-            return Err(Lost::Protocol(format!("{frames} frames as taken")));
+        if frames == 0 || frames > operation.unread_ranges.len() {
+            return Err(LinkFailure::Protocol(format!("{frames} frames as taken")));
         }
-        let freed = operation.places.drain(..frames).collect();
-        state.give_back_places(freed);
-        self.room.notify_waiters();
+        let freed = operation.unread_ranges.drain(..frames).collect();
+        state.free_ranges(freed);
+        self.space_freed.notify_waiters();
         Ok(())
     }
 
-    /// Nothing of an operation is under way any more.
-    fn over(self: &Arc<Self>, state: &mut State, op: u64) {
+    /// Ends an operation: no packet of it is outstanding.
+    fn close_operation(self: &Arc<Self>, state: &mut LinkState, op: u64) {
         if let Some(operation) = state.operations.remove(&op) {
-            state.give_back_places(operation.places);
-            self.room.notify_waiters();
+            state.free_ranges(operation.unread_ranges);
+            self.space_freed.notify_waiters();
         }
-        if state.borrower.finish(op) {
+        if state.grants.finish(op) {
             self.send_returns(state);
         }
     }
 
-    fn send_returns(self: &Arc<Self>, state: &mut State) {
-        // While packets wait for the node to read, these do, and go in one: as many as there are blocks would be too many.
+    fn send_returns(self: &Arc<Self>, state: &mut LinkState) {
+        // While other packets are unsent, returns wait and go together; one packet per block would
+        // be too many.
         state.is_return_due = !state.unsent.is_empty();
-        while state.borrower.waiting() > 0 && !state.is_return_due {
-            let loans = state.borrower.take_returns(RETURNS_MAX);
-            self.post(state, ToNode::Return { loans }.encode());
+        while state.grants.pending_returns() > 0 && !state.is_return_due {
+            let loans = state.grants.take_returns(RETURNS_MAX);
+            self.post(state, ClientPacket::Return { loans }.encode());
         }
     }
 
-    fn give_back(self: &Arc<Self>, loan: LoanId, at_once: bool) {
-        let mut state = self.state();
-        if state.borrower.give_back(loan) || at_once {
+    fn return_grant(self: &Arc<Self>, loan: GrantId, at_once: bool) {
+        let mut state = self.lock_state();
+        if state.grants.release(loan) || at_once {
             self.send_returns(&mut state);
         }
     }
 
-    fn row(self: &Arc<Self>, row: Descriptor) -> Row {
-        let loan = Loan { link: Arc::clone(self), id: row.loan, at_once: row.place == Place::Tray };
-        Row { loan, place: row.place, at: row.at, len: row.len }
+    fn guard_row(self: &Arc<Self>, row: GrantDescriptor) -> GrantedBlock {
+        let loan = GrantGuard {
+            link: Arc::clone(self),
+            id: row.grant,
+            is_urgent: row.memory == GrantMemory::BounceBuffer,
+        };
+        GrantedBlock { grant: loan, place: row.memory, at: row.offset, len: row.len }
     }
 }
 
-/// What an operation has, if anything: its next reply, its end, or why there is none.
-type Found = Result<Option<Reply<Descriptor>>, PathError>;
+/// The next reply of an operation, its end, or an error; `None` if there is neither.
+type NextReply = Result<Option<Reply<GrantDescriptor>>, PathError>;
 
-/// Sends what the node's queue had no room for, as soon as it has.
-struct Flushing(Option<Arc<Link>>);
+/// Sends unsent packets as soon as the node's queue has space.
+struct FlushTask(Option<Arc<ShmLink>>);
 
-impl Flushing {
+impl FlushTask {
     async fn run(mut self) {
         while let Some(link) = self.0.take() {
             self.0 = Some(Arc::clone(&link));
             tokio::time::sleep(UNSENT_RETRY).await;
-            let mut state = link.state();
+            let mut state = link.lock_state();
             link.flush(&mut state);
             if state.unsent.is_empty() {
-                // Under the lock: whoever adds to it from here on begins anew.
+                // Under the lock: a caller that adds a packet later starts a new task.
                 link.is_flushing.store(false, Ordering::Relaxed);
                 self.0 = None;
             }
@@ -610,48 +638,49 @@ impl Flushing {
     }
 }
 
-impl Drop for Flushing {
+impl Drop for FlushTask {
     fn drop(&mut self) {
-        // Its runtime ended before it did.
+        // The runtime shut down before the task finished.
         if let Some(link) = &self.0 {
             link.is_flushing.store(false, Ordering::Relaxed);
         }
     }
 }
 
-/// A block that came, until dropped.
+/// A granted block, until dropped.
 #[derive(Debug)]
-pub(super) struct Row {
-    loan: Loan,
-    place: Place,
+pub(super) struct GrantedBlock {
+    grant: GrantGuard,
+    place: GrantMemory,
     at: u64,
     len: u32,
 }
 
-impl Row {
-    /// Its bytes: in place, or a copy of what lies in the tray.
+impl GrantedBlock {
+    /// Its bytes: in place, or a copy from the bounce buffer.
     pub(super) fn bytes(self) -> Option<Bytes> {
-        let Row { loan, place, at, len } = self;
+        let GrantedBlock { grant: loan, place, at, len } = self;
         let link = &loan.link;
         match place {
-            Place::Arena => {
+            GrantMemory::Arena => {
                 let arena = Arc::clone(link.arena.as_ref()?);
-                arena.lent(at, len, loan)
+                arena.granted_bytes(at, len, loan)
             }
-            Place::Tray => {
-                let from = TrayFrame::new(&link.tray, link.tray_out_at.checked_add(at)?, len)?;
+            GrantMemory::BounceBuffer => {
+                let from = ShmBounceFrame::new(&link.bounce, link.bounce_out_offset.checked_add(at)?, len)?;
                 let mut bytes = vec![0; len as usize];
-                // The way of long copies; whose sum it is, only who reads the frame knows.
-                copies(bytes.len(), |copies| from.copy_crc32c(0, &mut bytes, copies));
+                // The copy routine for long copies; only the frame's reader knows the expected
+                // checksum.
+                copy_batch(bytes.len(), |copies| from.copy_crc32c(0, &mut bytes, copies));
                 Some(Bytes::from(bytes))
             }
         }
     }
 }
 
-impl Reply<Descriptor> {
-    fn guarded(self, link: &Arc<Link>) -> Reply {
-        let rows = |rows: Vec<Descriptor>| rows.into_iter().map(|row| link.row(row)).collect();
+impl Reply<GrantDescriptor> {
+    fn guarded(self, link: &Arc<ShmLink>) -> Reply {
+        let rows = |rows: Vec<GrantDescriptor>| rows.into_iter().map(|row| link.guard_row(row)).collect();
         match self {
             Reply::Head(head, came) => Reply::Head(head, rows(came)),
             Reply::More(came) => Reply::More(rows(came)),
@@ -659,151 +688,153 @@ impl Reply<Descriptor> {
             Reply::Offer(offer) => Reply::Offer(offer),
             Reply::Taken => Reply::Taken,
             Reply::Done(done) => Reply::Done(done),
-            Reply::Noted(pong) => Reply::Noted(pong),
+            Reply::Acknowledged(pong) => Reply::Acknowledged(pong),
             Reply::Ended => Reply::Ended,
         }
     }
 }
 
-impl State {
-    fn give_back_places(&mut self, places: VecDeque<u64>) {
+impl LinkState {
+    fn free_ranges(&mut self, places: VecDeque<u64>) {
         places.into_iter().for_each(|at| {
-            self.rooms.give_back(at);
+            self.free_space.free(at);
         });
     }
 
-    fn lose(&mut self, lost: Lost) {
-        self.lost.get_or_insert(lost);
-        self.borrower.lost();
+    fn fail(&mut self, lost: LinkFailure) {
+        self.failure.get_or_insert(lost);
+        self.grants.server_lost();
         self.unsent.clear();
     }
 
-    /// Of everybody who waits, to be woken without the lock.
+    /// Wakers of all waiting callers, to be woken without the lock.
     fn wakers(&mut self) -> Vec<Waker> {
         self.operations.values_mut().filter_map(|operation| operation.waker.take()).collect()
     }
 }
 
-impl Lost {
+impl LinkFailure {
     pub(super) fn at(&self, peer: &str) -> PathError {
         let peer = peer.to_owned();
         match self {
-            Lost::Broken(cause) => PathError::Broken { peer, cause: cause.clone() },
-            Lost::Protocol(what) => PathError::Protocol { peer, what: what.clone() },
+            LinkFailure::Broken(cause) => PathError::Broken { peer, cause: cause.clone() },
+            LinkFailure::Protocol(what) => PathError::Protocol { peer, what: what.clone() },
         }
     }
 }
 
-/// Whoever has it reads for all.
-struct Lead<'a>(&'a Link);
+/// Its holder reads the socket for all callers.
+struct ReaderRole<'a>(&'a ShmLink);
 
-impl Drop for Lead<'_> {
+impl Drop for ReaderRole<'_> {
     fn drop(&mut self) {
-        let mut state = self.0.state();
-        state.is_led = false;
+        let mut state = self.0.lock_state();
+        state.has_reader = false;
         let wakers = state.wakers();
         drop(state);
-        // One of them leads now.
+        // One of them becomes the reader.
         wakers.into_iter().for_each(Waker::wake);
     }
 }
 
 /// Held while bytes of the node's memory may be read.
-struct Loan {
-    link: Arc<Link>,
-    id: LoanId,
-    /// Its place in the tray is needed for what comes next.
-    at_once: bool,
+struct GrantGuard {
+    link: Arc<ShmLink>,
+    id: GrantId,
+    /// Return it at once: its range of the bounce buffer is needed for the next block.
+    is_urgent: bool,
 }
 
-impl std::fmt::Debug for Loan {
+impl std::fmt::Debug for GrantGuard {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.id.fmt(f)
     }
 }
 
-impl Drop for Loan {
+impl Drop for GrantGuard {
     fn drop(&mut self) {
-        self.link.give_back(self.id, self.at_once);
+        self.link.return_grant(self.id, self.is_urgent);
     }
 }
 
-/// An operation under way.
-pub(super) struct Asking {
-    link: Arc<Link>,
+/// An operation in progress.
+pub(super) struct ShmOperation {
+    link: Arc<ShmLink>,
     op: u64,
     is_over: bool,
 }
 
-impl Asking {
+impl ShmOperation {
     /// The next reply.
     pub(super) async fn next(&self) -> Result<Reply, PathError> {
-        self.next_after(Duration::ZERO).await
+        self.next_when_busy(Duration::ZERO).await
     }
 
-    /// The same when the node is known to work on it for about `busy`.
-    pub(super) async fn next_after(&self, busy: Duration) -> Result<Reply, PathError> {
-        let next = self.link.next(self.op, busy).await?.map(|reply| reply.guarded(&self.link));
-        next.ok_or_else(|| Lost::Broken("the operation is over".to_owned()).at(&self.link.peer))
+    /// Like `next` for a node that is expected to work for about `busy`.
+    pub(super) async fn next_when_busy(&self, busy: Duration) -> Result<Reply, PathError> {
+        let next = self.link.next_reply(self.op, busy).await?.map(|reply| reply.guarded(&self.link));
+        next.ok_or_else(|| LinkFailure::Broken("the operation is over".to_owned()).at(&self.link.peer))
     }
 
-    /// Nothing follows.
+    /// Finishes the operation: no packet follows.
     pub(super) fn finish(mut self) {
         self.is_over = true;
-        let mut state = self.link.state();
-        self.link.over(&mut state, self.op);
+        let mut state = self.link.lock_state();
+        self.link.close_operation(&mut state, self.op);
     }
 
-    /// Puts bytes into the tray, one after the other, as what comes next of a save: a frame, or a piece of one that comes by layer.
-    /// All together are `len`. `false` while there is no place among the first bytes `within` the client's part of the tray.
+    /// Writes `parts` in sequence into the bounce buffer as the next frame or piece of a save;
+    /// their total length is `len`. Returns `false` while there is no free range among the first
+    /// `within` bytes of the client's part.
     pub(super) fn put(&self, parts: &[Bytes], len: u32, within: u64) -> bool {
         let at = {
-            let mut state = self.link.state();
-            let puts = state.operations.get(&self.op).map_or(0, |operation| operation.places.len());
-            if puts < PUTS_MAX { state.rooms.take_within(len, within) } else { None }
+            let mut state = self.link.lock_state();
+            let puts = state.operations.get(&self.op).map_or(0, |operation| operation.unread_ranges.len());
+            if puts < PUTS_MAX { state.free_space.allocate_within(len, within) } else { None }
         };
         let Some(at) = at else { return false };
-        // Outside the lock: this place is ours alone.
+        // Outside the lock: this range is exclusively ours.
         let mut to = at;
         let is_written = parts.iter().all(|part| {
-            let written = self.link.tray.write(to, part);
+            let written = self.link.bounce.write(to, part);
             to += part.len() as u64;
             written.is_some()
         });
-        let mut state = self.link.state();
+        let mut state = self.link.lock_state();
         if let Some(operation) = state.operations.get_mut(&self.op).filter(|_| is_written) {
-            operation.places.push_back(at);
-            let places = vec![TrayPlace { at, len }];
-            self.link.post(&mut state, ToNode::Put { op: self.op, places }.encode());
+            operation.unread_ranges.push_back(at);
+            let places = vec![BounceRange { at, len }];
+            self.link.post(&mut state, ClientPacket::Put { op: self.op, places }.encode());
         } else {
-            state.rooms.give_back(at);
+            state.free_space.free(at);
         }
         true
     }
 
-    /// Places with what the node has not read of this save.
-    pub(super) fn puts(&self) -> usize {
-        self.link.state().operations.get(&self.op).map_or(0, |operation| operation.places.len())
+    /// Number of ranges of this save that the node has not read.
+    pub(super) fn pending_puts(&self) -> usize {
+        self.link.lock_state().operations.get(&self.op).map_or(0, |operation| operation.unread_ranges.len())
     }
 
-    /// Says that nothing follows.
-    pub(super) fn end_puts(&self) {
-        self.link.post(&mut self.link.state(), ToNode::Finish { op: self.op }.encode());
+    /// Says that no further frames follow.
+    pub(super) fn finish_puts(&self) {
+        self.link.post(&mut self.link.lock_state(), ClientPacket::Finish { op: self.op }.encode());
     }
 
-    /// Waits until a place of the tray came free. Made before the try that finds none, it misses nothing.
-    pub(super) fn room(&self) -> tokio::sync::futures::Notified<'_> {
-        self.link.room.notified()
+    /// Waits until a range of the bounce buffer is freed. Create it before checking for a free
+    /// range, so that no event is missed.
+    pub(super) fn space_freed(&self) -> tokio::sync::futures::Notified<'_> {
+        self.link.space_freed.notified()
     }
 }
 
-impl Drop for Asking {
+impl Drop for ShmOperation {
     fn drop(&mut self) {
         if self.is_over {
             return;
         }
-        let mut state = self.link.state();
-        state.borrower.cancel(self.op);
+        let mut state = self.link.lock_state();
+        state.grants.cancel(self.op);
         let Some(operation) = state.operations.get_mut(&self.op) else { return };
         operation.is_abandoned = true;
         let rows = std::mem::take(&mut operation.replies).into_iter().flat_map(|reply| match reply {
@@ -811,16 +842,16 @@ impl Drop for Asking {
             _ => Vec::new(),
         });
         for row in rows {
-            state.borrower.give_back(row.loan);
+            state.grants.release(row.grant);
         }
         self.link.send_returns(&mut state);
-        self.link.post(&mut state, ToNode::Cancel { op: self.op }.encode());
+        self.link.post(&mut state, ClientPacket::Cancel { op: self.op }.encode());
         drop(state);
-        // What still comes for it must be given back, also when nobody asks for anything else.
+        // Later replies must return their grants, even if no other operation runs.
         if let Ok(runtime) = Handle::try_current() {
             let (link, op) = (Arc::clone(&self.link), self.op);
             runtime.spawn(async move {
-                let _ = link.next(op, Duration::ZERO).await;
+                let _ = link.next_reply(op, Duration::ZERO).await;
             });
         }
     }

@@ -1,7 +1,8 @@
 //! The client's end as a path: the four operations over a link.
 //!
-//! Requests for more blocks than one operation takes are cut, one after another. Not here: packets and memory
-//! (`link.rs`), saves that come by layer (`layered.rs`), checking what the bytes are (the caller verifies every frame), and choosing.
+//! Requests with more blocks than one operation takes are split. Not here: packets and memory
+//! (`link.rs`), layer-wise saves (`layered_save.rs`), frame verification (the caller verifies every
+//! frame), and the choice of a path.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,37 +13,37 @@ use kvfleet_proto::data;
 use kvfleet_proto::frame::Frame;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::guess::Guess;
-use super::layered::Turn;
-use super::link::{Asking, LOOK_AGAIN, Link, Reply, Row};
-use super::{AT_ONCE_BLOCKS_MAX, AT_ONCE_BYTES_MAX, BLOCKS_PER_ASK_MAX};
-use crate::layered::FramesOnly;
-use crate::slices::Whole;
+use super::adaptive_toggle::AdaptiveToggle;
+use super::layered_save::CopyBudget;
+use super::link::{GrantedBlock, READER_TIMEOUT, Reply, ShmLink, ShmOperation};
+use super::{BLOCKS_PER_OPERATION_MAX, EAGER_BLOCKS_MAX, EAGER_BYTES_MAX};
+use crate::layered::LayerSupport;
+use crate::slices::FrameSplitter;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, MissReason, Path, PathError, SaveAnswer,
-    SaveDone, SaveOffer, SaveRequest, SliceSink, Streamed, wire,
+    BoxFuture, FetchAnswer, FetchRequest, LayerRequest, LayerSource, LayeredSaveOutcome, MissReason, Path,
+    PathError, SaveAnswer, SaveDone, SaveOffer, SaveRequest, SliceSink, wire,
 };
 
-/// Longest deadline a fetch can have; more is the same as none, and would overflow the clock.
+/// Longest deadline of a fetch; a longer one has no use and would overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(3600);
 
-/// Bytes of a save that a node takes in within a microsecond, at least.
-const TAKEN_BYTES_A_MICROSECOND: u64 = 2000;
+/// Bytes of a save that a node processes per microsecond, at least.
+const SAVE_BYTES_PER_MICROSECOND: u64 = 2000;
 
 /// A connection to a node of this host.
 pub(super) struct ShmPath {
-    pub(super) link: Arc<Link>,
+    pub(super) link: Arc<ShmLink>,
     pub(super) stall_timeout: Duration,
-    pub(super) tray_in_bytes: u64,
-    /// Whether frames are sent before the node says that it wants them.
-    pub(super) at_once: Guess,
-    pub(super) saves_frames: FramesOnly,
+    pub(super) bounce_in_bytes: u64,
+    /// Whether frames are sent before the node asks for them.
+    pub(super) eager_saves: AdaptiveToggle,
+    pub(super) saves_frames: LayerSupport,
 }
 
 impl ShmPath {
-    pub(super) fn protocol(&self, what: &dyn std::fmt::Display) -> PathError {
+    pub(super) fn malformed(&self, what: &dyn std::fmt::Display) -> PathError {
         let peer = self.link.peer().to_owned();
-        PathError::Protocol { peer, what: format!("a message that makes no sense: {what}") }
+        PathError::Protocol { peer, what: format!("a malformed message: {what}") }
     }
 
     pub(super) fn unexpected(&self, reply: &Reply) -> PathError {
@@ -51,11 +52,11 @@ impl ShmPath {
                 peer: self.link.peer().to_owned(),
                 cause: "the node ended the operation".to_owned(),
             },
-            other => self.protocol(&format_args!("{other:?} out of place")),
+            other => self.malformed(&format_args!("unexpected {other:?}")),
         }
     }
 
-    pub(super) async fn timed<T>(
+    pub(super) async fn within_stall_timeout<T>(
         &self,
         work: impl Future<Output = Result<T, PathError>>,
     ) -> Result<T, PathError> {
@@ -67,20 +68,20 @@ impl ShmPath {
     async fn fetch_all(
         &self,
         mut request: FetchRequest,
-        sink: &mut dyn Takes,
+        sink: &mut dyn FrameBatchSink,
     ) -> Result<FetchAnswer, PathError> {
         let deadline = Instant::now() + request.deadline.min(DEADLINE_MAX);
-        if request.hashes.len() <= BLOCKS_PER_ASK_MAX {
-            return self.fetch_some(request, deadline, sink).await;
+        if request.hashes.len() <= BLOCKS_PER_OPERATION_MAX {
+            return self.fetch_part(request, deadline, sink).await;
         }
         let mut hashes = std::mem::take(&mut request.hashes).into_iter().peekable();
         let mut all = Vec::new();
         while hashes.peek().is_some() {
-            let part: Vec<_> = hashes.by_ref().take(BLOCKS_PER_ASK_MAX).collect();
+            let part: Vec<_> = hashes.by_ref().take(BLOCKS_PER_OPERATION_MAX).collect();
             let blocks = u32::try_from(part.len()).unwrap_or(u32::MAX);
             let some = FetchRequest { hashes: part, ..request.clone() };
             request.first_offset_blocks = request.first_offset_blocks.saturating_add(blocks);
-            let answer = self.fetch_some(some, deadline, sink).await;
+            let answer = self.fetch_part(some, deadline, sink).await;
             let reason = match answer {
                 Ok(FetchAnswer::Hit { tiers }) => {
                     all.extend(tiers);
@@ -100,30 +101,30 @@ impl ShmPath {
         Ok(FetchAnswer::Hit { tiers: all })
     }
 
-    async fn fetch_some(
+    async fn fetch_part(
         &self,
         request: FetchRequest,
         deadline: Instant,
-        sink: &mut dyn Takes,
+        sink: &mut dyn FrameBatchSink,
     ) -> Result<FetchAnswer, PathError> {
         let asked = request.hashes.len();
         let asking = self.link.begin(asked, wire::fetch_to_pb(&request))?;
-        request.progress.asked();
+        request.progress.mark_asked();
         let Ok(first) = timeout_at(deadline, asking.next()).await else {
             return Ok(FetchAnswer::Miss { reason: MissReason::TooLate });
         };
         let first = first?;
-        request.progress.answered();
+        request.progress.mark_answered();
         let (head, rows) = match first {
             Reply::Head(head, rows) => (head, rows),
-            // The node's clock was the quicker one.
+            // The node's clock reached the deadline first.
             Reply::End(reason) => {
                 asking.finish();
-                return Ok(FetchAnswer::Miss { reason: reason_of(reason) });
+                return Ok(FetchAnswer::Miss { reason: miss_reason(reason) });
             }
             other => return Err(self.unexpected(&other)),
         };
-        let (answer, epoch) = wire::head_from_pb(&head, asked).map_err(|error| self.protocol(&error))?;
+        let (answer, epoch) = wire::head_from_pb(&head, asked).map_err(|error| self.malformed(&error))?;
         if epoch != request.epoch && !answer.tiers().is_empty() {
             return Ok(FetchAnswer::Miss { reason: MissReason::StaleEpoch });
         }
@@ -132,14 +133,14 @@ impl ShmPath {
         Ok(answer.cut_short(delivered, reason))
     }
 
-    /// Hands up to `wanted` frames to `sink`: how many came, and why not more.
+    /// Delivers up to `wanted` frames to `sink`; returns how many came, and why no more.
     async fn receive(
         &self,
-        asking: Asking,
-        mut rows: Vec<Row>,
+        asking: ShmOperation,
+        mut rows: Vec<GrantedBlock>,
         wanted: usize,
         deadline: Instant,
-        sink: &mut dyn Takes,
+        sink: &mut dyn FrameBatchSink,
     ) -> (usize, MissReason) {
         let mut delivered = 0;
         loop {
@@ -160,7 +161,7 @@ impl ShmPath {
                 Ok(Ok(Reply::More(rows))) => rows,
                 Ok(Ok(Reply::End(reason))) => {
                     asking.finish();
-                    return (delivered, reason_of(reason));
+                    return (delivered, miss_reason(reason));
                 }
                 Ok(Ok(_)) => return (delivered, MissReason::Corrupt),
                 Ok(Err(_)) => return (delivered, MissReason::NodeLost),
@@ -175,13 +176,13 @@ impl ShmPath {
         source: &(dyn Fn(usize) -> Frame + Send + Sync),
     ) -> Result<SaveAnswer, PathError> {
         let hashes = std::mem::take(&mut request.hashes);
-        if hashes.len() <= BLOCKS_PER_ASK_MAX {
-            return self.save_some(SaveRequest { hashes, ..request }, 0, source).await;
+        if hashes.len() <= BLOCKS_PER_OPERATION_MAX {
+            return self.save_part(SaveRequest { hashes, ..request }, 0, source).await;
         }
         let (mut sum, mut first) = (SaveDone::default(), 0);
-        for part in hashes.chunks(BLOCKS_PER_ASK_MAX) {
+        for part in hashes.chunks(BLOCKS_PER_OPERATION_MAX) {
             let some = SaveRequest { hashes: part.to_vec(), ..request.clone() };
-            match self.save_some(some, first, source).await? {
+            match self.save_part(some, first, source).await? {
                 SaveAnswer::Done(done) => {
                     sum.stored_blocks += done.stored_blocks;
                     sum.present_blocks += done.present_blocks;
@@ -190,7 +191,7 @@ impl ShmPath {
                     sum.visible_at = done.visible_at.or(sum.visible_at);
                 }
                 other if first == 0 => return Ok(other),
-                // What is behind has no prefix there: it is refused as a whole.
+                // Later blocks have no stored prefix, so they count as refused.
                 SaveAnswer::Busy { .. } | SaveAnswer::Refused(_) => {
                     sum.refused_blocks += u32::try_from(hashes.len() - first).unwrap_or(u32::MAX);
                     break;
@@ -204,7 +205,7 @@ impl ShmPath {
         Ok(SaveAnswer::Done(sum))
     }
 
-    async fn save_some(
+    async fn save_part(
         &self,
         request: SaveRequest,
         first: usize,
@@ -212,44 +213,46 @@ impl ShmPath {
     ) -> Result<SaveAnswer, PathError> {
         let blocks = request.hashes.len();
         let bytes = request.frame_bytes.saturating_mul(blocks as u64);
-        let is_small = (1..=AT_ONCE_BLOCKS_MAX).contains(&blocks) && bytes <= AT_ONCE_BYTES_MAX;
-        if is_small && self.at_once.tries() {
+        let is_small = (1..=EAGER_BLOCKS_MAX).contains(&blocks) && bytes <= EAGER_BYTES_MAX;
+        if is_small && self.eager_saves.should_try() {
             let frames: Vec<Frame> = (first..first + blocks).map(source).collect();
-            if let Some(asking) = self.link.begin_save(wire::save_to_pb(&request), &frames)? {
-                let taking = Duration::from_micros(bytes / TAKEN_BYTES_A_MICROSECOND);
-                let answer = self.save_at_once(asking, blocks, taking).await;
+            if let Some(asking) = self.link.begin_eager_save(wire::save_to_pb(&request), &frames)? {
+                let taking = Duration::from_micros(bytes / SAVE_BYTES_PER_MICROSECOND);
+                let answer = self.finish_eager_save(asking, blocks, taking).await;
                 match &answer {
                     Ok(SaveAnswer::Done(done)) if 2 * done.stored_blocks as usize >= blocks => {
-                        self.at_once.was_right();
+                        self.eager_saves.succeeded();
                     }
-                    _ => self.at_once.was_wrong(),
+                    _ => self.eager_saves.failed(),
                 }
                 return answer;
             }
-            self.at_once.was_wrong();
+            self.eager_saves.failed();
         }
-        self.save_wanted(request, first, source).await
+        self.save_on_offer(request, first, source).await
     }
 
-    /// The end of a save whose frames the node has.
-    async fn save_at_once(
+    /// Waits for the end of an eager save.
+    async fn finish_eager_save(
         &self,
-        asking: Asking,
+        asking: ShmOperation,
         blocks: usize,
         taking: Duration,
     ) -> Result<SaveAnswer, PathError> {
-        let mut reply = self.timed(asking.next_after(taking)).await?;
-        // It goes on, which is all that this says.
+        let mut reply = self.within_stall_timeout(asking.next_when_busy(taking)).await?;
+        // Only a sign of progress.
         while matches!(reply, Reply::Taken) {
-            reply = self.timed(asking.next()).await?;
+            reply = self.within_stall_timeout(asking.next()).await?;
         }
         let answer = match reply {
             Reply::Done(done) => wire::done_from_pb(&done),
             Reply::Offer(offer) => {
-                match wire::offer_from_pb(&offer, blocks).map_err(|error| self.protocol(&error))? {
+                match wire::offer_from_pb(&offer, blocks).map_err(|error| self.malformed(&error))? {
                     SaveOffer::Busy { retry_after } => SaveAnswer::Busy { retry_after },
                     SaveOffer::Refused(refusal) => SaveAnswer::Refused(refusal),
-                    SaveOffer::Wanted(_) => return Err(self.protocol(&"an offer of what was sent")),
+                    SaveOffer::Wanted(_) => {
+                        return Err(self.malformed(&"an offer for frames that were already sent"));
+                    }
                 }
             }
             other => return Err(self.unexpected(&other)),
@@ -258,20 +261,20 @@ impl ShmPath {
         Ok(answer)
     }
 
-    /// A save that brings what the node says that it wants.
-    async fn save_wanted(
+    /// A save that sends the frames that the node asks for.
+    async fn save_on_offer(
         &self,
         request: SaveRequest,
         first: usize,
         source: &(dyn Fn(usize) -> Frame + Send + Sync),
     ) -> Result<SaveAnswer, PathError> {
         let asking = self.link.begin(0, wire::save_to_pb(&request))?;
-        let offer = match self.timed(asking.next()).await? {
+        let offer = match self.within_stall_timeout(asking.next()).await? {
             Reply::Offer(offer) => offer,
             other => return Err(self.unexpected(&other)),
         };
         let offer =
-            wire::offer_from_pb(&offer, request.hashes.len()).map_err(|error| self.protocol(&error))?;
+            wire::offer_from_pb(&offer, request.hashes.len()).map_err(|error| self.malformed(&error))?;
         let wanted = match offer {
             SaveOffer::Wanted(wanted) => wanted,
             SaveOffer::Busy { retry_after } => {
@@ -283,20 +286,21 @@ impl ShmPath {
                 return Ok(SaveAnswer::Refused(refusal));
             }
         };
-        let mut turn = Turn::default();
+        let mut turn = CopyBudget::default();
         for (position, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted) {
             let frame = source(first + position);
-            turn.before(frame.bytes.len()).await;
-            self.timed(self.put(&asking, &[frame.bytes], self.tray_in_bytes)).await?;
+            turn.charge(frame.bytes.len()).await;
+            self.within_stall_timeout(self.put_when_free(&asking, &[frame.bytes], self.bounce_in_bytes))
+                .await?;
         }
-        self.done(asking).await
+        self.finish_save(asking).await
     }
 
-    /// Ends a save that brought what was wanted.
-    pub(super) async fn done(&self, asking: Asking) -> Result<SaveAnswer, PathError> {
-        asking.end_puts();
+    /// Finishes a save after its frames were sent.
+    pub(super) async fn finish_save(&self, asking: ShmOperation) -> Result<SaveAnswer, PathError> {
+        asking.finish_puts();
         loop {
-            match self.timed(asking.next()).await? {
+            match self.within_stall_timeout(asking.next()).await? {
                 Reply::Taken => {}
                 Reply::Done(done) => {
                     asking.finish();
@@ -307,20 +311,27 @@ impl ShmPath {
         }
     }
 
-    /// Puts these bytes into the tray, one after the other in one place, as soon as there is one in this much of it.
-    pub(super) async fn put(&self, asking: &Asking, parts: &[Bytes], within: u64) -> Result<(), PathError> {
+    /// Writes `parts` in sequence into one range of the bounce buffer, as soon as its first
+    /// `within` bytes have space.
+    pub(super) async fn put_when_free(
+        &self,
+        asking: &ShmOperation,
+        parts: &[Bytes],
+        within: u64,
+    ) -> Result<(), PathError> {
         let bytes = parts.iter().map(Bytes::len).sum();
         let limit = usize::try_from(within).unwrap_or(usize::MAX);
         let len = u32::try_from(bytes).ok().filter(|_| bytes <= limit);
         let len = len.ok_or(PathError::TooLarge { bytes, limit })?;
         loop {
-            let room = asking.room();
+            let room = asking.space_freed();
             if asking.put(parts, len, within) {
                 return Ok(());
             }
-            if asking.puts() == 0 {
-                // Other saves have the tray; their owners hear of its places, or nobody does.
-                if timeout(LOOK_AGAIN, room).await.is_err()
+            if asking.pending_puts() == 0 {
+                // Other saves occupy the bounce buffer; their owners are notified of free space, or
+                // no caller is.
+                if timeout(READER_TIMEOUT, room).await.is_err()
                     && let Some(error) = self.link.failure()
                 {
                     return Err(error);
@@ -334,11 +345,11 @@ impl ShmPath {
         }
     }
 
-    /// Asks what is answered by a note.
-    async fn note(&self, request: data::DataRequest) -> Result<data::Pong, PathError> {
+    /// Sends a request that is answered by an acknowledgement.
+    async fn request_acknowledgement(&self, request: data::DataRequest) -> Result<data::Pong, PathError> {
         let asking = self.link.begin(0, request)?;
-        match self.timed(asking.next()).await? {
-            Reply::Noted(pong) => {
+        match self.within_stall_timeout(asking.next()).await? {
+            Reply::Acknowledged(pong) => {
                 asking.finish();
                 Ok(pong)
             }
@@ -347,29 +358,29 @@ impl ShmPath {
     }
 }
 
-/// Who takes the frames of a fetch.
-trait Takes: Send {
-    /// These lie there, the next blocks in prefix order; others may come when these are taken.
+/// Receives the frames of a fetch in batches.
+trait FrameBatchSink: Send {
+    /// Takes available frames, the next blocks in prefix order. Further ones may follow.
     fn take(&mut self, frames: Vec<Frame>);
 }
 
-/// Frames handed on as they are.
-struct OneByOne<'a>(&'a mut (dyn FnMut(Frame) + Send));
+/// Passes frames on one by one.
+struct FrameSink<'a>(&'a mut (dyn FnMut(Frame) + Send));
 
-impl Takes for OneByOne<'_> {
+impl FrameBatchSink for FrameSink<'_> {
     fn take(&mut self, frames: Vec<Frame>) {
         frames.into_iter().for_each(&mut *self.0);
     }
 }
 
-impl Takes for Whole<'_> {
+impl FrameBatchSink for FrameSplitter<'_> {
     fn take(&mut self, frames: Vec<Frame>) {
-        Whole::take(self, &frames);
+        FrameSplitter::split(self, &frames);
     }
 }
 
-/// A node that says nothing more had no bytes.
-fn reason_of(number: u32) -> MissReason {
+/// An unknown number counts as a failed medium.
+fn miss_reason(number: u32) -> MissReason {
     let known = MissReason::ALL.into_iter().find(|reason| *reason as u32 == number);
     known.unwrap_or(MissReason::MediumFailed)
 }
@@ -380,24 +391,24 @@ impl Path for ShmPath {
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { self.fetch_all(request, &mut OneByOne(sink)).await })
+        Box::pin(async move { self.fetch_all(request, &mut FrameSink(sink)).await })
     }
 
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        asked: AskedLayers,
+        asked: LayerRequest,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
         Box::pin(async move {
-            let mut whole = Whole::new(sink, asked);
+            let mut whole = FrameSplitter::new(sink, asked);
             let answer = self.fetch_all(request, &mut whole).await?;
-            Ok(whole.conclude(answer))
+            Ok(whole.finish(answer))
         })
     }
 
-    /// Nothing moves until it is copied out.
-    fn moves_slices(&self) -> bool {
+    /// Bytes are not moved before they are copied out.
+    fn fetches_slices(&self) -> bool {
         self.link.reads_in_place()
     }
 
@@ -413,16 +424,16 @@ impl Path for ShmPath {
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
+    ) -> BoxFuture<'a, Result<LayeredSaveOutcome, PathError>> {
         Box::pin(self.save_by_layer(request, layers))
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.is_so()
+        !self.saves_frames.is_unsupported()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
-        Box::pin(async move { self.note(wire::release_to_pb(lease)).await.map(|_| ()) })
+        Box::pin(async move { self.request_acknowledgement(wire::release_to_pb(lease)).await.map(|_| ()) })
     }
 
     fn failure(&self) -> Option<PathError> {
@@ -432,9 +443,9 @@ impl Path for ShmPath {
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
         Box::pin(async move {
             let asked = Instant::now();
-            let pong = self.note(wire::ping_to_pb()).await?;
+            let pong = self.request_acknowledgement(wire::ping_to_pb()).await?;
             if pong.version != wire::PROTOCOL_VERSION {
-                return Err(self.protocol(&format_args!("protocol version {}", pong.version)));
+                return Err(self.malformed(&format_args!("protocol version {}", pong.version)));
             }
             Ok(asked.elapsed())
         })

@@ -1,6 +1,7 @@
-//! Unix sockets that carry whole packets, with descriptors beside them, and say who the other end is.
+//! Unix sockets that carry whole packets with file descriptors, and identify the peer process.
 //!
-//! Nothing here waits: what would block says so. Not here: what is in a packet (`packet.rs`).
+//! No call here blocks; a call that would block says so. Not here: the contents of packets
+//! (`packet.rs`).
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -18,53 +19,53 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use super::PACKET_BYTES_MAX;
-use super::map::peer_credentials;
+use super::mapping::peer_credentials;
 
-/// Descriptors that one packet can bring. One more is looked for, to see that there are too many.
+/// Maximum descriptors of one packet. The receive buffer holds one more, to detect an excess.
 pub(super) const DESCRIPTORS_MAX: usize = 2;
 
-/// Connections that wait to be accepted. More get an error and come again.
+/// Backlog of connections to accept. Further ones get an error and retry.
 const BACKLOG: i32 = 64;
 
 /// One end of a connection, or a listener.
 #[derive(Debug)]
 pub(super) struct Seqpacket(OwnedFd);
 
-/// Who is at the other end, as the kernel says: at the time it connected or listened.
+/// The peer process, as the kernel recorded it when it connected or listened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Peer {
+pub(super) struct PeerProcess {
     pub(super) uid: u32,
-    /// 0 when it cannot be seen from here: it is in another pid namespace.
+    /// 0 if it is in another pid namespace and not visible from here.
     pub(super) pid: i32,
 }
 
-/// What was there to receive.
+/// Result of a receive call.
 #[derive(Debug)]
-pub(super) enum Got {
-    /// A packet of so many bytes, with descriptors.
+pub(super) enum RecvOutcome {
+    /// A packet of this length in bytes, with its descriptors.
     Packet(usize, Vec<OwnedFd>),
-    /// The other end is gone, and all that it sent was received.
-    Ended,
-    /// Nothing yet.
-    Later,
+    /// The peer is gone, and everything that it sent was received.
+    Closed,
+    /// No packet yet.
+    WouldBlock,
 }
 
-/// What became of a packet that was to be sent.
+/// Result of a send call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Sent {
-    /// The other end has it in its queue.
+pub(super) enum SendOutcome {
+    /// The packet is in the peer's queue.
     Queued,
-    /// Its queue is full: once more when it is writable.
-    Later,
-    /// It is gone.
-    Ended,
+    /// The peer's queue is full: retry when it is writable.
+    WouldBlock,
+    /// The peer is gone.
+    Closed,
 }
 
 impl Seqpacket {
-    /// Listens at a path where nothing is. Nobody but this user may connect until somebody says otherwise.
+    /// Listens at an unused path. Only this user may connect until the permissions are changed.
     pub(super) fn listen(at: &Path) -> io::Result<Seqpacket> {
         let socket = open()?;
-        // The file that `bind` makes has the rights of the socket.
+        // `bind` creates the file with the permissions of the socket.
         rustix::fs::fchmod(&socket, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)?;
         bind(&socket, &SocketAddrUnix::new(at)?)?;
         listen(&socket, BACKLOG)?;
@@ -77,7 +78,7 @@ impl Seqpacket {
         Ok(Seqpacket(socket))
     }
 
-    /// The next connection; nothing while there is none.
+    /// The next connection, or `None` if there is none.
     pub(super) fn accept(&self) -> io::Result<Option<Seqpacket>> {
         match accept_with(&self.0, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(socket) => Ok(Some(Seqpacket(socket))),
@@ -86,12 +87,12 @@ impl Seqpacket {
         }
     }
 
-    pub(super) fn peer(&self) -> io::Result<Peer> {
+    pub(super) fn peer(&self) -> io::Result<PeerProcess> {
         let (uid, pid) = peer_credentials(&self.0)?;
-        Ok(Peer { uid, pid })
+        Ok(PeerProcess { uid, pid })
     }
 
-    pub(super) fn send(&self, packet: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<Sent> {
+    pub(super) fn send(&self, packet: &[u8], descriptors: &[BorrowedFd<'_>]) -> io::Result<SendOutcome> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if descriptors.len() > DESCRIPTORS_MAX {
@@ -102,24 +103,24 @@ impl Seqpacket {
         }
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         match sendmsg(&self.0, &[IoSlice::new(packet)], &mut control, flags) {
-            Ok(_) => Ok(Sent::Queued),
-            Err(Errno::WOULDBLOCK | Errno::INTR | Errno::NOBUFS) => Ok(Sent::Later),
-            Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => Ok(Sent::Ended),
+            Ok(_) => Ok(SendOutcome::Queued),
+            Err(Errno::WOULDBLOCK | Errno::INTR | Errno::NOBUFS) => Ok(SendOutcome::WouldBlock),
+            Err(Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN) => Ok(SendOutcome::Closed),
             Err(cause) => Err(cause.into()),
         }
     }
 
     /// # Errors
-    /// When a packet is larger than any may be or brings too many descriptors, or what the system said. Descriptors that
-    /// came with it are closed.
-    pub(super) fn recv(&self, into: &mut [u8; PACKET_BYTES_MAX]) -> io::Result<Got> {
+    /// If a packet is too long or has too many descriptors, or the system's error. Its descriptors
+    /// are closed.
+    pub(super) fn recv(&self, into: &mut [u8; PACKET_BYTES_MAX]) -> io::Result<RecvOutcome> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(DESCRIPTORS_MAX + 1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let flags = RecvFlags::DONTWAIT | RecvFlags::CMSG_CLOEXEC;
         let received = match recvmsg(&self.0, &mut [IoSliceMut::new(into)], &mut control, flags) {
             Ok(received) => received,
-            Err(Errno::WOULDBLOCK | Errno::INTR) => return Ok(Got::Later),
-            Err(Errno::CONNRESET) => return Ok(Got::Ended),
+            Err(Errno::WOULDBLOCK | Errno::INTR) => return Ok(RecvOutcome::WouldBlock),
+            Err(Errno::CONNRESET) => return Ok(RecvOutcome::Closed),
             Err(cause) => return Err(cause.into()),
         };
         let mut descriptors = Vec::new();
@@ -130,38 +131,47 @@ impl Seqpacket {
         }
         let is_cut = received.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC);
         if is_cut || descriptors.len() > DESCRIPTORS_MAX {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "a packet is larger than any may be"));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                "a packet is too long or has too many descriptors",
+            ));
         }
-        // An empty packet is none of this protocol, and cannot be told from the end.
-        Ok(if received.bytes == 0 { Got::Ended } else { Got::Packet(received.bytes, descriptors) })
+        // An empty packet is not part of this protocol, and cannot be distinguished from the end.
+        Ok(if received.bytes == 0 {
+            RecvOutcome::Closed
+        } else {
+            RecvOutcome::Packet(received.bytes, descriptors)
+        })
     }
 
-    /// The other end sees the end once it has received what was sent. What it sends still comes.
-    pub(super) fn end_sending(&self) {
-        // Fails when it is gone already, which is as good.
+    /// Ends sending: the peer sees the end after it has received everything. Its packets still
+    /// arrive.
+    pub(super) fn shutdown_send(&self) {
+        // Fails if the peer is already gone, which needs no handling.
         let _ = shutdown(&self.0, Shutdown::Write);
     }
 }
 
-/// The runtime's own handle is deprecated in its safe form, because a type may close its descriptor while it is watched. These
-/// types do not: one owns the descriptor until it is dropped, the other borrows it.
+/// The runtime's handle is deprecated in its safe form, because a type may close its descriptor
+/// while it is watched. These types do not: one owns the descriptor until it is dropped, the other
+/// borrows it.
 #[allow(deprecated)]
 impl Seqpacket {
-    /// To be waited for until something can be received. A socket that is also watched for room to send wakes with every
-    /// packet that the other end takes.
-    pub(super) fn watched(self) -> io::Result<AsyncFd<Seqpacket>> {
+    /// Watches for readability only. A socket that is also watched for writability wakes with every
+    /// packet that the peer takes.
+    pub(super) fn into_async(self) -> io::Result<AsyncFd<Seqpacket>> {
         AsyncFd::with_interest(self, Interest::READABLE)
     }
 
-    /// Waits until there is room to send. Rare enough for a handle of its own for as long as it waits.
-    pub(super) async fn room(&self) -> io::Result<()> {
+    /// Waits until the socket is writable. Rare enough for a separate handle while it waits.
+    pub(super) async fn writable(&self) -> io::Result<()> {
         let again = AsyncFd::with_interest(self.0.try_clone()?, Interest::WRITABLE)?;
         again.writable().await?.retain_ready();
         Ok(())
     }
 
-    /// To be waited for until something can be received.
-    pub(super) fn heard(&self) -> io::Result<AsyncFd<BorrowedFd<'_>>> {
+    /// Watches for readability.
+    pub(super) fn readable(&self) -> io::Result<AsyncFd<BorrowedFd<'_>>> {
         AsyncFd::with_interest(self.0.as_fd(), Interest::READABLE)
     }
 }
@@ -187,7 +197,7 @@ fn open() -> io::Result<OwnedFd> {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
-    use crate::shm::map::memory_file;
+    use crate::shm::mapping::memory_file;
 
     fn pair() -> (Seqpacket, Seqpacket) {
         let dir = tempfile::tempdir().unwrap();
@@ -197,32 +207,32 @@ mod tests {
         (client, listener.accept().unwrap().unwrap())
     }
 
-    fn received(socket: &Seqpacket) -> io::Result<Got> {
+    fn receive(socket: &Seqpacket) -> io::Result<RecvOutcome> {
         socket.recv(&mut [0; PACKET_BYTES_MAX])
     }
 
     #[test]
     fn packets_stay_whole_and_bring_descriptors() {
         let (client, server) = pair();
-        assert!(matches!(received(&server), Ok(Got::Later)));
+        assert!(matches!(receive(&server), Ok(RecvOutcome::WouldBlock)));
         let file = memory_file(4096).unwrap();
-        assert_eq!(client.send(b"one", &[]).unwrap(), Sent::Queued);
-        assert_eq!(client.send(b"three", &[file.as_fd(), file.as_fd()]).unwrap(), Sent::Queued);
+        assert_eq!(client.send(b"one", &[]).unwrap(), SendOutcome::Queued);
+        assert_eq!(client.send(b"three", &[file.as_fd(), file.as_fd()]).unwrap(), SendOutcome::Queued);
         let mut buffer = [0; PACKET_BYTES_MAX];
-        assert!(matches!(server.recv(&mut buffer), Ok(Got::Packet(3, came)) if came.is_empty()));
+        assert!(matches!(server.recv(&mut buffer), Ok(RecvOutcome::Packet(3, came)) if came.is_empty()));
         assert_eq!(&buffer[..3], b"one");
-        let Ok(Got::Packet(5, came)) = server.recv(&mut buffer) else { panic!("the second packet") };
+        let Ok(RecvOutcome::Packet(5, came)) = server.recv(&mut buffer) else { panic!("the second packet") };
         assert_eq!(came.len(), 2);
         drop(client);
-        assert!(matches!(received(&server), Ok(Got::Ended)));
-        assert_eq!(server.send(b"x", &[]).unwrap(), Sent::Ended);
+        assert!(matches!(receive(&server), Ok(RecvOutcome::Closed)));
+        assert_eq!(server.send(b"x", &[]).unwrap(), SendOutcome::Closed);
     }
 
     #[test]
-    fn both_ends_know_each_other() {
+    fn both_ends_see_the_peer_credentials() {
         let (client, server) = pair();
         let expected =
-            Peer { uid: rustix::process::getuid().as_raw(), pid: std::process::id().cast_signed() };
+            PeerProcess { uid: rustix::process::getuid().as_raw(), pid: std::process::id().cast_signed() };
         assert_eq!((client.peer().unwrap(), server.peer().unwrap()), (expected, expected));
     }
 
@@ -231,7 +241,7 @@ mod tests {
         const SOCKET: &str = "KVFLEET_TEST_SOCKET";
         if let Some(at) = std::env::var_os(SOCKET) {
             let peer = Seqpacket::connect(Path::new(&at)).unwrap().peer().unwrap();
-            assert_eq!(peer, Peer { uid: rustix::process::geteuid().as_raw(), pid: 0 });
+            assert_eq!(peer, PeerProcess { uid: rustix::process::geteuid().as_raw(), pid: 0 });
             return;
         }
         let unshare = || {
@@ -255,10 +265,10 @@ mod tests {
     }
 
     #[test]
-    fn what_no_packet_may_be_is_an_error() {
+    fn invalid_packets_are_errors() {
         let (client, server) = pair();
-        assert_eq!(client.send(&vec![1; PACKET_BYTES_MAX + 1], &[]).unwrap(), Sent::Queued);
-        assert!(received(&server).is_err(), "too long");
+        assert_eq!(client.send(&vec![1; PACKET_BYTES_MAX + 1], &[]).unwrap(), SendOutcome::Queued);
+        assert!(receive(&server).is_err(), "too long");
         let file = memory_file(4096).unwrap();
         assert!(client.send(b"x", &[file.as_fd(); 3]).is_err(), "more than this end ever sends");
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(9))];
@@ -266,27 +276,28 @@ mod tests {
         let many = [file.as_fd(); 9];
         assert!(control.push(SendAncillaryMessage::ScmRights(&many)));
         sendmsg(&client.0, &[IoSlice::new(b"x")], &mut control, SendFlags::empty()).unwrap();
-        assert!(received(&server).is_err(), "too many descriptors");
+        assert!(receive(&server).is_err(), "too many descriptors");
     }
 
     #[test]
     fn an_end_that_stopped_sending_still_receives() {
         let (client, server) = pair();
-        server.end_sending();
-        assert!(matches!(received(&client), Ok(Got::Ended)));
-        assert_eq!(client.send(b"still", &[]).unwrap(), Sent::Queued);
-        assert!(matches!(received(&server), Ok(Got::Packet(5, _))));
-        assert!(matches!(received(&server), Ok(Got::Later)), "the client is there");
+        server.shutdown_send();
+        assert!(matches!(receive(&client), Ok(RecvOutcome::Closed)));
+        assert_eq!(client.send(b"still", &[]).unwrap(), SendOutcome::Queued);
+        assert!(matches!(receive(&server), Ok(RecvOutcome::Packet(5, _))));
+        assert!(matches!(receive(&server), Ok(RecvOutcome::WouldBlock)), "the client is there");
         drop(client);
-        assert!(matches!(received(&server), Ok(Got::Ended)));
+        assert!(matches!(receive(&server), Ok(RecvOutcome::Closed)));
     }
 
     #[test]
-    fn a_full_queue_says_later() {
+    fn a_full_queue_would_block() {
         let (client, server) = pair();
         let packet = [7; 1024];
-        let sent = (0..100_000).take_while(|_| client.send(&packet, &[]).unwrap() == Sent::Queued).count();
+        let sent =
+            (0..100_000).take_while(|_| client.send(&packet, &[]).unwrap() == SendOutcome::Queued).count();
         assert!(sent > 10 && sent < 100_000, "{sent}");
-        assert!(matches!(received(&server), Ok(Got::Packet(1024, _))));
+        assert!(matches!(receive(&server), Ok(RecvOutcome::Packet(1024, _))));
     }
 }

@@ -1,4 +1,4 @@
-//! The cases of the suite, one function each. The name says what must hold.
+//! The cases of the suite, one function each. The name states the expected behaviour.
 #![allow(missing_docs)]
 
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::{FetchAnswer, FetchRequest, MissReason, Path, SaveAnswer, SaveRefusal
 pub use super::layer_cases::*;
 pub use super::save_cases::*;
 
-/// A deadline that passes while a closed gate holds frames back, and not before open ones passed.
+/// A deadline that passes while a closed gate holds frames back, but not before the open ones pass.
 const SHORT: Duration = Duration::from_secs(2);
 
 fn hold(service: &MemoryService, blocks: u32, bytes: u32) {
@@ -27,7 +27,7 @@ fn hold(service: &MemoryService, blocks: u32, bytes: u32) {
 }
 
 async fn answer(path: &dyn Path, blocks: u32) -> FetchAnswer {
-    fetch(path, fetch_request(&hashes(blocks))).await.expect("the path is whole")
+    fetch(path, fetch_request(&hashes(blocks))).await.expect("the path works")
 }
 
 pub async fn fetch_hit(service: &MemoryService, path: &dyn Path) {
@@ -47,9 +47,9 @@ pub async fn fetch_miss(service: &MemoryService, path: &dyn Path) {
     service.forget(hash(0));
     assert_eq!(answer(path, 3).await, FetchAnswer::Miss { reason: MissReason::NotHeld });
     let mut request = fetch_request(&hashes(1));
-    request.asker.identity.0[0] ^= 1;
+    request.context.identity.0[0] ^= 1;
     let expected = FetchAnswer::Miss { reason: MissReason::IdentityDiffers };
-    assert_eq!(fetch(path, request).await.expect("the path is whole"), expected);
+    assert_eq!(fetch(path, request).await.expect("the path works"), expected);
 }
 
 pub async fn fetch_busy(service: &MemoryService, path: &dyn Path) {
@@ -78,8 +78,9 @@ pub async fn fetch_stale_epoch(service: &MemoryService, path: &dyn Path) {
     assert_eq!(answer(path, 3).await, FetchAnswer::Miss { reason: MissReason::StaleEpoch });
 }
 
-/// Routers may end the epoch of a node that lives; it then takes the next one and serves on. What it answered before is one answer: its
-/// blocks come as they were then, though the node forgets them and holds others meanwhile, and none of those comes in their place.
+/// Routers may end the epoch of a live node, which then takes the next one and serves on. An answer
+/// from before stays consistent: its blocks arrive as they were then, although the node drops them
+/// and holds others meanwhile.
 pub async fn fetch_over_the_end_of_an_epoch(service: &MemoryService, path: &dyn Path) {
     hold(service, 6, 1000);
     service.set_gate(2);
@@ -98,32 +99,32 @@ pub async fn fetch_over_the_end_of_an_epoch(service: &MemoryService, path: &dyn 
         service.set_gate(100);
     };
     let (answered, ()) =
-        timeout(PATIENCE, async { tokio::join!(fetch, ends) }).await.expect("it comes to an end");
-    assert_eq!(answered.expect("the path is whole"), FetchAnswer::Hit { tiers: in_dram(6) });
+        timeout(PATIENCE, async { tokio::join!(fetch, ends) }).await.expect("the fetch ends");
+    assert_eq!(answered.expect("the path works"), FetchAnswer::Hit { tiers: in_dram(6) });
     assert_eq!(
         answer(path, 6).await,
         FetchAnswer::Miss { reason: MissReason::StaleEpoch },
-        "whoever asks next"
+        "a later request with the old epoch"
     );
     let request = FetchRequest { epoch: newer, ..fetch_request(&hashes(6)) };
     assert_eq!(fetch_of(path, request, 2000).await, FetchAnswer::Hit { tiers: in_dram(6) });
-    // They were kept where they came, which may be memory of the node.
-    are_of(&frames, &hashes(6), 1000);
+    // The frames are held in their original memory, which may be the node's.
+    assert_frames(&frames, &hashes(6), 1000);
 }
 
-/// These blocks, with so many bytes of content each.
-fn are_of(frames: &[Frame], hashes: &[BlockHash], bytes: usize) {
+/// Checks that these are the blocks, with this many bytes of content each.
+fn assert_frames(frames: &[Frame], hashes: &[BlockHash], bytes: usize) {
     assert_eq!(frames.len(), hashes.len());
     for (frame, hash) in frames.iter().zip(hashes) {
-        frame.verify(IDENTITY, *hash).expect("a good frame of the block asked");
-        assert_eq!(frame.payload().len(), bytes, "of the answer that it belongs to");
+        frame.verify(IDENTITY, *hash).expect("a valid frame of the requested block");
+        assert_eq!(frame.payload().len(), bytes, "a block of another answer");
     }
 }
 
 async fn fetch_of(path: &dyn Path, request: FetchRequest, bytes: usize) -> FetchAnswer {
     let (hashes, mut frames) = (request.hashes.clone(), Vec::new());
-    let answer = path.fetch(request, &mut |frame| frames.push(frame)).await.expect("the path is whole");
-    are_of(&frames, &hashes, bytes);
+    let answer = path.fetch(request, &mut |frame| frames.push(frame)).await.expect("the path works");
+    assert_frames(&frames, &hashes, bytes);
     answer
 }
 
@@ -146,7 +147,7 @@ pub async fn deadline_before_any_block(service: &MemoryService, path: &dyn Path)
     let expected = FetchAnswer::Miss { reason: MissReason::TooLate };
     assert_eq!(fetch(path, request).await.expect("a late answer is an answer"), expected);
     service.set_gate(100);
-    assert_eq!(answer(path, 3).await, FetchAnswer::Hit { tiers: in_dram(3) }, "the path goes on");
+    assert_eq!(answer(path, 3).await, FetchAnswer::Hit { tiers: in_dram(3) }, "the path works on");
 }
 
 pub async fn deadline_between_frames(service: &MemoryService, path: &dyn Path) {
@@ -154,19 +155,19 @@ pub async fn deadline_between_frames(service: &MemoryService, path: &dyn Path) {
     service.set_gate(2);
     let request = FetchRequest { deadline: SHORT, ..fetch_request(&hashes(5)) };
     let expected = FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::TooLate };
-    assert_eq!(fetch(path, request).await.expect("what came stands"), expected);
+    assert_eq!(fetch(path, request).await.expect("the fetch returns the delivered blocks"), expected);
 }
 
 pub async fn save_takes_the_wanted(service: &MemoryService, path: &dyn Path) {
     hold(service, 3, 1000);
-    let result = done(save(path, save_request(&hashes(5)), 1000).await.expect("the path is whole"));
+    let result = done(save(path, save_request(&hashes(5)), 1000).await.expect("the path works"));
     assert_eq!((result.stored_blocks, result.present_blocks, result.refused_blocks), (2, 3, 0));
     assert_eq!(result.stored_bytes, 2 * frame(hash(0), 1000).bytes.len() as u64);
-    let visible = result.visible_at.expect("something was stored");
+    let visible = result.visible_at.expect("blocks were stored");
     assert_eq!((visible.epoch, visible.seq.0), (EPOCH, 1));
     assert_eq!(answer(path, 5).await, FetchAnswer::Hit { tiers: in_dram(5) });
 
-    let again = done(save(path, save_request(&hashes(5)), 1000).await.expect("the path is whole"));
+    let again = done(save(path, save_request(&hashes(5)), 1000).await.expect("the path works"));
     assert_eq!((again.stored_blocks, again.present_blocks, again.visible_at), (0, 5, None));
 }
 
@@ -189,18 +190,18 @@ pub async fn save_busy(service: &MemoryService, path: &dyn Path) {
 pub async fn aborted_save_leaves_nothing(service: &MemoryService, path: &dyn Path) {
     service.set_gate(1);
     tokio::select! {
-        result = save(path, save_request(&hashes(3)), 1000) => panic!("the gate was closed: {result:?}"),
-        () = service.puts_seen(2) => {}
+        result = save(path, save_request(&hashes(3)), 1000) => panic!("the save passed a closed gate: {result:?}"),
+        () = service.wait_for_puts(2) => {}
     }
-    timeout(PATIENCE, service.aborts_seen(1)).await.expect("the node notices that its peer gave up");
+    timeout(PATIENCE, service.wait_for_aborts(1)).await.expect("the node notices the abort");
     service.set_gate(100);
-    assert!((0..3).all(|number| !service.holds(hash(number))), "nothing of it was committed");
-    let again = done(save(path, save_request(&hashes(3)), 1000).await.expect("the path goes on"));
+    assert!((0..3).all(|number| !service.holds(hash(number))), "a block of an aborted save was committed");
+    let again = done(save(path, save_request(&hashes(3)), 1000).await.expect("the path works on"));
     assert_eq!(again.stored_blocks, 3);
 }
 
 pub async fn release_reaches_the_node(service: &MemoryService, path: &dyn Path) {
-    path.release(LeaseId(42)).await.expect("the path is whole");
+    path.release(LeaseId(42)).await.expect("the path works");
     assert_eq!(service.released(), [LeaseId(42)]);
 }
 
@@ -222,5 +223,5 @@ pub async fn operations_run_side_by_side(service: &MemoryService, path: &dyn Pat
 }
 
 pub async fn ping_answers(_: &MemoryService, path: &dyn Path) {
-    assert!(path.ping().await.expect("the path is whole") < PATIENCE);
+    assert!(path.ping().await.expect("the path works") < PATIENCE);
 }

@@ -1,4 +1,4 @@
-//! Blocks whose layers are computed when a test says so. For tests only.
+//! Blocks with layers that become available when a test releases them. For tests only.
 
 use std::sync::Arc;
 
@@ -12,32 +12,32 @@ use crate::{BoxFuture, LayerSource};
 
 /// Blocks with slices of these lengths.
 #[derive(Debug)]
-pub struct Computed {
+pub struct ComputedBlocks {
     slice_bytes: Vec<u32>,
     frames: Vec<Frame>,
-    /// Layers that may still be given, and the end behind the last.
+    /// Permits for further layers, and for the end after the last.
     gate: Arc<Semaphore>,
-    given: usize,
-    /// Encoded bytes that a path said that it sent.
+    next_layer: usize,
+    /// Encoded bytes that a path reported as sent.
     pub sent_bytes: usize,
 }
 
-impl Computed {
-    /// These blocks, of which nothing waits.
+impl ComputedBlocks {
+    /// These blocks, with all layers available.
     #[must_use]
-    pub fn new(hashes: &[BlockHash], slice_bytes: &[u32]) -> Computed {
+    pub fn new(hashes: &[BlockHash], slice_bytes: &[u32]) -> ComputedBlocks {
         let frames = hashes.iter().map(|hash| frame_of(*hash, slice_bytes)).collect();
         let gate = Arc::new(Semaphore::new(Semaphore::MAX_PERMITS / 2));
-        Computed { slice_bytes: slice_bytes.to_vec(), frames, gate, given: 0, sent_bytes: 0 }
+        ComputedBlocks { slice_bytes: slice_bytes.to_vec(), frames, gate, next_layer: 0, sent_bytes: 0 }
     }
 
-    /// The same, of which so many layers are there.
+    /// The same, with only this many layers available.
     #[must_use]
-    pub fn until(self, layers: usize) -> Computed {
-        Computed { gate: Arc::new(Semaphore::new(layers)), ..self }
+    pub fn with_layers(self, layers: usize) -> ComputedBlocks {
+        ComputedBlocks { gate: Arc::new(Semaphore::new(layers)), ..self }
     }
 
-    /// Gives layers when it is given permits: one each, and one for the end.
+    /// Adding permits makes layers available: one each, and one for the end.
     #[must_use]
     pub fn gate(&self) -> Arc<Semaphore> {
         Arc::clone(&self.gate)
@@ -49,9 +49,9 @@ impl Computed {
         self.frames[position].clone()
     }
 
-    /// The same with a wrong byte at the end of the block at this position.
+    /// The same, with a wrong byte at the end of the block at this position.
     #[must_use]
-    pub fn with_wrong_slice(mut self, position: usize) -> Computed {
+    pub fn with_wrong_slice(mut self, position: usize) -> ComputedBlocks {
         let frame = &mut self.frames[position];
         let mut bytes = frame.bytes.to_vec();
         if let Some(last) = bytes.last_mut() {
@@ -61,15 +61,15 @@ impl Computed {
         self
     }
 
-    /// The same with the head of another block, and its slices, at this position.
+    /// The same, with another block at this position.
     #[must_use]
-    pub fn with_other_block(mut self, position: usize, hash: BlockHash) -> Computed {
+    pub fn with_other_block(mut self, position: usize, hash: BlockHash) -> ComputedBlocks {
         self.frames[position] = frame_of(hash, &self.slice_bytes);
         self
     }
 }
 
-impl LayerSource for Computed {
+impl LayerSource for ComputedBlocks {
     fn slice_bytes(&self) -> &[u32] {
         &self.slice_bytes
     }
@@ -78,15 +78,15 @@ impl LayerSource for Computed {
         Box::pin(async move {
             let passed = self.gate.acquire().await.ok()?;
             passed.forget();
-            let layer = self.given;
-            self.given += 1;
-            // Behind the last layer there is none.
+            let layer = self.next_layer;
+            self.next_layer += 1;
+            // `None` after the last layer.
             self.frames.iter().map(|frame| frame.slice(layer)).collect::<Option<_>>()
         })
     }
 
     fn head(&self, position: usize) -> Bytes {
-        let head = FrameHead::read(&self.frames[position].bytes).expect("the suite's frames have heads");
+        let head = FrameHead::read(&self.frames[position].bytes).expect("the suite's frames have headers");
         head.bytes().clone()
     }
 

@@ -1,4 +1,4 @@
-//! The suite's service with blocks in an arena that may be lent, as a node's are. For tests only.
+//! The suite's service with blocks in a shared arena, like a node's. For tests only.
 
 use std::sync::Arc;
 
@@ -7,27 +7,28 @@ use kvfleet_proto::frame::Frame;
 use tokio::sync::mpsc;
 
 use super::MemoryService;
-use crate::rdma::Pool;
+use crate::rdma::RdmaBufferPool;
 use crate::{
-    Admission, BlockService, BoxFuture, Caller, FetchReply, FetchRequest, Frames, SaveOffer, SaveRequest,
-    SaveSession,
+    BlockService, BoxFuture, Caller, CallerAdmission, FetchReply, FetchRequest, Frames, SaveOffer,
+    SaveRequest, SaveSession,
 };
 
-/// A [`MemoryService`] whose frames lie in an arena when they are fetched, as far as it has room.
+/// A [`MemoryService`] that moves its frames to an arena when they are fetched, as far as the arena
+/// has space.
 #[derive(Clone, Debug)]
-pub struct LendingService {
-    /// Who answers.
+pub struct SharedArenaService {
+    /// The service.
     pub inner: MemoryService,
     /// The arena.
-    pub arena: Arc<Pool>,
+    pub arena: Arc<RdmaBufferPool>,
     /// Whether callers may read all of it.
-    pub maps: bool,
+    pub may_map: bool,
 }
 
-impl LendingService {
-    /// The same frame in the arena; as it is when that is full.
-    fn lend(&self, frame: Frame) -> Frame {
-        if self.arena.has(&frame.bytes) {
+impl SharedArenaService {
+    /// The same frame in the arena; unchanged if that is full.
+    fn share(&self, frame: Frame) -> Frame {
+        if self.arena.contains(&frame.bytes) {
             return frame;
         }
         let len = u32::try_from(frame.bytes.len()).ok();
@@ -37,26 +38,26 @@ impl LendingService {
     }
 }
 
-impl BlockService for LendingService {
+impl BlockService for SharedArenaService {
     fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
         Box::pin(async move {
             let mut reply = self.inner.fetch(request).await;
             reply.lendable = vec![true; reply.answer.tiers().len()];
-            let mut inner = std::mem::replace(&mut reply.frames, Frames::none());
-            let ready = std::iter::from_fn(|| inner.try_next()).map(|frame| self.lend(frame)).collect();
+            let mut inner = std::mem::replace(&mut reply.frames, Frames::empty());
+            let ready = std::iter::from_fn(|| inner.try_next()).map(|frame| self.share(frame)).collect();
             let (sender, frames) = mpsc::channel(4);
             let service = self.clone();
             tokio::spawn(async move {
                 while let Some(frame) = inner.next().await {
-                    if sender.send(Ok(service.lend(frame))).await.is_err() {
+                    if sender.send(Ok(service.share(frame))).await.is_err() {
                         return;
                     }
                 }
-                if let Some(reason) = inner.ended() {
-                    let _ = sender.send(Err(reason)).await; // a reader that gave up does not hear it
+                if let Some(reason) = inner.end_reason() {
+                    let _ = sender.send(Err(reason)).await; // a reader that gave up does not receive it
                 }
             });
-            reply.frames = Frames::then(ready, frames);
+            reply.frames = Frames::ready_then(ready, frames);
             reply
         })
     }
@@ -69,7 +70,7 @@ impl BlockService for LendingService {
         self.inner.release(lease)
     }
 
-    fn admit(&self, _: &Caller) -> Admission {
-        Admission::Scoped { service: Arc::new(self.clone()), maps: self.maps }
+    fn admit(&self, _: &Caller) -> CallerAdmission {
+        CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: self.may_map }
     }
 }

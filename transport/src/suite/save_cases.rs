@@ -1,4 +1,5 @@
-//! The cases of the suite that are about saves by layer. The name says what must hold; it holds also where frames come whole.
+//! The cases of the suite for layer-wise saves. The name states the expected behaviour, which also
+//! holds if frames come whole.
 #![allow(missing_docs)]
 
 use std::time::Duration;
@@ -7,10 +8,10 @@ use kv_core::id::{BlockHash, LeaseId};
 use tokio::time::timeout;
 
 use super::{
-    Computed, MemoryService, PATIENCE, done, fetch, fetch_request, frame_of, hash, hashes, in_dram,
+    ComputedBlocks, MemoryService, PATIENCE, done, fetch, fetch_request, frame_of, hash, hashes, in_dram,
     save_request,
 };
-use crate::{FetchAnswer, Path, SaveAnswer, SaveDone, SaveRefusal, SaveRequest, Streamed};
+use crate::{FetchAnswer, LayeredSaveOutcome, Path, SaveAnswer, SaveDone, SaveRefusal, SaveRequest};
 
 /// Slices of each block: long, short and empty ones.
 const SLICES: [u32; 5] = [20_000, 0, 100, 40_000, 3000];
@@ -20,25 +21,25 @@ fn request(hashes: &[BlockHash]) -> SaveRequest {
     SaveRequest { frame_bytes, ..save_request(hashes) }
 }
 
-async fn answer(path: &dyn Path, mut computed: Computed, blocks: u32) -> SaveAnswer {
+async fn answer(path: &dyn Path, mut computed: ComputedBlocks, blocks: u32) -> SaveAnswer {
     let saving = async {
         match path.save_layers(request(&hashes(blocks)), &mut computed).await {
-            Ok(Streamed::Nothing | Streamed::Left) => {
+            Ok(LayeredSaveOutcome::NotStreamed | LayeredSaveOutcome::Abandoned) => {
                 path.save(request(&hashes(blocks)), &|position| computed.frame(position)).await
             }
-            Ok(Streamed::Answered(answer)) => Ok(answer),
+            Ok(LayeredSaveOutcome::Answered(answer)) => Ok(answer),
             Err(error) => Err(error),
         }
     };
-    timeout(PATIENCE, saving).await.expect("it comes to an end").expect("the path is whole")
+    timeout(PATIENCE, saving).await.expect("the save ends").expect("the path works")
 }
 
-async fn save(path: &dyn Path, computed: Computed, blocks: u32) -> SaveDone {
+async fn save(path: &dyn Path, computed: ComputedBlocks, blocks: u32) -> SaveDone {
     done(answer(path, computed, blocks).await)
 }
 
-fn computed(blocks: u32) -> Computed {
-    Computed::new(&hashes(blocks), &SLICES)
+fn computed(blocks: u32) -> ComputedBlocks {
+    ComputedBlocks::new(&hashes(blocks), &SLICES)
 }
 
 pub async fn save_by_layer_takes_the_wanted(service: &MemoryService, path: &dyn Path) {
@@ -49,7 +50,7 @@ pub async fn save_by_layer_takes_the_wanted(service: &MemoryService, path: &dyn 
     assert_eq!((first.stored_blocks, first.present_blocks, first.refused_blocks), (3, 2, 0));
     assert_eq!(first.stored_bytes, 3 * frame_of(hash(0), &SLICES).bytes.len() as u64);
     assert_eq!(first.visible_at.map(|at| at.seq.0), Some(1));
-    let there = fetch(path, fetch_request(&hashes(5))).await.expect("the path is whole");
+    let there = fetch(path, fetch_request(&hashes(5))).await.expect("the path works");
     assert_eq!(there, FetchAnswer::Hit { tiers: in_dram(5) });
     let again = save(path, computed(5), 5).await;
     assert_eq!((again.stored_blocks, again.present_blocks, again.visible_at), (0, 5, None));
@@ -60,13 +61,13 @@ pub async fn save_by_layer_refuses_alone_what_is_wrong(service: &MemoryService, 
     let result = save(path, wrong, 4).await;
     assert_eq!((result.stored_blocks, result.refused_blocks), (2, 2));
     assert_eq!([0, 1, 2, 3, 9].map(|number| service.holds(hash(number))), [true, false, false, true, false]);
-    assert_eq!(save(path, computed(4), 4).await.stored_blocks, 2, "the path goes on");
+    assert_eq!(save(path, computed(4), 4).await.stored_blocks, 2, "the path works on");
 }
 
 pub async fn save_by_layer_without_room_comes_whole(service: &MemoryService, path: &dyn Path) {
-    service.set_takes_layers(false);
+    service.set_accepts_layers(false);
     assert_eq!(save(path, computed(3), 3).await.stored_blocks, 3);
-    let there = fetch(path, fetch_request(&hashes(3))).await.expect("the path is whole");
+    let there = fetch(path, fetch_request(&hashes(3))).await.expect("the path works");
     assert_eq!(there, FetchAnswer::Hit { tiers: in_dram(3) });
 }
 
@@ -81,59 +82,65 @@ pub async fn save_by_layer_refused(service: &MemoryService, path: &dyn Path) {
 }
 
 pub async fn aborted_save_by_layer_leaves_nothing(service: &MemoryService, path: &dyn Path) {
-    let mut some = computed(3).until(2);
+    let mut some = computed(3).with_layers(2);
     let streams = path.streams_saves();
     tokio::select! {
-        result = path.save_layers(request(&hashes(3)), &mut some), if streams => panic!("layers are missing: {result:?}"),
-        () = service.slices_seen(6), if streams => {}
+        result = path.save_layers(request(&hashes(3)), &mut some), if streams => panic!("the save ended without all layers: {result:?}"),
+        () = service.wait_for_slices(6), if streams => {}
         () = tokio::task::yield_now(), if !streams => {}
     }
     if streams {
-        timeout(PATIENCE, service.aborts_seen(1)).await.expect("the node notices that its peer gave up");
+        timeout(PATIENCE, service.wait_for_aborts(1)).await.expect("the node notices the abort");
     }
-    assert!((0..3).all(|number| !service.holds(hash(number))), "nothing of it was committed");
-    assert_eq!(save(path, computed(3), 3).await.stored_blocks, 3, "the path goes on");
+    assert!((0..3).all(|number| !service.holds(hash(number))), "a block of an aborted save was committed");
+    assert_eq!(save(path, computed(3), 3).await.stored_blocks, 3, "the path works on");
 }
 
-/// Of paths that stream.
+/// For paths with layered saves.
 pub async fn slices_leave_before_the_last_layer(service: &MemoryService, path: &dyn Path) {
     assert!(path.streams_saves());
-    let mut some = computed(3).until(4);
+    let mut some = computed(3).with_layers(4);
     let gate = some.gate();
     let saving = path.save_layers(request(&hashes(3)), &mut some);
     let last = async {
-        service.slices_seen(12).await;
-        assert!((0..3).all(|number| !service.holds(hash(number))), "nothing is visible before its head");
-        path.ping().await.expect("others pass a save that waits for its layers");
+        service.wait_for_slices(12).await;
+        assert!((0..3).all(|number| !service.holds(hash(number))), "a block is visible before its header");
+        path.ping().await.expect("a ping passes a save that waits for its layers");
         gate.add_permits(2);
     };
     let (saved, ()) = timeout(PATIENCE, async { tokio::join!(saving, last) }).await.expect("no deadlock");
-    let saved = saved.expect("the path is whole").answer().expect("it streams");
+    let saved = saved.expect("the path works").answer().expect("the save is layered");
     assert_eq!(done(saved).stored_blocks, 3);
-    assert_eq!(some.sent_bytes, 3 * frame_of(hash(0), &SLICES).bytes.len(), "each byte was counted once");
+    assert_eq!(
+        some.sent_bytes,
+        3 * frame_of(hash(0), &SLICES).bytes.len(),
+        "not every byte was counted once"
+    );
 }
 
-/// Of paths whose node renews what is under way. A computation may last longer than a lease, and so may a medium that is slow.
+/// For paths to a node that renews leases during operations. A computation may outlast a lease, and
+/// so may a slow medium.
 pub async fn leases_in_use_are_renewed(service: &MemoryService, path: &dyn Path) {
-    service.set_renew_every(Duration::from_millis(5));
-    let mut some = computed(3).until(1);
+    service.set_renew_interval(Duration::from_millis(5));
+    let mut some = computed(3).with_layers(1);
     let gate = some.gate();
     let saving = path.save_layers(request(&hashes(3)), &mut some);
     let next = async {
-        service.slices_seen(3).await;
-        assert_eq!(service.renewals(3).await, [LeaseId(1); 3], "while it waits for a layer");
+        service.wait_for_slices(3).await;
+        assert_eq!(service.wait_for_renewals(3).await, [LeaseId(1); 3], "while it waits for a layer");
         gate.add_permits(5);
     };
-    let (saved, ()) = timeout(PATIENCE, async { tokio::join!(saving, next) }).await.expect("it is renewed");
-    let saved = saved.expect("the path is whole").answer().expect("it streams");
+    let (saved, ()) =
+        timeout(PATIENCE, async { tokio::join!(saving, next) }).await.expect("the lease is renewed");
+    let saved = saved.expect("the path works").answer().expect("the save is layered");
     assert_eq!(done(saved).stored_blocks, 3);
     service.set_gate(0);
     let fetching = fetch(path, fetch_request(&hashes(3)));
     let medium = async {
-        assert_eq!(service.renewals(3).await, [LeaseId(1); 3], "while the medium works");
+        assert_eq!(service.wait_for_renewals(3).await, [LeaseId(1); 3], "while the medium works");
         service.set_gate(100);
     };
     let (there, ()) =
-        timeout(PATIENCE, async { tokio::join!(fetching, medium) }).await.expect("it is renewed");
-    assert_eq!(there.expect("the path is whole"), FetchAnswer::Hit { tiers: in_dram(3) });
+        timeout(PATIENCE, async { tokio::join!(fetching, medium) }).await.expect("the lease is renewed");
+    assert_eq!(there.expect("the path works"), FetchAnswer::Hit { tiers: in_dram(3) });
 }

@@ -1,5 +1,5 @@
-//! A block service in memory, with handles to make it slow, busy or broken. For tests only; the real one
-//! is `node/`.
+//! A block service in memory that can be made slow, busy or faulty. For tests only; the real one is
+//! `node/`.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,48 +7,48 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, Epoch, LeaseId, NodeId, Seq, Tier};
-use kvfleet_proto::frame::{Frame, HeadLast, KeyForm, SliceLayout};
+use kvfleet_proto::frame::{Frame, KeyForm, SliceLayout, SlicesFirstFrame};
 use tokio::sync::{Semaphore, mpsc, watch};
 
 use super::{BumpArena, EPOCH, IDENTITY};
 use crate::{
-    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, LayerRoom, MissReason,
-    RENEW_EVERY, SaveDone, SaveOffer, SaveRefusal, SaveRequest, SaveSession, VisibleAt,
+    AnnouncePosition, BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, Frames, LayerBuffers,
+    MissReason, RENEW_INTERVAL, SaveDone, SaveOffer, SaveRefusal, SaveRequest, SaveSession,
 };
 
-/// Frames handed over ahead of their reader.
+/// Frames sent ahead of their reader.
 const FRAMES_AHEAD: usize = 4;
 
-/// What was observed and what is set, behind one lock.
+/// Observations and settings, behind one lock.
 #[derive(Debug)]
-struct State {
+struct ServiceState {
     blocks: BTreeMap<BlockHash, Frame>,
     released: Vec<LeaseId>,
     deadlines: Vec<Duration>,
     busy: Option<Duration>,
-    lies_ready: bool,
+    frames_ready: bool,
     end: Option<MissReason>,
     refuse: Option<SaveRefusal>,
-    takes_layers: bool,
-    renew_every: Duration,
+    accepts_layers: bool,
+    renew_interval: Duration,
     epoch: Epoch,
     seq: u64,
 }
 
 /// Blocks in a map. Clones share them.
 #[derive(Clone, Debug)]
-pub struct MemoryService(Arc<Inner>);
+pub struct MemoryService(Arc<MemoryServiceInner>);
 
 #[derive(Debug)]
-struct Inner {
-    state: Mutex<State>,
-    /// Frames that may still pass, in either direction.
+struct MemoryServiceInner {
+    state: Mutex<ServiceState>,
+    /// Permits for further frames, in either direction.
     gate: Semaphore,
     puts: watch::Sender<usize>,
     slices: watch::Sender<usize>,
     aborted: watch::Sender<usize>,
     renewed: watch::Sender<Vec<LeaseId>>,
-    /// Where blocks lie, for those who may read them in place.
+    /// The blocks' memory, for callers that read in place.
     arena: Option<Arc<BumpArena>>,
 }
 
@@ -59,23 +59,23 @@ impl Default for MemoryService {
 }
 
 impl MemoryService {
-    /// One whose blocks lie in `arena` and may be lent; nothing: neither.
+    /// With an `arena`, blocks lie there and may be shared.
     #[must_use]
     pub fn new(arena: Option<Arc<BumpArena>>) -> MemoryService {
-        let state = State {
+        let state = ServiceState {
             blocks: BTreeMap::new(),
             released: Vec::new(),
             deadlines: Vec::new(),
             busy: None,
-            lies_ready: false,
+            frames_ready: false,
             end: None,
             refuse: None,
-            takes_layers: true,
-            renew_every: RENEW_EVERY,
+            accepts_layers: true,
+            renew_interval: RENEW_INTERVAL,
             epoch: EPOCH,
             seq: 0,
         };
-        MemoryService(Arc::new(Inner {
+        MemoryService(Arc::new(MemoryServiceInner {
             state: Mutex::new(state),
             gate: Semaphore::new(Semaphore::MAX_PERMITS / 2),
             puts: watch::Sender::new(0),
@@ -86,11 +86,11 @@ impl MemoryService {
         }))
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, ServiceState> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where its blocks lie, if they may be lent.
+    /// Its arena, if blocks may be shared.
     #[must_use]
     pub fn arena(&self) -> Option<Arc<BumpArena>> {
         self.0.arena.clone()
@@ -115,7 +115,7 @@ impl MemoryService {
         self.state().blocks.contains_key(&hash)
     }
 
-    /// The block as it holds it.
+    /// The block as held.
     #[must_use]
     pub fn held(&self, hash: BlockHash) -> Option<Frame> {
         self.state().blocks.get(&hash).cloned()
@@ -138,9 +138,9 @@ impl MemoryService {
         self.state().busy = retry_after;
     }
 
-    /// From now on all frames of a fetch lie ready when it is answered.
-    pub fn lie_ready(&self) {
-        self.state().lies_ready = true;
+    /// Makes all frames of a fetch ready with its answer, from now on.
+    pub fn make_frames_ready(&self) {
+        self.state().frames_ready = true;
     }
 
     /// Refuses saves from now on, or no longer.
@@ -148,14 +148,14 @@ impl MemoryService {
         self.state().refuse = refusal;
     }
 
-    /// Has memory for saves that come by layer from now on, or none.
-    pub fn set_takes_layers(&self, takes_layers: bool) {
-        self.state().takes_layers = takes_layers;
+    /// Sets whether it has memory for layer-wise saves.
+    pub fn set_accepts_layers(&self, takes_layers: bool) {
+        self.state().accepts_layers = takes_layers;
     }
 
-    /// Wants leases that are in use to be renewed so often from now on.
-    pub fn set_renew_every(&self, span: Duration) {
-        self.state().renew_every = span;
+    /// Sets the interval of lease renewal.
+    pub fn set_renew_interval(&self, span: Duration) {
+        self.state().renew_interval = span;
     }
 
     /// Serves under another epoch from now on.
@@ -163,40 +163,40 @@ impl MemoryService {
         self.state().epoch = epoch;
     }
 
-    /// Lets only so many more frames pass.
+    /// Lets only this many further frames pass.
     pub fn set_gate(&self, frames: usize) {
         self.0.gate.forget_permits(Semaphore::MAX_PERMITS);
         self.0.gate.add_permits(frames);
     }
 
-    /// Fails the medium: frames that have not passed never will, and nobody waits for them.
+    /// Fails the medium: frames that have not passed never will.
     pub fn fail_medium(&self) {
         self.0.gate.close();
     }
 
-    /// The same, and whoever waits is told why.
+    /// Like [`Self::fail_medium`], with a reason for the readers.
     pub fn end_with(&self, reason: MissReason) {
         self.state().end = Some(reason);
         self.0.gate.close();
     }
 
-    /// Returns once so many frames of saves have arrived.
-    pub async fn puts_seen(&self, frames: usize) {
+    /// Returns once this many frames of saves have arrived.
+    pub async fn wait_for_puts(&self, frames: usize) {
         let _ = self.0.puts.subscribe().wait_for(|seen| *seen >= frames).await;
     }
 
-    /// Returns once so many slices of saves that come by layer have arrived.
-    pub async fn slices_seen(&self, slices: usize) {
+    /// Returns once this many slices of layer-wise saves have arrived.
+    pub async fn wait_for_slices(&self, slices: usize) {
         let _ = self.0.slices.subscribe().wait_for(|seen| *seen >= slices).await;
     }
 
-    /// Returns once so many saves were aborted.
-    pub async fn aborts_seen(&self, saves: usize) {
+    /// Returns once this many saves were aborted.
+    pub async fn wait_for_aborts(&self, saves: usize) {
         let _ = self.0.aborted.subscribe().wait_for(|seen| *seen >= saves).await;
     }
 
-    /// Returns once leases were renewed so often since it was asked: which, in order.
-    pub async fn renewals(&self, count: usize) -> Vec<LeaseId> {
+    /// Waits for `count` further lease renewals; returns the leases in order.
+    pub async fn wait_for_renewals(&self, count: usize) -> Vec<LeaseId> {
         let mut renewed = self.0.renewed.subscribe();
         let before = renewed.borrow().len();
         let seen = renewed.wait_for(|renewed| renewed.len() >= before + count).await;
@@ -208,7 +208,7 @@ impl MemoryService {
         if let Some(retry_after) = state.busy {
             return (FetchAnswer::Busy { retry_after }, Vec::new(), state.epoch);
         }
-        if request.asker.identity != IDENTITY {
+        if request.context.identity != IDENTITY {
             let answer = FetchAnswer::Miss { reason: MissReason::IdentityDiffers };
             return (answer, Vec::new(), state.epoch);
         }
@@ -224,7 +224,7 @@ impl BlockService for MemoryService {
         self.state().deadlines.push(request.deadline);
         let (answer, found, epoch) = self.answer(&request);
         let lendable = vec![self.0.arena.is_some(); found.len()];
-        if self.state().lies_ready {
+        if self.state().frames_ready {
             let frames = Frames::ready(found);
             return Box::pin(std::future::ready(FetchReply { answer, frames, epoch, lendable }));
         }
@@ -235,7 +235,7 @@ impl BlockService for MemoryService {
                 let Ok(passed) = service.0.gate.acquire().await else {
                     let end = service.state().end;
                     if let Some(reason) = end {
-                        // A reader that gave up does not hear it.
+                        // A reader that gave up does not receive it.
                         let _ = sender.send(Err(reason)).await;
                     }
                     return;
@@ -246,7 +246,7 @@ impl BlockService for MemoryService {
                 }
             }
         });
-        let frames = Frames::then(Vec::new(), frames);
+        let frames = Frames::ready_then(Vec::new(), frames);
         Box::pin(std::future::ready(FetchReply { answer, frames, epoch, lendable }))
     }
 
@@ -259,12 +259,12 @@ impl BlockService for MemoryService {
         } else {
             let wanted: Vec<bool> =
                 request.hashes.iter().map(|hash| !state.blocks.contains_key(hash)).collect();
-            let session = Session {
+            let session = MemorySaveSession {
                 service: self.clone(),
                 wanted: wanted.iter().zip(&request.hashes).filter(|(w, _)| **w).map(|(_, h)| *h).collect(),
                 present: wanted.iter().filter(|wanted| !**wanted).count(),
                 arrived: Vec::new(),
-                filling: Vec::new(),
+                layered: Vec::new(),
                 finished: false,
             };
             (SaveOffer::Wanted(wanted), Some(Box::new(session) as Box<dyn SaveSession>))
@@ -282,53 +282,53 @@ impl BlockService for MemoryService {
         self.0.renewed.send_modify(|renewed| renewed.push(lease));
     }
 
-    fn renew_every(&self) -> Duration {
-        self.state().renew_every
+    fn renew_interval(&self) -> Duration {
+        self.state().renew_interval
     }
 }
 
-struct Session {
+struct MemorySaveSession {
     service: MemoryService,
     wanted: Vec<BlockHash>,
     present: usize,
     arrived: Vec<Frame>,
-    /// What comes by layer.
-    filling: Vec<(HeadLast, Vec<u8>)>,
+    /// Blocks of a layer-wise save.
+    layered: Vec<(SlicesFirstFrame, Vec<u8>)>,
     finished: bool,
 }
 
-impl LayerRoom for Session {
+impl LayerBuffers for MemorySaveSession {
     fn slice(&mut self, position: usize, layer: usize) -> Option<&mut [u8]> {
-        let (comes, memory) = self.filling.get_mut(position)?;
+        let (comes, memory) = self.layered.get_mut(position)?;
         comes.slice(layer, memory)
     }
 
-    fn came(&mut self, position: usize) {
-        if let Some((comes, memory)) = self.filling.get_mut(position) {
-            comes.came(memory);
+    fn slice_written(&mut self, position: usize) {
+        if let Some((comes, memory)) = self.layered.get_mut(position) {
+            comes.record_slice(memory);
             self.service.0.slices.send_modify(|seen| *seen += 1);
         }
     }
 
     fn put_head(&mut self, head: Bytes) -> BoxFuture<'_, ()> {
         let position = self.arrived.len();
-        let (comes, mut memory) = self.filling.get_mut(position).map_or_else(
-            || unreachable!("a head of a block that nobody wanted"),
+        let (comes, mut memory) = self.layered.get_mut(position).map_or_else(
+            || unreachable!("a header for a block that was not wanted"),
             |(comes, memory)| (comes, std::mem::take(memory)),
         );
         let hash = self.wanted[position];
         let is_it = comes.finish(&head, IDENTITY, KeyForm::Rotated, hash, &mut memory);
-        // What is no frame uses up its turn.
+        // An invalid frame uses up its position.
         let bytes = if is_it.is_ok() { memory.into() } else { Bytes::new() };
         self.put(Frame { bytes, identity: IDENTITY, hash })
     }
 }
 
-impl SaveSession for Session {
-    fn layers(&mut self, layout: &SliceLayout) -> Option<&mut dyn LayerRoom> {
-        let takes_layers = self.service.state().takes_layers;
-        let empty = || (HeadLast::new(layout.clone()), vec![0; layout.frame_bytes()]);
-        self.filling = self.wanted.iter().map(|_| empty()).collect();
+impl SaveSession for MemorySaveSession {
+    fn layer_buffers(&mut self, layout: &SliceLayout) -> Option<&mut dyn LayerBuffers> {
+        let takes_layers = self.service.state().accepts_layers;
+        let empty = || (SlicesFirstFrame::new(layout.clone()), vec![0; layout.frame_bytes()]);
+        self.layered = self.wanted.iter().map(|_| empty()).collect();
         takes_layers.then_some(self)
     }
 
@@ -362,14 +362,14 @@ impl SaveSession for Session {
         if done.stored_blocks > 0 {
             state.seq += 1;
             done.visible_at =
-                Some(VisibleAt { node: NodeId(1), epoch: state.epoch, shard: 1, seq: Seq(state.seq) });
+                Some(AnnouncePosition { node: NodeId(1), epoch: state.epoch, shard: 1, seq: Seq(state.seq) });
         }
         drop(state);
         Box::pin(std::future::ready(done))
     }
 }
 
-impl Drop for Session {
+impl Drop for MemorySaveSession {
     fn drop(&mut self) {
         if !self.finished {
             self.service.0.aborted.send_modify(|seen| *seen += 1);

@@ -1,62 +1,62 @@
-//! Memory that sockets are read into, kept for the next reader.
+//! A pool of read buffers.
 //!
-//! Not here: what is read (`stream.rs`).
+//! Not here: reading (`stream.rs`).
 
 use std::sync::{Mutex, PoisonError};
 
 use super::record::RECORD_BYTES_MAX;
 
-/// Bytes of a large buffer. Half as much costs more system calls, twice as much does not stay in a core's own cache
-/// until it is opened and copied.
+/// Size of a large buffer in bytes. Half as much costs more system calls; twice as much does not
+/// stay in a core's own cache until it is decrypted and copied.
 const LARGE_BYTES: usize = 128 << 10;
 
-/// Bytes of a small one: a request that comes by itself.
+/// Size of a small buffer in bytes: enough for a single request.
 const SMALL_BYTES: usize = RECORD_BYTES_MAX + 1024;
 
-/// Buffers of each size that are kept while nobody reads.
-const KEPT_MAX: usize = 64;
+/// Unused buffers kept of each size.
+const POOLED_MAX: usize = 64;
 
-/// Which buffer a reader needs.
+/// Buffer size that a reader needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Size {
+pub(super) enum BufferSize {
     Small,
     Large,
 }
 
-impl Size {
+impl BufferSize {
     pub(super) const fn bytes(self) -> usize {
         match self {
-            Size::Small => SMALL_BYTES,
-            Size::Large => LARGE_BYTES,
+            BufferSize::Small => SMALL_BYTES,
+            BufferSize::Large => LARGE_BYTES,
         }
     }
 }
 
-/// Buffers of one server or dialer.
+/// Unused buffers of one server or dialer.
 #[derive(Debug, Default)]
-pub(super) struct Buffers {
+pub(super) struct BufferPool {
     small: Mutex<Vec<Vec<u8>>>,
     large: Mutex<Vec<Vec<u8>>>,
 }
 
-impl Buffers {
-    pub(super) fn take(&self, size: Size) -> Vec<u8> {
+impl BufferPool {
+    pub(super) fn take(&self, size: BufferSize) -> Vec<u8> {
         let kept = match size {
-            Size::Small => &self.small,
-            Size::Large => &self.large,
+            BufferSize::Small => &self.small,
+            BufferSize::Large => &self.large,
         };
         let kept = kept.lock().unwrap_or_else(PoisonError::into_inner).pop();
         kept.unwrap_or_else(|| vec![0; size.bytes()])
     }
 
-    pub(super) fn give(&self, buffer: Vec<u8>) {
+    pub(super) fn put_back(&self, buffer: Vec<u8>) {
         let kept = match buffer.len() {
             SMALL_BYTES => &self.small,
             LARGE_BYTES => &self.large,
             _ => return,
         };
         let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
-        if kept.len() < KEPT_MAX {
+        if kept.len() < POOLED_MAX {
             kept.push(buffer);
         }
     }

@@ -1,42 +1,47 @@
-//! Opening paths to nodes over TCP.
+//! Opens paths to nodes over TCP.
 //!
-//! A TLS 1.3 client finishes its handshake before the server has looked at the client's certificate, so
-//! a path counts as open only after a ping came back. Not here: what runs over a path (`path.rs`).
+//! A TLS 1.3 client finishes its handshake before the server has checked the client's certificate.
+//! So a path counts as open only after an answered ping. Not here: operations on a path
+//! (`path.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use kvfleet_proto::tls::Identity;
+use kvfleet_net::tls::Identity;
 use rustls::ClientConfig;
 use tokio::sync::watch;
 
 use super::TcpConfig;
-use super::buffers::{Buffers, Size};
+use super::buffers::{BufferPool, BufferSize};
 use super::path::TcpPath;
-use super::pool::{Connector, Pool};
-use super::stream::Ends;
-use super::watch::{ask_alive, watch};
+use super::pool::{ConnectionPool, Connector};
+use super::stream::StreamShared;
+use super::watch::{ping, watch_peer};
 use crate::dial::{resolve, within};
-use crate::layered::FramesOnly;
+use crate::layered::LayerSupport;
 use crate::{BoxFuture, Dialer, Path, PathError, wire};
 
-/// Opens paths of TLS over TCP.
+/// Opens paths over TLS on TCP.
 #[derive(Debug)]
 pub struct TcpDialer {
     tls: Arc<ClientConfig>,
     config: TcpConfig,
-    buffers: Arc<Buffers>,
+    buffers: Arc<BufferPool>,
 }
 
 impl TcpDialer {
-    /// A dialer that shows `identity` and trusts its authority. Opens no socket yet.
+    /// A dialer that presents `identity` and trusts its authority. Opens no socket yet.
     #[must_use]
     pub fn new(identity: &Identity, config: TcpConfig) -> TcpDialer {
         TcpDialer { tls: Arc::new(identity.tcp_client()), config, buffers: Arc::default() }
     }
 
     pub(crate) async fn open(&self, peer: &str) -> Result<TcpPath, PathError> {
-        let ends = Ends { buffers: Arc::clone(&self.buffers), heard: Arc::default(), least: Size::Large };
+        let ends = StreamShared {
+            buffers: Arc::clone(&self.buffers),
+            received: Arc::default(),
+            min_size: BufferSize::Large,
+        };
         let connector = Connector {
             peer: peer.to_owned(),
             address: resolve(peer).await?,
@@ -50,20 +55,28 @@ impl TcpDialer {
             other => other,
         };
         let mut lifeline = connector.connect().await.map_err(unreachable)?;
-        let pong = ask_alive(&mut lifeline).await.map_err(|error| unreachable(error.at(peer)))?;
+        let pong = ping(&mut lifeline).await.map_err(|error| unreachable(error.at(peer)))?;
         if pong.version != wire::PROTOCOL_VERSION {
-            let what = format!("a message that makes no sense: protocol version {}", pong.version);
+            let what = format!("a malformed message: protocol version {}", pong.version);
             return Err(PathError::Protocol { peer: peer.to_owned(), what });
         }
         let (says, lost) = watch::channel(None);
         let config = &self.config;
-        let pool = Pool::new(connector, config.connections_per_peer, config.idle_timeout, lost.clone());
+        let pool =
+            ConnectionPool::new(connector, config.connections_per_peer, config.idle_timeout, lost.clone());
         let pool = Arc::new(pool);
-        let watching = watch(lifeline, ends, config.silence_max, Arc::downgrade(&pool), says);
+        let watching = watch_peer(lifeline, ends, config.silence_max, Arc::downgrade(&pool), says);
         let watching = tokio::spawn(watching);
-        let (sends_frames, saves_frames) = (AtomicBool::new(false), FramesOnly::default());
+        let (sends_frames, saves_frames) = (AtomicBool::new(false), LayerSupport::default());
         let stall_timeout = config.stall_timeout;
-        Ok(TcpPath { pool, lost, stall_timeout, watching, sends_frames, saves_frames })
+        Ok(TcpPath {
+            pool,
+            lost,
+            stall_timeout,
+            watching,
+            is_frames_only: sends_frames,
+            layer_support: saves_frames,
+        })
     }
 }
 

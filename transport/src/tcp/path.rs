@@ -1,6 +1,6 @@
-//! The client's end: a path is a pool of connections and one that listens for signs of life.
+//! The client's end: a path is a pool of connections and one keepalive connection.
 //!
-//! Not here: what an operation does with its stream (`ask.rs`), connections (`pool.rs`).
+//! Not here: the operations (`client_ops.rs`), and connections (`pool.rs`).
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,26 +12,26 @@ use kvfleet_proto::frame::Frame;
 use prost::Message;
 use tokio::task::JoinHandle;
 
-use super::pool::{Lost, Occupied, Pool};
-use crate::ask::{self, Asks, Sends};
-use crate::layered::FramesOnly;
+use super::pool::{ConnectionPool, PeerLoss, PooledConnection};
+use crate::client_ops::{self, ClientPayload, OperationClient};
+use crate::layered::LayerSupport;
 use crate::stream::encode;
 use crate::wire;
 use crate::{
-    AskedLayers, BoxFuture, FetchAnswer, FetchRequest, LayerSource, Path, PathError, Progress, SaveAnswer,
-    SaveRequest, SliceSink, Streamed,
+    BoxFuture, FetchAnswer, FetchRequest, LayerRequest, LayerSource, LayeredSaveOutcome, Path, PathError,
+    Progress, SaveAnswer, SaveRequest, SliceSink,
 };
 
 /// Connections to one node.
 pub(crate) struct TcpPath {
-    pub(crate) pool: Arc<Pool>,
-    pub(super) lost: Lost,
+    pub(crate) pool: Arc<ConnectionPool>,
+    pub(super) lost: PeerLoss,
     pub(super) stall_timeout: Duration,
-    /// Says when the peer is gone; ends with the path.
+    /// The task that watches the peer; ends with the path.
     pub(super) watching: JoinHandle<()>,
-    /// Whether the node is known to send frames where slices were asked for.
-    pub(super) sends_frames: AtomicBool,
-    pub(super) saves_frames: FramesOnly,
+    /// Whether the node answered a request for slices with frames.
+    pub(super) is_frames_only: AtomicBool,
+    pub(super) layer_support: LayerSupport,
 }
 
 impl Drop for TcpPath {
@@ -40,8 +40,8 @@ impl Drop for TcpPath {
     }
 }
 
-impl Asks for TcpPath {
-    type Stream = Occupied;
+impl OperationClient for TcpPath {
+    type Stream = PooledConnection;
 
     fn peer(&self) -> &str {
         self.pool.peer()
@@ -54,21 +54,21 @@ impl Asks for TcpPath {
     async fn call<M: Message + Default>(
         &self,
         request: &data::DataRequest,
-        _: Sends,
+        _: ClientPayload,
         fetch: Option<&Progress>,
-    ) -> Result<(M, Occupied), PathError> {
-        self.pool.ask(wire::class_of(request), encode(request)?, fetch).await
+    ) -> Result<(M, PooledConnection), PathError> {
+        self.pool.call(wire::class_of(request), encode(request)?, fetch).await
     }
 
-    fn sends_frames(&self) {
-        self.sends_frames.store(true, Ordering::Relaxed);
+    fn note_frames_only_fetch(&self) {
+        self.is_frames_only.store(true, Ordering::Relaxed);
     }
 
-    fn saves_frames(&self) {
-        self.saves_frames.seems();
+    fn note_frames_only_saves(&self) {
+        self.layer_support.mark_unsupported();
     }
 
-    fn over(&self, stream: Occupied) {
+    fn finish(&self, stream: PooledConnection) {
         self.pool.keep(stream);
     }
 }
@@ -79,20 +79,20 @@ impl Path for TcpPath {
         request: FetchRequest,
         sink: &'a mut (dyn FnMut(Frame) + Send),
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { ask::fetch(self, &request, sink).await })
+        Box::pin(async move { client_ops::fetch(self, &request, sink).await })
     }
 
     fn fetch_layers<'a>(
         &'a self,
         request: FetchRequest,
-        asked: AskedLayers,
+        asked: LayerRequest,
         sink: &'a mut dyn SliceSink,
     ) -> BoxFuture<'a, Result<FetchAnswer, PathError>> {
-        Box::pin(async move { ask::fetch_layers(self, &request, asked, sink).await })
+        Box::pin(async move { client_ops::fetch_layers(self, &request, asked, sink).await })
     }
 
-    fn moves_slices(&self) -> bool {
-        !self.sends_frames.load(Ordering::Relaxed)
+    fn fetches_slices(&self) -> bool {
+        !self.is_frames_only.load(Ordering::Relaxed)
     }
 
     fn save<'a>(
@@ -100,23 +100,23 @@ impl Path for TcpPath {
         request: SaveRequest,
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
-        Box::pin(async move { ask::save(self, &request, source).await })
+        Box::pin(async move { client_ops::save(self, &request, source).await })
     }
 
     fn save_layers<'a>(
         &'a self,
         request: SaveRequest,
         layers: &'a mut dyn LayerSource,
-    ) -> BoxFuture<'a, Result<Streamed, PathError>> {
-        Box::pin(async move { ask::save_layers(self, &request, layers).await })
+    ) -> BoxFuture<'a, Result<LayeredSaveOutcome, PathError>> {
+        Box::pin(async move { client_ops::save_layers(self, &request, layers).await })
     }
 
     fn streams_saves(&self) -> bool {
-        !self.saves_frames.is_so()
+        !self.layer_support.is_unsupported()
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {
-        Box::pin(ask::release(self, lease))
+        Box::pin(client_ops::release(self, lease))
     }
 
     fn failure(&self) -> Option<PathError> {
@@ -124,6 +124,6 @@ impl Path for TcpPath {
     }
 
     fn ping(&self) -> BoxFuture<'_, Result<Duration, PathError>> {
-        Box::pin(ask::ping(self))
+        Box::pin(client_ops::ping(self))
     }
 }

@@ -1,87 +1,87 @@
-//! The node's end: accepts connections, and serves what each asks, one operation after the other.
+//! The node's end: accepts connections and serves their operations, one after another.
 //!
-//! Not here: what is done with an operation (`serve.rs`).
+//! Not here: the handling of an operation (`serve.rs`).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvfleet_proto::accepting::{Refused, connections_within};
+use kvfleet_net::accept_limits::{AcceptWarnings, connection_limit};
+use kvfleet_net::tls::Identity;
 use kvfleet_proto::data::{self, data_request::Op};
-use kvfleet_proto::tls::Identity;
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use super::TcpConfig;
-use super::buffers::Size;
+use super::buffers::BufferSize;
 use super::handshake;
 use super::socket::listen;
-use super::stream::{Ends, TlsStream};
+use super::stream::{StreamShared, TlsStream};
 use crate::BlockService;
-use crate::room::{Carried, FRAME_BYTES_GUESS, Room};
-use crate::serve::{Admitted, Limits, Operations, ServeError, TIMES, Times, admit};
+use crate::capacity::{Capacity, FRAME_BYTES_ESTIMATE, TrafficCounters};
+use crate::serve::{AdmittedCaller, OperationTimeouts, Operations, ServeError, ServeLimits, TIMES, admit};
 
-/// Wait after the system gave no connection: it is out of descriptors or memory, and asking at once gives nothing
-/// either.
+/// Pause after a failed accept: descriptors or memory are exhausted, and an immediate retry would
+/// fail too.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
-/// Of the files that the process may have open, connections get this part at most: control calls come to the same process, and a
-/// tier has files too.
-const SHARE_OF_FILES: usize = 2;
+/// Connections get one of this many parts of the open-file limit: control calls need files in the
+/// same process, and so does the SSD tier.
+const OPEN_FILES_SHARE: usize = 2;
 
-/// Number of `Attached.outcome`: there is no RDMA, and the connection goes on without.
+/// Value of `Attached.outcome`: there is no RDMA, and the connection goes on without it.
 pub(crate) const RDMA_REFUSED: u32 = 3;
 
 /// Why a server cannot listen.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot listen on tcp {address}: {cause}; choose a free port or stop the process that holds it")]
-pub struct BindError {
-    /// Where.
+pub struct TcpBindError {
+    /// The address.
     pub address: SocketAddr,
-    /// What the system said.
+    /// The error of the system.
     pub cause: std::io::Error,
 }
 
-/// Serves a node's blocks with TLS over TCP until closed or dropped.
+/// Serves a node's blocks over TLS on TCP until closed or dropped.
 #[derive(Debug)]
 pub struct TcpServer {
     local: SocketAddr,
-    carried: Carried,
+    traffic: TrafficCounters,
     accepting: JoinHandle<()>,
 }
 
-/// What all connections of a server share.
-struct Shared {
+/// State shared by all connections of a server.
+struct TcpServerState {
     service: Arc<dyn BlockService>,
     operations: Operations,
     tls: Arc<ServerConfig>,
-    ends: Ends,
+    ends: StreamShared,
     config: TcpConfig,
-    /// Of those in the settings, what the files of the process allow.
+    /// The configured limit, reduced to what the process's open-file limit allows.
     connections_max: usize,
     #[cfg(feature = "rdma")]
-    offer: Option<Arc<crate::rdma::RdmaOffer>>,
+    offer: Option<Arc<crate::rdma::RdmaServer>>,
 }
 
-/// Whose connection it is, and what it has of the node.
-struct Served {
-    by: Admitted,
+/// The caller of a connection, and its RDMA link.
+struct ServedCaller {
+    caller: AdmittedCaller,
     #[cfg(feature = "rdma")]
-    attached: Option<crate::rdma::Attached>,
+    attached: Option<crate::rdma::ServerLink>,
 }
 
-/// What a server does and for how long, beside its settings.
-pub(crate) struct Terms {
-    pub(crate) times: Times,
+/// Options of a server besides its settings.
+pub(crate) struct ServerOptions {
+    pub(crate) times: OperationTimeouts,
     #[cfg(feature = "rdma")]
-    pub(crate) offer: Option<Arc<crate::rdma::RdmaOffer>>,
+    pub(crate) offer: Option<Arc<crate::rdma::RdmaServer>>,
 }
 
-impl Terms {
-    fn of(times: Times) -> Terms {
-        Terms {
+impl ServerOptions {
+    fn new(times: OperationTimeouts) -> ServerOptions {
+        ServerOptions {
             times,
             #[cfg(feature = "rdma")]
             offer: None,
@@ -89,9 +89,9 @@ impl Terms {
     }
 }
 
-/// Room of a server that shares none.
-fn own_room(config: &TcpConfig) -> Room {
-    Room::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max, FRAME_BYTES_GUESS)
+/// The capacity of a server that shares none.
+fn own_capacity(config: &TcpConfig) -> Capacity {
+    Capacity::new(config.fetch_bytes_in_flight_max, config.save_bytes_in_flight_max, FRAME_BYTES_ESTIMATE)
 }
 
 impl TcpServer {
@@ -103,7 +103,7 @@ impl TcpServer {
         address: SocketAddr,
         identity: &Identity,
         service: Arc<dyn BlockService>,
-    ) -> Result<TcpServer, BindError> {
+    ) -> Result<TcpServer, TcpBindError> {
         TcpServer::bind_with(address, identity, &TcpConfig::default(), service)
     }
 
@@ -116,23 +116,37 @@ impl TcpServer {
         identity: &Identity,
         config: &TcpConfig,
         service: Arc<dyn BlockService>,
-    ) -> Result<TcpServer, BindError> {
-        TcpServer::bind_as(own_room(config), address, identity, config, &Terms::of(TIMES), service)
+    ) -> Result<TcpServer, TcpBindError> {
+        TcpServer::bind_with_options(
+            own_capacity(config),
+            address,
+            identity,
+            config,
+            &ServerOptions::new(TIMES),
+            service,
+        )
     }
 
-    /// Like [`TcpServer::bind_with`], with bounds that other servers of the same node share: those of `config` are not
-    /// looked at.
+    /// Like [`TcpServer::bind_with`], with a capacity shared with the node's other servers; the
+    /// limits in `config` are ignored.
     ///
     /// # Errors
     /// When the address cannot be bound.
     pub fn bind_in(
-        room: &Room,
+        room: &Capacity,
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
         service: Arc<dyn BlockService>,
-    ) -> Result<TcpServer, BindError> {
-        TcpServer::bind_as(room.clone(), address, identity, config, &Terms::of(TIMES), service)
+    ) -> Result<TcpServer, TcpBindError> {
+        TcpServer::bind_with_options(
+            room.clone(),
+            address,
+            identity,
+            config,
+            &ServerOptions::new(TIMES),
+            service,
+        )
     }
 
     /// Like [`TcpServer::bind_in`], and offers RDMA to clients that ask for it.
@@ -141,69 +155,79 @@ impl TcpServer {
     /// When the address cannot be bound.
     #[cfg(feature = "rdma")]
     pub fn bind_offering(
-        room: &Room,
+        room: &Capacity,
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
-        offer: Arc<crate::rdma::RdmaOffer>,
+        offer: Arc<crate::rdma::RdmaServer>,
         service: Arc<dyn BlockService>,
-    ) -> Result<TcpServer, BindError> {
-        let terms = Terms { times: TIMES, offer: Some(offer) };
-        TcpServer::bind_as(room.clone(), address, identity, config, &terms, service)
+    ) -> Result<TcpServer, TcpBindError> {
+        let terms = ServerOptions { times: TIMES, offer: Some(offer) };
+        TcpServer::bind_with_options(room.clone(), address, identity, config, &terms, service)
     }
 
     #[cfg(test)]
-    pub(super) fn bind_timed(
+    pub(super) fn bind_with_timeouts(
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
-        times: Times,
+        times: OperationTimeouts,
         service: Arc<dyn BlockService>,
-    ) -> Result<TcpServer, BindError> {
-        TcpServer::bind_as(own_room(config), address, identity, config, &Terms::of(times), service)
+    ) -> Result<TcpServer, TcpBindError> {
+        TcpServer::bind_with_options(
+            own_capacity(config),
+            address,
+            identity,
+            config,
+            &ServerOptions::new(times),
+            service,
+        )
     }
 
-    pub(crate) fn bind_as(
-        room: Room,
+    pub(crate) fn bind_with_options(
+        room: Capacity,
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
-        terms: &Terms,
+        terms: &ServerOptions,
         service: Arc<dyn BlockService>,
-    ) -> Result<TcpServer, BindError> {
-        let failed = |cause| BindError { address, cause };
+    ) -> Result<TcpServer, TcpBindError> {
+        let failed = |cause| TcpBindError { address, cause };
         let listener = listen(address, config.congestion_control.as_deref()).map_err(failed)?;
         let local = listener.local_addr().map_err(failed)?;
-        let limits = Limits { stall_timeout: config.stall_timeout, times: terms.times };
+        let limits = ServeLimits { stall_timeout: config.stall_timeout, times: terms.times };
         let operations = Operations::new(room, limits);
-        let carried = operations.carried.clone();
-        let shared = Shared {
+        let traffic = operations.traffic.clone();
+        let shared = TcpServerState {
             service,
             operations,
             tls: Arc::new(identity.tcp_server()),
-            ends: Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small },
+            ends: StreamShared {
+                buffers: Arc::default(),
+                received: Arc::default(),
+                min_size: BufferSize::Small,
+            },
             config: config.clone(),
-            connections_max: connections_within(config.connections_max, SHARE_OF_FILES),
+            connections_max: connection_limit(config.connections_max, OPEN_FILES_SHARE),
             #[cfg(feature = "rdma")]
             offer: terms.offer.clone(),
         };
-        Ok(TcpServer { local, carried, accepting: tokio::spawn(accept(listener, Arc::new(shared))) })
+        Ok(TcpServer { local, traffic, accepting: tokio::spawn(accept(listener, Arc::new(shared))) })
     }
 
-    /// Where it listens.
+    /// The listening address.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }
 
-    /// What it carried so far. Blocks that went by RDMA are counted by what was offered
-    /// (`RdmaOffer::carried`).
+    /// Traffic so far. `RdmaOffer::carried` counts blocks transferred by RDMA.
     #[must_use]
-    pub fn carried(&self) -> Carried {
-        self.carried.clone()
+    pub fn traffic(&self) -> TrafficCounters {
+        self.traffic.clone()
     }
 
-    /// Ends every operation and connection; returns when that is done.
+    /// Ends every operation and connection; returns when all have ended.
     pub async fn close(mut self) {
         self.accepting.abort();
         let _ = (&mut self.accepting).await; // cancelled, as asked
@@ -216,14 +240,14 @@ impl Drop for TcpServer {
     }
 }
 
-async fn accept(listener: TcpListener, shared: Arc<Shared>) {
-    let (mut connections, mut refused) = (JoinSet::new(), Refused::default());
+async fn accept(listener: TcpListener, shared: Arc<TcpServerState>) {
+    let (mut connections, mut accept_warnings) = (JoinSet::new(), AcceptWarnings::default());
     loop {
         let socket = match listener.accept().await {
             Ok((socket, _)) => socket,
             Err(error) => {
-                if refused.is_to_be_said() {
-                    tracing::warn!(%error, "no connection could be accepted; raise the limit of open files if there are too many");
+                if accept_warnings.should_warn() {
+                    tracing::warn!(%error, "cannot accept connections; raise the limit of open files if there are too many");
                 }
                 sleep(ACCEPT_PAUSE).await;
                 continue;
@@ -231,62 +255,62 @@ async fn accept(listener: TcpListener, shared: Arc<Shared>) {
         };
         while connections.try_join_next().is_some() {}
         if connections.len() >= shared.connections_max {
-            let _ = socket.set_zero_linger(); // the peer is told by a reset, and nothing of it is left here
+            let _ = socket.set_zero_linger(); // the reset informs the peer, and no state stays here
             continue;
         }
         connections.spawn(serve_connection(socket, Arc::clone(&shared)));
     }
 }
 
-async fn serve_connection(socket: TcpStream, shared: Arc<Shared>) {
-    let _ = socket.set_nodelay(true); // without it answers come later, and no less right
+async fn serve_connection(socket: TcpStream, shared: Arc<TcpServerState>) {
+    let _ = socket.set_nodelay(true); // on failure answers are only slower
     let handshake = handshake::accept(socket, &shared.tls, shared.ends.clone());
     match timeout(shared.config.dial_timeout, handshake).await {
         Ok(Ok((stream, leaf))) => match admit(leaf, &shared.service) {
             Some(by) => {
-                let served = Served {
-                    by,
+                let served = ServedCaller {
+                    caller: by,
                     #[cfg(feature = "rdma")]
                     attached: None,
                 };
                 serve_operations(stream, served, &shared).await;
             }
-            // Whoever refused it says why, and not for each connection.
-            None => tracing::debug!("a caller is refused by its certificate"),
+            // The service logs the refusal itself, not for each connection.
+            None => tracing::debug!("a caller was refused because of its certificate"),
         },
         Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
         Err(_) => tracing::debug!("handshake took too long"),
     }
 }
 
-async fn serve_operations(mut stream: TlsStream, mut served: Served, shared: &Shared) {
+async fn serve_operations(mut stream: TlsStream, mut served: ServedCaller, shared: &TcpServerState) {
     loop {
-        match timeout(shared.config.idle_timeout_of_server(), stream.begun()).await {
+        match timeout(shared.config.server_idle_timeout(), stream.wait_for_data()).await {
             Ok(Ok(true)) => {}
             Ok(Ok(false)) | Err(_) => return stream.close(),
             Ok(Err(error)) => return tracing::debug!(%error, "connection ended"),
         }
         if let Err(error) = serve_operation(&mut stream, &mut served, shared).await {
-            // What is left of it would be taken for what the next operation says.
+            // Its remaining bytes would be taken for the next operation.
             tracing::debug!(%error, "operation ended early");
             return;
         }
-        stream.rest();
+        stream.release_buffers();
     }
 }
 
-/// What a client is told that asks for RDMA where there is none.
-fn no_rdma() -> data::Attached {
+/// The answer to a client that asks for RDMA when there is none.
+fn rdma_unavailable() -> data::AttachReply {
     let why = "its rdma.enabled is not set, or its log says why it has none".to_owned();
-    data::Attached { outcome: RDMA_REFUSED, why, ..data::Attached::default() }
+    data::AttachReply { outcome: RDMA_REFUSED, why, ..data::AttachReply::default() }
 }
 
 async fn serve_operation(
     stream: &mut TlsStream,
-    served: &mut Served,
-    shared: &Shared,
+    served: &mut ServedCaller,
+    shared: &TcpServerState,
 ) -> Result<(), ServeError> {
-    let (service, operations) = (served.by.service.as_ref(), &shared.operations);
+    let (service, operations) = (served.caller.service.as_ref(), &shared.operations);
     let request = operations.request(stream).await?;
     #[cfg(feature = "rdma")]
     {
@@ -294,14 +318,14 @@ async fn serve_operation(
             return attached.serve(request, (service, operations), stream).await;
         }
         if let (Some(Op::Attach(attach)), Some(offer)) = (&request.op, &shared.offer) {
-            let caller = (&served.by.leaf, served.by.maps);
+            let caller = (&served.caller.leaf, served.caller.may_map);
             let (attached, answer) = offer.attach(attach.clone(), caller).await?;
             served.attached = attached;
             return operations.answer(stream, &answer).await;
         }
     }
     if let Some(Op::Attach(_)) = request.op {
-        return operations.answer(stream, &no_rdma()).await;
+        return operations.answer(stream, &rdma_unavailable()).await;
     }
     operations.serve_request(request, service, stream).await
 }

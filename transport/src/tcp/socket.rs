@@ -1,4 +1,4 @@
-//! Sockets: how they are set up, and reads that know when there is no more to read.
+//! Sockets: their options, and reads that notice when the socket is empty.
 //!
 //! Not here: records (`stream.rs`).
 
@@ -9,37 +9,39 @@ use std::os::fd::AsFd;
 use tokio::io::Interest;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 
-use crate::stream::Loss;
+use crate::stream::StreamError;
 
-/// A connection to `address`. What is written to it leaves at once.
+/// Connects to `address`, with Nagle's algorithm off.
 pub(super) async fn connect(
     address: SocketAddr,
     congestion_control: Option<&str>,
 ) -> std::io::Result<TcpStream> {
     let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    rule(&socket, congestion_control);
+    set_congestion_control(&socket, congestion_control);
     let socket = socket.connect(address).await?;
     socket.set_nodelay(true)?;
     Ok(socket)
 }
 
-/// A socket that listens at `address`; what it accepts has its congestion control.
+/// Listens at `address`; accepted sockets inherit the congestion control.
 pub(super) fn listen(address: SocketAddr, congestion_control: Option<&str>) -> std::io::Result<TcpListener> {
     let listener = std::net::TcpListener::bind(address)?;
-    rule(&listener, congestion_control);
+    set_congestion_control(&listener, congestion_control);
     listener.set_nonblocking(true)?;
     TcpListener::from_std(listener)
 }
 
-/// Sets the congestion control of a socket that is not connected yet, if the system has it: one that began under
-/// another keeps that one's pacing. Without it the system's own rules, which moves the same bytes.
-fn rule(socket: impl AsFd, congestion_control: Option<&str>) {
+/// Sets the congestion control of an unconnected socket, if the system has it. A socket that
+/// changed later would keep the old one's pacing. On failure the system's default applies, which
+/// works too.
+fn set_congestion_control(socket: impl AsFd, congestion_control: Option<&str>) {
     if let Some(name) = congestion_control {
         let _ = rustix::net::sockopt::set_tcp_congestion(socket, name);
     }
 }
 
-/// Reads what is there. A read that does not fill `to` found the socket empty, so the next one waits without asking.
+/// Reads the available bytes. A read that does not fill `to` emptied the socket, so the next one
+/// waits for readiness without a system call.
 pub(super) fn try_read(socket: &TcpStream, to: &mut [u8]) -> std::io::Result<usize> {
     let room = to.len();
     let mut short = None;
@@ -47,7 +49,7 @@ pub(super) fn try_read(socket: &TcpStream, to: &mut [u8]) -> std::io::Result<usi
         let bytes = rustix::io::read(socket, &mut *to)?;
         if (1..room).contains(&bytes) {
             short = Some(bytes);
-            // To the runtime the socket is as one that had nothing; it hears of what came since.
+            // Tells the runtime that the socket is empty; it will report later data.
             return Err(ErrorKind::WouldBlock.into());
         }
         Ok(bytes)
@@ -55,7 +57,7 @@ pub(super) fn try_read(socket: &TcpStream, to: &mut [u8]) -> std::io::Result<usi
     short.map_or(read, Ok)
 }
 
-/// What a socket says as a loss.
-pub(super) fn io_loss(error: &Error) -> Loss {
-    Loss::Broken(error.to_string())
+/// A socket error as a stream error.
+pub(super) fn io_stream_error(error: &Error) -> StreamError {
+    StreamError::Broken(error.to_string())
 }

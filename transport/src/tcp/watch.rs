@@ -1,8 +1,8 @@
-//! Notices that a peer is gone: one connection of each path does nothing but ask for signs of life.
+//! Detects a lost peer: one connection of each path carries only keepalive pings.
 //!
-//! A process that died is told by its host, which ends its connections; one that hangs or is cut off ends nothing,
-//! and TCP would wait for minutes. Whatever comes over any connection of the path is a sign of life too. Not here:
-//! how silence is counted (`crate::silence`), what operations make of it (`pool.rs`).
+//! The host of a dead process closes its connections. A hung or disconnected peer closes none, and
+//! TCP would wait for minutes. Data on any connection of the path counts as a sign of life. Not
+//! here: the measurement of silence (`crate::silence`), and the effect on operations (`pool.rs`).
 
 use std::sync::Weak;
 use std::sync::atomic::Ordering;
@@ -12,45 +12,45 @@ use kvfleet_proto::data;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval, sleep};
 
-use super::pool::Pool;
-use super::stream::{Ends, TlsStream};
-use crate::silence::{KEEP_ALIVE, Silence, TICK, Verdict};
-use crate::stream::{ItemError, Loss, Stream, encode, read_message};
+use super::pool::ConnectionPool;
+use super::stream::{StreamShared, TlsStream};
+use crate::silence::{KEEP_ALIVE, Liveness, SilenceDetector, TICK};
+use crate::stream::{ItemError, Stream, StreamError, encode, read_message};
 use crate::wire;
 
-/// Asks once, and waits for the answer.
-pub(super) async fn ask_alive(stream: &mut TlsStream) -> Result<data::Pong, ItemError> {
+/// Sends one ping and waits for the answer.
+pub(super) async fn ping(stream: &mut TlsStream) -> Result<data::Pong, ItemError> {
     let ping = encode(&wire::ping_to_pb()).expect("a ping is a few bytes");
     stream.write(ping).await?;
     stream.flush().await?;
     read_message(stream).await
 }
 
-/// Watches until the peer is gone, and then says so to every operation of the path.
-pub(super) async fn watch(
-    mut lifeline: TlsStream,
-    ends: Ends,
+/// Watches until the peer is lost, then informs every operation of the path.
+pub(super) async fn watch_peer(
+    mut keepalive: TlsStream,
+    ends: StreamShared,
     lost_after: Duration,
-    pool: Weak<Pool>,
-    lost: watch::Sender<Option<Loss>>,
+    pool: Weak<ConnectionPool>,
+    lost: watch::Sender<Option<StreamError>>,
 ) {
     let loss = tokio::select! {
-        loss = ended(&mut lifeline) => loss,
-        loss = silent(&ends, lost_after, &pool) => loss,
+        loss = ping_until_closed(&mut keepalive) => loss,
+        loss = wait_for_silence(&ends, lost_after, &pool) => loss,
     };
     tracing::debug!(%loss, "peer is gone");
     lost.send_replace(Some(loss));
 }
 
-/// Keeps asking; returns once the connection ends.
-async fn ended(lifeline: &mut TlsStream) -> Loss {
+/// Pings repeatedly; returns once the connection ends.
+async fn ping_until_closed(keepalive: &mut TlsStream) -> StreamError {
     loop {
-        match ask_alive(lifeline).await {
-            Ok(data::Pong { .. }) => lifeline.rest(),
+        match ping(keepalive).await {
+            Ok(data::Pong { .. }) => keepalive.release_buffers(),
             Err(ItemError::Lost(loss)) => return loss,
-            Err(nonsense) => return Loss::Protocol(nonsense.to_string()),
+            Err(nonsense) => return StreamError::Protocol(nonsense.to_string()),
         }
-        let stopped = lifeline.stopped();
+        let stopped = keepalive.stopped();
         tokio::select! {
             () = sleep(KEEP_ALIVE) => {}
             () = stopped => {}
@@ -58,9 +58,13 @@ async fn ended(lifeline: &mut TlsStream) -> Loss {
     }
 }
 
-/// Listens; returns once nothing came for too long.
-async fn silent(ends: &Ends, lost_after: Duration, pool: &Weak<Pool>) -> Loss {
-    let mut silence = Silence::new(Instant::now(), lost_after);
+/// Returns once no data arrived for too long.
+async fn wait_for_silence(
+    ends: &StreamShared,
+    lost_after: Duration,
+    pool: &Weak<ConnectionPool>,
+) -> StreamError {
+    let mut silence = SilenceDetector::new(Instant::now(), lost_after);
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
@@ -68,8 +72,8 @@ async fn silent(ends: &Ends, lost_after: Duration, pool: &Weak<Pool>) -> Loss {
         if let Some(pool) = Weak::upgrade(pool) {
             pool.close_idle();
         }
-        if silence.look(Instant::now(), ends.heard.load(Ordering::Relaxed)) == Verdict::Lost {
-            return Loss::Unreachable("nothing comes from it any more".to_owned());
+        if silence.check(Instant::now(), ends.received.load(Ordering::Relaxed)) == Liveness::Lost {
+            return StreamError::Unreachable("no data arrives from it any more".to_owned());
         }
     }
 }

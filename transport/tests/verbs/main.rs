@@ -1,7 +1,7 @@
-//! RDMA over a real device: bare transfers, the behaviour suite, and what goes wrong.
+//! RDMA over a real device: bare transfers, the behaviour suite, and failures.
 //!
-//! Skipped with a word where there is no device. `scripts/rdma` runs this on a machine that has one, or in a virtual
-//! machine that emulates two. Not here: what fakes can show (`src/rdma/tests`).
+//! Skipped with a message if there is no device. `scripts/rdma` runs this on a machine with one, or
+//! in a virtual machine that emulates two. Not here: tests that need only fakes (`src/rdma/tests`).
 #![allow(clippy::unwrap_used)]
 
 mod layers;
@@ -12,16 +12,16 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvfleet_net::tls::{Identity, SERVER_NAME};
 use kvfleet_proto::frame::Frame;
-use kvfleet_proto::tls::{Identity, SERVER_NAME};
-use kvfleet_transport::rdma::gpu::{Exported, Range};
+use kvfleet_transport::rdma::gpu::{AddressRange, DmaBufExport};
 use kvfleet_transport::rdma::probe::{self, Probe};
 use kvfleet_transport::rdma::{
-    Memory, Pool, Rdma, RdmaChoice, RdmaConfig, RdmaDialer, RdmaOffer, RdmaTuning,
+    Rdma, RdmaBufferPool, RdmaChoice, RdmaConfig, RdmaDialer, RdmaMemory, RdmaServer, RdmaTuning,
 };
-use kvfleet_transport::suite::{self, LendingService, MemoryService, Pair};
+use kvfleet_transport::suite::{self, MemoryService, SharedArenaService, SuitePath};
 use kvfleet_transport::tcp::{TcpConfig, TcpServer};
-use kvfleet_transport::{Dialer, Path, PathError, Room, SaveRequest};
+use kvfleet_transport::{Capacity, Dialer, Path, PathError, SaveRequest};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -31,26 +31,26 @@ fn is_emulated() -> bool {
     std::env::var_os("RDMA_VM").is_some()
 }
 
-/// Whether somebody expects a device here: then it is no reason to skip that it cannot be used.
-fn is_there() -> bool {
+/// Whether a device is expected here: then an unusable one is a failure, not a reason to skip.
+fn is_device_expected() -> bool {
     let listed = std::fs::read_dir("/sys/class/infiniband").is_ok_and(|mut devices| devices.next().is_some());
     listed || std::env::var_os("KVFLEET_RDMA_DEVICE").is_some()
 }
 
-/// The address in an environment variable, which chooses the port of one end.
+/// The address in an environment variable, which selects the port of one end.
 fn address(name: &str) -> Option<IpAddr> {
     std::env::var(name).ok().map(|text| text.parse().unwrap())
 }
 
 fn config(address: Option<IpAddr>) -> RdmaConfig {
     let device = std::env::var("KVFLEET_RDMA_DEVICE").ok();
-    // Under emulation an answer takes a while.
+    // Emulated devices answer slowly.
     let ack_timeout = if is_emulated() { 19 } else { RdmaTuning::default().ack_timeout };
     RdmaConfig {
         choice: RdmaChoice { device, address, ..RdmaChoice::default() },
         tuning: RdmaTuning { ack_timeout, ..RdmaTuning::default() },
         local_bytes: 48 << 20,
-        tray_bytes: 4 << 20,
+        bounce_buffer_bytes: 4 << 20,
         ..RdmaConfig::default()
     }
 }
@@ -61,11 +61,11 @@ struct Devices {
     client: Arc<Rdma>,
 }
 
-/// What there is; nothing, with a word, where there is none.
+/// The devices; `None`, with a message, if there are none.
 fn devices() -> Option<Devices> {
     let open = |address| match Rdma::open(&config(address)) {
         Ok(rdma) => Some(rdma),
-        Err(error) if is_emulated() || is_there() => panic!("{error}"),
+        Err(error) if is_emulated() || is_device_expected() => panic!("{error}"),
         Err(error) => {
             println!("skipped: no RDMA device: {error}");
             None
@@ -74,7 +74,7 @@ fn devices() -> Option<Devices> {
     Some(Devices { node: open(address("RDMA_VM_IP0"))?, client: open(address("RDMA_VM_IP1"))? })
 }
 
-/// What a client needs to reach a node of another process.
+/// Data that a client needs to reach a node in another process.
 struct Invitation {
     address: String,
     /// Its authority, certificate and key.
@@ -100,13 +100,13 @@ impl Invitation {
     }
 }
 
-struct Authority(CertifiedIssuer<'static, KeyPair>);
+struct VerbsAuthority(CertifiedIssuer<'static, KeyPair>);
 
-impl Authority {
-    fn new() -> Authority {
+impl VerbsAuthority {
+    fn new() -> VerbsAuthority {
         let mut params = CertificateParams::new(vec![]).unwrap();
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-        Authority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+        VerbsAuthority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
     fn pem(&self) -> [String; 3] {
@@ -122,7 +122,7 @@ impl Authority {
     }
 }
 
-/// Settings of the connection, with the patience that emulation needs.
+/// Connection settings with the timeouts that emulation needs.
 fn tcp() -> TcpConfig {
     let patience = Duration::from_secs(60);
     TcpConfig {
@@ -133,32 +133,33 @@ fn tcp() -> TcpConfig {
     }
 }
 
-/// An arena of blocks, and a server that lends them.
+/// An arena of blocks, and a server that grants them.
 fn serve(
     node: &Arc<Rdma>,
     at: IpAddr,
     identity: &Identity,
     service: &MemoryService,
-    maps: bool,
-) -> (TcpServer, Arc<Pool>) {
-    let arena = Arc::new(Memory::zeroed(64 << 20).unwrap());
-    let pool = Pool::new(&arena, 0..arena.len_bytes());
-    let lending = LendingService { inner: service.clone(), arena: Arc::clone(&pool), maps };
-    let offer = RdmaOffer::new(node, Some(&arena)).unwrap();
+    may_read_arena: bool,
+) -> (TcpServer, Arc<RdmaBufferPool>) {
+    let arena = Arc::new(RdmaMemory::zeroed(64 << 20).unwrap());
+    let pool = RdmaBufferPool::new(&arena, 0..arena.len_bytes());
+    let lending =
+        SharedArenaService { inner: service.clone(), arena: Arc::clone(&pool), may_map: may_read_arena };
+    let offer = RdmaServer::new(node, Some(&arena)).unwrap();
     let any = SocketAddr::from((at, 0));
-    let room = Room::new(1 << 30, 512 << 20, 2 << 20);
+    let room = Capacity::new(1 << 30, 512 << 20, 2 << 20);
     (TcpServer::bind_offering(&room, any, identity, &tcp(), offer, Arc::new(lending)).unwrap(), pool)
 }
 
-async fn pair(devices: &Devices, service: &MemoryService, maps: bool) -> Pair {
-    let authority = Authority::new();
+async fn pair(devices: &Devices, service: &MemoryService, maps: bool) -> SuitePath {
+    let authority = VerbsAuthority::new();
     let (server, _) = serve(&devices.node, Ipv4Addr::LOCALHOST.into(), &authority.member(), service, maps);
     let dialer = RdmaDialer::new(&devices.client, &authority.member(), tcp()).unwrap();
     let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
-    Pair { path, keep: Box::new((server, dialer)) }
+    SuitePath { path, keep: Box::new((server, dialer)) }
 }
 
-/// Runs cases of the suite, twice: blocks are read in place, or from copies.
+/// Runs cases of the suite twice: with blocks read in place, and copied.
 macro_rules! suite {
     ($($case:ident),* $(,)?) => {
         $(
@@ -215,10 +216,10 @@ async fn bare_reads_and_writes_move_the_right_bytes() {
     let Some(devices) = devices() else { return };
     let probe = Probe::new(&devices.client, &devices.node, 16 << 20).unwrap();
     let bytes = pattern(3 * MIB);
-    probe.set_remote(64, &bytes);
+    probe.write_remote(64, &bytes);
     assert_eq!(probe.read(64, 3 * MIB).await.unwrap(), bytes);
     probe.write(4096, &bytes[1..]).await.unwrap();
-    assert_eq!(probe.remote(4096, bytes.len() - 1), &bytes[1..]);
+    assert_eq!(probe.remote_bytes(4096, bytes.len() - 1), &bytes[1..]);
     for depth in [1, 4, 16] {
         let took = probe.read_many(MIB, depth, 16).await.unwrap();
         let rate = 16.0 * f64::from(MIB) / took.as_secs_f64() / 1e9;
@@ -226,8 +227,8 @@ async fn bare_reads_and_writes_move_the_right_bytes() {
     }
 }
 
-/// Blocks of a mebibyte in the node's arena.
-fn hold_in_arena(service: &MemoryService, arena: &Arc<Pool>, blocks: u32) {
+/// Stores blocks of 1 MiB in the node's arena.
+fn hold_in_arena(service: &MemoryService, arena: &Arc<RdmaBufferPool>, blocks: u32) {
     for number in 0..blocks {
         let frame = suite::frame(suite::hash(number), MIB);
         let mut place = arena.take(u32::try_from(frame.bytes.len()).unwrap()).unwrap();
@@ -241,7 +242,7 @@ async fn blocks_of_a_mebibyte_are_moved_by_the_card() {
     const BLOCKS: u32 = 16;
     let Some(devices) = devices() else { return };
     let service = MemoryService::default();
-    let authority = Authority::new();
+    let authority = VerbsAuthority::new();
     let here = Ipv4Addr::LOCALHOST.into();
     let (server, arena) = serve(&devices.node, here, &authority.member(), &service, true);
     hold_in_arena(&service, &arena, BLOCKS);
@@ -249,19 +250,19 @@ async fn blocks_of_a_mebibyte_are_moved_by_the_card() {
     let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
     let hashes = suite::hashes(BLOCKS);
     suite::fetch(path.as_ref(), suite::fetch_request(&hashes)).await.unwrap();
-    // Beside each other, so that both have the same of a machine that others use.
+    // Alternating, so that both see the same load of a shared machine.
     let probe = Probe::new(&devices.client, &devices.node, 16 << 20).unwrap();
     let (mut bare, mut fetched) = (Vec::new(), Vec::new());
     for _ in 0..5 {
         let took = probe.read_many(MIB, 8, BLOCKS as usize).await.unwrap();
         bare.push(f64::from(BLOCKS * MIB) / took.as_secs_f64() / 1e9);
-        let before = devices.client.numbers();
+        let before = devices.client.stats();
         let mut frames = 0;
         let mut count = |_| frames += 1;
         let began = Instant::now();
         path.fetch(suite::fetch_request(&hashes), &mut count).await.unwrap();
         fetched.push(f64::from(BLOCKS * MIB) / began.elapsed().as_secs_f64() / 1e9);
-        let read = devices.client.numbers().read_bytes - before.read_bytes;
+        let read = devices.client.stats().read_bytes - before.read_bytes;
         assert!(frames == BLOCKS && read > u64::from(BLOCKS * MIB), "{read} bytes were read by the card");
     }
     for (what, rates) in [("bare READ, 8 at once", &mut bare), ("fetch", &mut fetched)] {
@@ -273,18 +274,18 @@ async fn blocks_of_a_mebibyte_are_moved_by_the_card() {
     }
     let saved: Vec<_> = (100..100 + BLOCKS).map(suite::hash).collect();
     let request = SaveRequest { frame_bytes: 2 << 20, ..suite::save_request(&saved) };
-    let written_before = devices.client.numbers().written_bytes;
+    let written_before = devices.client.stats().written_bytes;
     let frames: Vec<Frame> = saved.iter().map(|hash| suite::frame(*hash, MIB)).collect();
     let began = Instant::now();
     path.save(request, &|position| frames[position].clone()).await.unwrap();
-    let (took, written) = (began.elapsed(), devices.client.numbers().written_bytes - written_before);
+    let (took, written) = (began.elapsed(), devices.client.stats().written_bytes - written_before);
     assert!(saved.iter().all(|hash| service.holds(*hash)) && written > u64::from(BLOCKS * MIB));
     println!("save of {BLOCKS} blocks of 1 MiB: {:.4} GB/s", written as f64 / took.as_secs_f64() / 1e9);
-    assert_eq!(devices.client.numbers().failed, 0);
+    assert_eq!(devices.client.stats().failed, 0);
 }
 
 #[tokio::test]
-async fn a_wrong_key_is_refused_and_its_queue_pair_is_of_no_more_use() {
+async fn a_wrong_key_is_refused_and_breaks_its_queue_pair() {
     let Some(devices) = devices() else { return };
     let probe = Probe::new(&devices.client, &devices.node, 1 << 20).unwrap();
     assert_eq!(probe.read(0, 64).await.unwrap(), [0; 64]);
@@ -299,44 +300,45 @@ async fn a_key_of_another_domain_is_refused() {
     let Some(devices) = devices() else { return };
     let probes = || Probe::new(&devices.client, &devices.node, 1 << 20).unwrap();
     let (own, other) = (probes(), probes());
-    other.set_remote(0, b"another connection's");
-    assert!(other.read(0, 64).await.unwrap().starts_with(b"another connection's"), "the key is a good one");
-    let error = own.read_of(&other).await.unwrap_err();
+    other.write_remote(0, b"another connection's");
+    assert!(other.read(0, 64).await.unwrap().starts_with(b"another connection's"), "the key must be valid");
+    let error = own.read_from(&other).await.unwrap_err();
     assert!(error.contains("remote access error"), "{error}");
 }
 
 #[tokio::test]
-async fn what_lies_behind_registered_memory_is_not_read() {
+async fn bytes_behind_registered_memory_cannot_be_read() {
     let Some(devices) = devices() else { return };
     let probe = Probe::new(&devices.client, &devices.node, 1 << 20).unwrap();
     let error = probe.read((1 << 20) - 32, 64).await.unwrap_err();
     assert!(error.contains("remote access error"), "{error}");
 }
 
-/// When a queue pair was said to be ended, what it could touch belongs to somebody else: nothing may change there any more.
+/// Once a queue pair is destroyed, its memory has another owner: no byte may change there.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn memory_is_left_alone_once_the_queue_pair_has_ended() {
     let Some(devices) = devices() else { return };
     for _ in 0..4 {
         let probe = Probe::new(&devices.client, &devices.node, 8 << 20).unwrap();
         let bytes = vec![0xAA; 4 << 20];
-        // The card asks a peer that is gone for many seconds: nobody waits for what is left of it.
+        // The card retries to a dead peer for many seconds; the rest of the write is not waited
+        // for.
         let write = async {
             let _ = probe.write(0, &bytes).await;
             std::future::pending::<()>().await;
         };
         let ended = async {
-            // Some of it is there, and most of it is on its way.
-            while probe.remote(0, 1) == [0] {
+            // Some bytes have arrived, and most are in flight.
+            while probe.remote_bytes(0, 1) == [0] {
                 tokio::task::yield_now().await;
             }
             probe.kill_peer().unwrap();
-            probe.set_remote(0, &vec![0x55; 8 << 20]);
+            probe.write_remote(0, &vec![0x55; 8 << 20]);
             let later = Instant::now() + Duration::from_millis(300);
             while Instant::now() < later {
                 assert!(
-                    probe.remote(0, 8 << 20).iter().all(|byte| *byte == 0x55),
-                    "a write came after the end"
+                    probe.remote_bytes(0, 8 << 20).iter().all(|byte| *byte == 0x55),
+                    "a write arrived after the end"
                 );
                 tokio::task::yield_now().await;
             }
@@ -349,11 +351,11 @@ async fn memory_is_left_alone_once_the_queue_pair_has_ended() {
 }
 
 #[tokio::test]
-async fn what_the_node_took_back_is_not_read() {
+async fn deregistered_memory_cannot_be_read() {
     let Some(devices) = devices() else { return };
     let mut probe = Probe::new(&devices.client, &devices.node, 1 << 20).unwrap();
     assert!(probe.read(0, 64).await.is_ok());
-    probe.invalidate();
+    probe.deregister_remote();
     let error = probe.read(0, 64).await.unwrap_err();
     assert!(error.contains("remote access error"), "{error}");
 }
@@ -362,18 +364,19 @@ async fn what_the_node_took_back_is_not_read() {
 fn a_card_that_cannot_register_gpu_memory_says_so() {
     let Some(devices) = devices() else { return };
     if !is_emulated() {
-        return println!("skipped: whether this card can is not known");
+        return println!("skipped: support of this card is not known");
     }
     let file = std::fs::File::open("/dev/null").unwrap().into();
-    let range = Range { address: 0x10_0000, len: 4096, allocation: Arc::new(()) };
-    let refused = probe::register_file(&devices.node, &range, &Exported { file, offset: 0 }).unwrap_err();
+    let range = AddressRange { address: 0x10_0000, len: 4096, allocation: Arc::new(()) };
+    let refused =
+        probe::register_dmabuf(&devices.node, &range, &DmaBufExport { file, offset: 0 }).unwrap_err();
     println!("dma-buf: {refused}");
-    // EOPNOTSUPP or EINVAL, which `gpu::register` takes for a way that is closed.
+    // EOPNOTSUPP or EINVAL; `gpu::register` then tries the next method.
     assert!(matches!(refused.raw_os_error(), Some(95 | 22)), "{refused}");
 }
 
 #[tokio::test]
-async fn a_peer_whose_queue_pair_is_gone_is_noticed() {
+async fn a_destroyed_peer_queue_pair_is_detected() {
     let Some(_) = devices() else { return };
     let quick = |name| {
         let config = config(address(name));
@@ -386,12 +389,13 @@ async fn a_peer_whose_queue_pair_is_gone_is_noticed() {
     assert!(error.contains("the peer does not answer"), "{error}");
 }
 
-/// The node of [`a_node_that_is_killed_is_noticed_in_the_middle_of_a_fetch`], when that test starts this program again.
+/// The node of [`a_node_killed_during_a_fetch_is_detected`], when that test starts this program
+/// again.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn node_process() {
     let Some(file) = std::env::var_os("KVFLEET_VERBS_INVITATION") else { return };
     let node = Rdma::open(&config(address("RDMA_VM_IP0"))).unwrap();
-    let (service, authority) = (MemoryService::default(), Authority::new());
+    let (service, authority) = (MemoryService::default(), VerbsAuthority::new());
     let here = Ipv4Addr::LOCALHOST.into();
     let (server, arena) = serve(&node, here, &authority.member(), &service, true);
     hold_in_arena(&service, &arena, 4);
@@ -404,7 +408,7 @@ async fn node_process() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_node_that_is_killed_is_noticed_in_the_middle_of_a_fetch() {
+async fn a_node_killed_during_a_fetch_is_detected() {
     let Some(devices) = devices() else { return };
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("invitation");
@@ -438,7 +442,7 @@ async fn a_node_that_is_killed_is_noticed_in_the_middle_of_a_fetch() {
     let (answer, ()) = tokio::join!(fetch, kill);
     let answer = answer.unwrap();
     println!("{answer:?}");
-    assert!((1..=2).contains(&answer.tiers().len()), "what came stands: {answer:?}");
+    assert!((1..=2).contains(&answer.tiers().len()), "delivered blocks must count: {answer:?}");
     for (frame, hash) in frames.iter().zip(&hashes) {
         frame.verify(suite::IDENTITY, *hash).unwrap();
     }
@@ -447,8 +451,8 @@ async fn a_node_that_is_killed_is_noticed_in_the_middle_of_a_fetch() {
     assert!(matches!(error, PathError::Broken { .. } | PathError::Unreachable { .. }), "{error}");
 }
 
-/// Where two machines meet before they know each other's certificates.
-const MEETING: u16 = 7471;
+/// Port at which two machines exchange certificates.
+const MEETING_PORT: u16 = 7471;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_machines() {
@@ -458,11 +462,11 @@ async fn two_machines() {
     let node_address = address("RDMA_VM_IP0").unwrap();
     if std::env::var("RDMA_VM_ID").as_deref() == Ok("0") {
         let node = Rdma::open(&config(Some(node_address))).unwrap();
-        let (service, authority) = (MemoryService::default(), Authority::new());
+        let (service, authority) = (MemoryService::default(), VerbsAuthority::new());
         let (server, arena) = serve(&node, node_address, &authority.member(), &service, true);
         hold_in_arena(&service, &arena, 16);
         let invitation = Invitation { address: server.local_addr().to_string(), pem: authority.pem() };
-        let meeting = tokio::net::TcpListener::bind((node_address, MEETING)).await.unwrap();
+        let meeting = tokio::net::TcpListener::bind((node_address, MEETING_PORT)).await.unwrap();
         let (mut client, _) = meeting.accept().await.unwrap();
         let text = invitation.write();
         client.write_all(&u32::try_from(text.len()).unwrap().to_le_bytes()).await.unwrap();
@@ -474,7 +478,7 @@ async fn two_machines() {
     }
     let client = Rdma::open(&config(address("RDMA_VM_IP1"))).unwrap();
     let mut meeting = loop {
-        match tokio::net::TcpStream::connect((node_address, MEETING)).await {
+        match tokio::net::TcpStream::connect((node_address, MEETING_PORT)).await {
             Ok(meeting) => break meeting,
             Err(_) => tokio::time::sleep(Duration::from_millis(200)).await,
         }
@@ -490,7 +494,7 @@ async fn two_machines() {
     }
     let saved: Vec<_> = (100..116).map(suite::hash).collect();
     suite::save(path.as_ref(), suite::save_request(&saved), MIB / 2).await.unwrap();
-    println!("between two machines: {:?}", client.numbers());
-    assert!(client.numbers().read_bytes > u64::from(48 * MIB) && client.numbers().failed == 0);
+    println!("between two machines: {:?}", client.stats());
+    assert!(client.stats().read_bytes > u64::from(48 * MIB) && client.stats().failed == 0);
     meeting.write_all(b"over").await.unwrap();
 }

@@ -1,32 +1,33 @@
-//! A fetch beside the tool that people know (`ib_read_bw` of perftest) and beside a bare loop of reads, on the same ports and in turn. Figures and
-//! no judgement: nothing is asserted of them, and where the tool is not there a word says so.
+//! Compares a fetch with the common benchmark (`ib_read_bw` of perftest) and with a bare loop of
+//! reads, alternating on the same ports. It only prints figures and asserts none. If the tool is
+//! missing, it says so.
 
 use std::process::{Child, Command, Stdio};
 
 use super::*;
 
-/// Bytes of a read, and how many are under way at once.
+/// Reads of the bare loop and of the tool in flight at once.
 const DEPTH: usize = 8;
 
-/// Where the tool's two ends meet.
+/// TCP port at which the tool's two ends connect.
 const PORT: &str = "7473";
 
-/// One end of it; the one that is given an address reads from the one there.
-fn tool(device: &str, peer: Option<&str>, reads: usize) -> std::io::Result<Child> {
+/// One end of the tool; the end with a peer address reads from there.
+fn start_tool(device: &str, peer: Option<&str>, reads: usize) -> std::io::Result<Child> {
     let [bytes, depth, reads] = [MIB as usize, DEPTH, reads].map(|number| number.to_string());
     let mut command = Command::new("ib_read_bw");
     command.args(["-F", "-d", device, "-p", PORT, "-s", &bytes, "-n", &reads, "-t", &depth, "-o", &depth]);
     command.args(peer).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()
 }
 
-/// The average that it says, in GB/s; it counts mebibytes.
-fn rate(said: &str) -> Option<f64> {
+/// The average rate in the tool's output, in GB/s; the tool counts mebibytes.
+fn parse_rate(said: &str) -> Option<f64> {
     let row = said.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
     let row = row.filter(|row| row.len() >= 4).find(|row| row[0] == MIB.to_string())?;
     Some(row[3].parse::<f64>().ok()? * f64::from(MIB) / 1e9)
 }
 
-/// What three sides did in each of some rounds, in GB/s.
+/// Rates of the three sides in each round, in GB/s.
 #[derive(Default)]
 struct Rates {
     fetch: Vec<f64>,
@@ -34,7 +35,7 @@ struct Rates {
     tool: Vec<f64>,
 }
 
-/// The median of one side over another, with the least and the greatest of all rounds.
+/// Median ratio of one side to another, with the least and the greatest of all rounds.
 fn ratio(ours: &[f64], theirs: &[f64]) -> String {
     let mut ratios: Vec<f64> = ours.iter().zip(theirs).map(|(ours, theirs)| ours / theirs).collect();
     ratios.sort_by(f64::total_cmp);
@@ -44,34 +45,34 @@ fn ratio(ours: &[f64], theirs: &[f64]) -> String {
     }
 }
 
-/// Reads by the tool; nothing where it is not there, or says nothing of use.
-async fn by_tool((node, client): (&str, &str), peer: &str, reads: usize) -> Option<f64> {
-    let mut server = tool(node, None, reads).ok()?;
-    // It does not say when it listens, and the other end does not ask twice.
+/// Measures with the tool; `None` if it is missing or fails.
+async fn measure_with_tool((node, client): (&str, &str), peer: &str, reads: usize) -> Option<f64> {
+    let mut server = start_tool(node, None, reads).ok()?;
+    // It does not report when it listens, and the other end does not retry.
     let mut said = String::new();
     for _ in 0..20 {
-        let output = tool(client, Some(peer), reads).ok()?.wait_with_output().ok()?;
+        let output = start_tool(client, Some(peer), reads).ok()?.wait_with_output().ok()?;
         said = String::from_utf8_lossy(&output.stdout).into_owned();
         if output.status.success() {
             break;
         }
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
-    let _ = server.kill(); // it ended by itself if all went well
+    let _ = server.kill(); // already ended on success
     server.wait().ok()?;
-    rate(&said)
+    parse_rate(&said)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_fetch_beside_the_usual_tool_and_a_bare_loop() {
+async fn compares_a_fetch_with_perftest_and_a_bare_loop() {
     const BLOCKS: u32 = 32;
     let Some(devices) = devices() else { return };
     let device = |name: &str| std::env::var(name).or_else(|_| std::env::var("KVFLEET_RDMA_DEVICE"));
     let (Ok(node), Ok(client)) = (device("RDMA_VM_DEV0"), device("RDMA_VM_DEV1")) else {
-        return println!("skipped: which device is not said (scripts/rdma --device NAME)");
+        return println!("skipped: no device is configured (scripts/rdma --device NAME)");
     };
     let peer = std::env::var("RDMA_VM_IP0").unwrap_or_else(|_| "127.0.0.1".to_owned());
-    let (service, authority) = (MemoryService::default(), Authority::new());
+    let (service, authority) = (MemoryService::default(), VerbsAuthority::new());
     let here = Ipv4Addr::LOCALHOST.into();
     let (server, arena) = serve(&devices.node, here, &authority.member(), &service, true);
     hold_in_arena(&service, &arena, BLOCKS);
@@ -87,9 +88,9 @@ async fn a_fetch_beside_the_usual_tool_and_a_bare_loop() {
         path.fetch(suite::fetch_request(&hashes), &mut |_| {}).await.unwrap();
         rates.fetch.push(moved(began.elapsed()));
         rates.bare.push(moved(probe.read_many(MIB, DEPTH, BLOCKS as usize).await.unwrap()));
-        match by_tool((&node, &client), &peer, BLOCKS as usize).await {
+        match measure_with_tool((&node, &client), &peer, BLOCKS as usize).await {
             Some(rate) => rates.tool.push(rate),
-            None => println!("skipped: no ib_read_bw (package perftest), or it says nothing of use"),
+            None => println!("skipped: no ib_read_bw (package perftest), or its output is unusable"),
         }
     }
     let Rates { fetch, bare, tool } = &rates;

@@ -1,15 +1,16 @@
-//! Two rails at each end, over real devices: a fetch that is read over both, and one that loses one of them in the middle.
+//! Two rails at each end, over real devices: a fetch over both, and one that loses a rail midway.
 //!
-//! In the virtual machine the client's first rail goes with the node's first, which is the other device, so that all bytes cross
-//! the wire. On a machine with one device both rails are of that.
+//! In the virtual machine the client's first rail is matched with the node's first, which is the
+//! other device, so that all bytes cross the wire. On a machine with one device, both rails are on
+//! it.
 
 use super::*;
 use kvfleet_transport::FetchAnswer;
 
 const BLOCKS: u32 = 24;
 
-/// Opens two rails of each end; the node's are in the other order. A dead rail is noticed after some seconds, also where an answer
-/// takes long.
+/// Opens two rails at each end; the node's are in reverse order. The timeouts detect a dead rail
+/// after some seconds, even if answers are slow.
 fn two_rails() -> Option<[Vec<Arc<Rdma>>; 2]> {
     devices()?;
     let open = |name: &str| {
@@ -23,30 +24,31 @@ fn two_rails() -> Option<[Vec<Arc<Rdma>>; 2]> {
 }
 
 /// A node with its blocks in its arena, and a path to it over both rails.
-async fn world(nodes: &[Arc<Rdma>], clients: &[Arc<Rdma>], service: &MemoryService) -> Pair {
-    let authority = Authority::new();
-    let memory = Arc::new(Memory::zeroed(64 << 20).unwrap());
-    let arena = Pool::new(&memory, 0..memory.len_bytes());
+async fn world(nodes: &[Arc<Rdma>], clients: &[Arc<Rdma>], service: &MemoryService) -> SuitePath {
+    let authority = VerbsAuthority::new();
+    let memory = Arc::new(RdmaMemory::zeroed(64 << 20).unwrap());
+    let arena = RdmaBufferPool::new(&memory, 0..memory.len_bytes());
     hold_in_arena(service, &arena, BLOCKS);
-    let lending = LendingService { inner: service.clone(), arena: Arc::clone(&arena), maps: true };
-    let offer = RdmaOffer::over(nodes, Some(&memory)).unwrap();
-    let (any, room) = (SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Room::new(1 << 30, 512 << 20, 2 << 20));
+    let lending = SharedArenaService { inner: service.clone(), arena: Arc::clone(&arena), may_map: true };
+    let offer = RdmaServer::with_rails(nodes, Some(&memory)).unwrap();
+    let (any, room) =
+        (SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Capacity::new(1 << 30, 512 << 20, 2 << 20));
     let server =
         TcpServer::bind_offering(&room, any, &authority.member(), &tcp(), offer, Arc::new(lending)).unwrap();
-    let dialer = RdmaDialer::over(clients, &authority.member(), tcp()).unwrap();
+    let dialer = RdmaDialer::with_rails(clients, &authority.member(), tcp()).unwrap();
     let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
-    // A link of the second rail is made beside the first fetch, and tried with a few bytes.
+    // A link of the second rail is made during the first fetch, and probed with a few bytes.
     let warm = async {
         while read(clients).iter().any(|read| *read < u64::from(3 * MIB)) {
             suite::fetch(path.as_ref(), suite::fetch_request(&suite::hashes(BLOCKS))).await.unwrap();
         }
     };
-    tokio::time::timeout(suite::PATIENCE, warm).await.expect("both rails are used");
-    Pair { path, keep: Box::new((server, dialer)) }
+    tokio::time::timeout(suite::PATIENCE, warm).await.expect("both rails must be used");
+    SuitePath { path, keep: Box::new((server, dialer)) }
 }
 
 fn read(rails: &[Arc<Rdma>]) -> Vec<u64> {
-    rails.iter().map(|rail| rail.numbers().read_bytes).collect()
+    rails.iter().map(|rail| rail.stats().read_bytes).collect()
 }
 
 fn since(rails: &[Arc<Rdma>], before: &[u64]) -> Vec<u64> {
@@ -54,7 +56,7 @@ fn since(rails: &[Arc<Rdma>], before: &[u64]) -> Vec<u64> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn two_rails_bring_a_large_fetch_together() {
+async fn two_rails_share_a_large_fetch() {
     let Some([nodes, clients]) = two_rails() else { return };
     let service = MemoryService::default();
     let pair = world(&nodes, &clients, &service).await;
@@ -66,12 +68,12 @@ async fn two_rails_bring_a_large_fetch_together() {
         assert_eq!(whole.tiers().len(), BLOCKS as usize);
         let read = since(&clients, &before);
         println!("{BLOCKS} blocks of 1 MiB over two rails: {rate:.4} GB/s, bytes of each {read:?}");
-        assert!(read.iter().all(|read| *read > u64::from(2 * MIB)), "both bring some: {read:?}");
+        assert!(read.iter().all(|read| *read > u64::from(2 * MIB)), "both rails must read a part: {read:?}");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_rail_that_dies_in_the_middle_costs_no_block() {
+async fn a_rail_failure_during_a_fetch_loses_no_block() {
     let Some([nodes, clients]) = two_rails() else { return };
     let service = MemoryService::default();
     let pair = world(&nodes, &clients, &service).await;
@@ -87,7 +89,7 @@ async fn a_rail_that_dies_in_the_middle_costs_no_block() {
         let began = Instant::now();
         let answer = pair.path.fetch(suite::fetch_request(&hashes), &mut sink).await.unwrap();
         let (took, read) = (began.elapsed(), since(&clients, &before));
-        let failed = clients[dead].numbers().failed;
+        let failed = clients[dead].stats().failed;
         println!(
             "rail {dead} died: {BLOCKS} blocks in {took:.1?}, bytes of each {read:?}, {failed} transfers failed"
         );
@@ -96,8 +98,8 @@ async fn a_rail_that_dies_in_the_middle_costs_no_block() {
         for (frame, hash) in frames.iter().zip(&hashes) {
             frame.verify(suite::IDENTITY, *hash).unwrap();
         }
-        assert!(failed > 0, "it died while it was in use");
-        // Its queue pairs are gone and it is not: a trial finds that out, and it is used again.
+        assert!(failed > 0, "the rail must die while it is in use");
+        // Its queue pairs are gone but the rail works: a probe detects that, and it is used again.
         let again = async {
             loop {
                 let before = self::read(&clients);
@@ -107,19 +109,19 @@ async fn a_rail_that_dies_in_the_middle_costs_no_block() {
                 }
             }
         };
-        tokio::time::timeout(suite::PATIENCE, again).await.expect("it is used again");
+        tokio::time::timeout(suite::PATIENCE, again).await.expect("the rail must be used again");
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_rail_that_dies_in_the_middle_of_a_save_costs_no_block() {
+async fn a_rail_failure_during_a_save_loses_no_block() {
     let Some([nodes, clients]) = two_rails() else { return };
     let service = MemoryService::default();
     let pair = world(&nodes, &clients, &service).await;
     let saved: Vec<_> = (100..100 + BLOCKS).map(suite::hash).collect();
     let request = SaveRequest { frame_bytes: 2 << 20, ..suite::save_request(&saved) };
     let killed = std::sync::Once::new();
-    // The first rail is the one that is taken when nothing is under way.
+    // The first rail is chosen when both are idle.
     let source = |position: usize| {
         if position == 5 {
             killed.call_once(|| probe::kill_rail(&nodes[0]).unwrap());
@@ -128,9 +130,9 @@ async fn a_rail_that_dies_in_the_middle_of_a_save_costs_no_block() {
     };
     let began = Instant::now();
     let done = suite::done(pair.path.save(request, &source).await.unwrap());
-    let written: Vec<u64> = clients.iter().map(|rail| rail.numbers().written_bytes).collect();
+    let written: Vec<u64> = clients.iter().map(|rail| rail.stats().written_bytes).collect();
     println!("saved {BLOCKS} blocks in {:.1?}, bytes of each {written:?}: {done:?}", began.elapsed());
     assert_eq!(done.stored_blocks + done.present_blocks, BLOCKS);
     assert!(saved.iter().all(|hash| service.holds(*hash)));
-    assert!(clients[0].numbers().failed > 0, "it died while it was in use");
+    assert!(clients[0].stats().failed > 0, "the rail must die while it is in use");
 }

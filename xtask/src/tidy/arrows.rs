@@ -1,7 +1,7 @@
-//! Rule: crates depend on each other as `docs/ARCHITECTURE.md` says, and on nothing the boundary forbids.
+//! Rule: crates depend on each other as `docs/ARCHITECTURE.md` says, and on no forbidden package.
 //!
-//! The allowed arrows are read from the table of that document, so that code and document cannot part.
-//! Not here: where inside a crate a package is named (`homes.rs`).
+//! The allowed arrows come from the table in that document, so code and document stay consistent.
+//! Not here: the places inside a crate that may name a package (`homes.rs`).
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -11,40 +11,43 @@ use serde_json::Value;
 
 use super::{Tree, Violation};
 
-/// Where the arrows are drawn: rows `| folder | package | may depend on | … |`.
+/// Document with the arrows: rows `| folder | package | may depend on | … |`.
 const DOCUMENT: &str = "docs/ARCHITECTURE.md";
 
 /// Title of the column with the arrows.
 const ARROWS_COLUMN: &str = "may depend on";
 
-/// What the pure crate may link: none of these reads a clock, a file, a socket, or spawns.
+/// Packages that the pure crate may link: none reads a clock, a file or a socket, or spawns
+/// threads.
 const CORE_PACKAGES: [&str; 6] = ["aes", "blake3", "hashbrown", "smallvec", "thiserror", "xxhash-rust"];
 
-/// Package and what its closure must not hold: control never carries block bytes, data never votes.
-const NEVER: [(&str, &[&str]); 3] = [
+/// Package and packages forbidden in its closure: the control plane never carries block bytes, the
+/// data plane never votes.
+const FORBIDDEN: [(&str, &[&str]); 4] = [
     ("kvfleet-router", &["kvfleet-transport", "quinn", "kvfleet-node"]),
     ("kvfleet-node", &["openraft", "kvfleet-router"]),
+    ("kvfleet-proto", &["opentelemetry", "quinn"]),
     ("kv-core", &["tokio", "mio", "socket2", "parking_lot"]),
 ];
 
-/// Packages for tests only: the tests of any crate may use them, no program may.
-const FOR_TESTS: [&str; 1] = ["kvfleet-errors-doc"];
+/// Packages for tests only: any crate's tests may use them, no program may.
+const FOR_TESTS: [&str; 2] = ["kvfleet-errors-doc", "kvfleet-testkit"];
 
-/// Package and the packages it names directly.
+/// Package and the packages that it depends on.
 type Graph = BTreeMap<String, BTreeSet<String>>;
 
-/// Finds arrows the document does not draw and packages a crate must never reach.
+/// Finds undocumented arrows and forbidden dependencies.
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     let members = members(&metadata(tree)?)?;
-    let locked = locked(tree.text("Cargo.lock").context("Cargo.lock is missing")?)?;
-    let drawn = drawn(tree.text(DOCUMENT).unwrap_or_default())?;
+    let locked = lock_graph(tree.text("Cargo.lock").context("Cargo.lock is missing")?)?;
+    let drawn = documented_arrows(tree.text(DOCUMENT).unwrap_or_default())?;
     let mut found = wrong_arrows(&members, &drawn);
-    found.extend(impure(&members));
-    found.extend(reached(&locked, &NEVER));
+    found.extend(impure_packages(&members));
+    found.extend(forbidden_packages(&locked, &FORBIDDEN));
     Ok(found)
 }
 
-/// What cargo knows of the members; needs no network.
+/// Cargo's metadata of the members; needs no network.
 fn metadata(tree: &Tree) -> anyhow::Result<Value> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--no-deps", "--format-version", "1", "--offline"])
@@ -55,7 +58,7 @@ fn metadata(tree: &Tree) -> anyhow::Result<Value> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-/// A member: direct dependencies for the program itself, and those for tests and build scripts.
+/// Direct dependencies of a member: of the program, and of tests and build scripts.
 #[derive(Default)]
 struct Member {
     normal: BTreeSet<String>,
@@ -78,8 +81,8 @@ fn members(metadata: &Value) -> anyhow::Result<Members> {
     Ok(members)
 }
 
-/// Every package of the lock file with what it depends on, whatever the version.
-fn locked(text: &str) -> anyhow::Result<Graph> {
+/// Every package of the lock file with its dependencies, all versions merged.
+fn lock_graph(text: &str) -> anyhow::Result<Graph> {
     let lock: toml::Table = toml::from_str(text).context("Cargo.lock cannot be read")?;
     let mut graph = Graph::new();
     for package in lock.get("package").and_then(|list| list.as_array()).context("Cargo.lock is empty")? {
@@ -93,8 +96,8 @@ fn locked(text: &str) -> anyhow::Result<Graph> {
     Ok(graph)
 }
 
-/// Arrows of the document: package to the packages it may use. `everything` stands for all members.
-fn drawn(document: &str) -> anyhow::Result<Graph> {
+/// Arrows of the document: package to allowed packages. `everything` means all members.
+fn documented_arrows(document: &str) -> anyhow::Result<Graph> {
     let mut column = None;
     let mut rows = Vec::new();
     for line in document.lines().filter(|line| line.starts_with('|')) {
@@ -132,25 +135,25 @@ fn wrong_arrows(members: &Members, drawn: &Graph) -> Vec<Violation> {
             found.push(Violation::new(
                 DOCUMENT,
                 0,
-                format!("`{package}` depends on `{name}`: no such arrow is drawn"),
+                format!("`{package}` depends on `{name}`: the table does not allow it"),
             ));
         }
     }
     found
 }
 
-fn impure(members: &Members) -> Vec<Violation> {
+fn impure_packages(members: &Members) -> Vec<Violation> {
     let linked = members.get("kv-core").map(|core| core.normal.clone()).unwrap_or_default();
     let foreign = linked.into_iter().filter(|name| !CORE_PACKAGES.contains(&name.as_str()));
     foreign
         .map(|name| {
-            let what = format!("`{name}` is not on the list of packages the pure crate may link");
+            let what = format!("`{name}` is not in the list of packages that the pure crate may link");
             Violation::new("core/Cargo.toml", 0, what)
         })
         .collect()
 }
 
-fn reached(locked: &Graph, never: &[(&str, &[&str])]) -> Vec<Violation> {
+fn forbidden_packages(locked: &Graph, never: &[(&str, &[&str])]) -> Vec<Violation> {
     let mut found = Vec::new();
     for (package, forbidden) in never {
         let closure = closure(locked, package);
@@ -158,14 +161,14 @@ fn reached(locked: &Graph, never: &[(&str, &[&str])]) -> Vec<Violation> {
             found.push(Violation::new(
                 "Cargo.lock",
                 0,
-                format!("`{package}` reaches `{name}`, which it never may"),
+                format!("`{package}` depends on `{name}`, which is forbidden"),
             ));
         }
     }
     found
 }
 
-/// Everything `package` reaches, itself included.
+/// All packages that `package` depends on, itself included.
 fn closure<'graph>(graph: &'graph Graph, package: &'graph str) -> BTreeSet<&'graph str> {
     let mut seen = BTreeSet::new();
     let mut open = vec![package];
@@ -198,7 +201,7 @@ mod tests {
         let mut members: Members =
             ["kv-core", "kvfleet-router", "benches"].map(|name| (name.to_owned(), Member::default())).into();
         members.insert(package.to_owned(), member(normal, other));
-        wrong_arrows(&members, &drawn(TABLE).unwrap()).len()
+        wrong_arrows(&members, &documented_arrows(TABLE).unwrap()).len()
     }
 
     #[test]
@@ -209,7 +212,7 @@ mod tests {
         assert_eq!(wrong("stranger", &[], &[]), 1, "a crate the document does not know");
         assert_eq!(wrong("kvfleet-router", &["kv-core", "tokio"], &[]), 0);
         assert_eq!(wrong("benches", &["kv-core", "kvfleet-router"], &[]), 0);
-        assert!(drawn("no table").is_err());
+        assert!(documented_arrows("no table").is_err());
     }
 
     #[test]
@@ -219,7 +222,7 @@ mod tests {
             let wrong = |normal: &[&str], other: &[&str]| {
                 let crates = [("kvfleet-router", member(normal, other)), (package, member(&[], &[]))];
                 let members = crates.map(|(name, member)| (name.to_owned(), member)).into();
-                wrong_arrows(&members, &drawn(&row).unwrap()).len()
+                wrong_arrows(&members, &documented_arrows(&row).unwrap()).len()
             };
             assert_eq!(wrong(&[], &[package]), 0);
             assert_eq!(wrong(&[package], &[]), 1);
@@ -229,18 +232,18 @@ mod tests {
     #[test]
     fn refuses_a_pure_crate_that_links_anything_new() {
         let core = |normal: &[&str], other: &[&str]| [("kv-core".to_owned(), member(normal, other))].into();
-        assert_eq!(impure(&core(&["blake3", "tokio"], &[])).len(), 1);
-        assert_eq!(impure(&core(&["blake3"], &["proptest"])).len(), 0);
+        assert_eq!(impure_packages(&core(&["blake3", "tokio"], &[])).len(), 1);
+        assert_eq!(impure_packages(&core(&["blake3"], &["proptest"])).len(), 0);
     }
 
     #[test]
-    fn refuses_what_is_reached_through_others() {
+    fn refuses_transitive_dependencies() {
         let lock = "[[package]]\nname = \"a\"\ndependencies = [\"b 1.0.0\"]\n\
             [[package]]\nname = \"b\"\ndependencies = [\"quinn\"]\n[[package]]\nname = \"quinn\"\n";
-        let graph = locked(lock).unwrap();
-        assert_eq!(reached(&graph, &[("a", &["quinn"])]).len(), 1);
-        assert_eq!(reached(&graph, &[("quinn", &["a"])]).len(), 0);
-        assert!(locked("").is_err());
+        let graph = lock_graph(lock).unwrap();
+        assert_eq!(forbidden_packages(&graph, &[("a", &["quinn"])]).len(), 1);
+        assert_eq!(forbidden_packages(&graph, &[("quinn", &["a"])]).len(), 0);
+        assert!(lock_graph("").is_err());
     }
 
     #[test]

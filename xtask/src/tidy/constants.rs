@@ -1,4 +1,4 @@
-//! Rule: a limit that others can see says in a doc comment what it is and why it is that number.
+//! Rule: a visible limit has a doc comment that says its meaning and the reason for its value.
 //!
 //! Not here: whether the reason is good.
 
@@ -29,9 +29,9 @@ const LIMIT_ENDINGS: [&str; 14] = [
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     let mut found = Vec::new();
     for source in tree.sources().iter().filter(|source| !is_test_file(&source.path)) {
-        let mut limits = Limits::default();
+        let mut limits = UndocumentedLimits::default();
         limits.visit_file(&source.syntax);
-        for (name, line) in limits.undocumented {
+        for (name, line) in limits.found {
             let what = format!("`{name}` needs a doc comment: its unit and why this number");
             found.push(Violation::new(&source.path, line, what));
         }
@@ -41,31 +41,31 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
 
 /// Limits without a doc comment, with the line of each.
 #[derive(Default)]
-struct Limits {
-    undocumented: Vec<(String, usize)>,
+struct UndocumentedLimits {
+    found: Vec<(String, usize)>,
 }
 
-impl Limits {
-    fn see(&mut self, visibility: &syn::Visibility, attributes: &[syn::Attribute], name: &syn::Ident) {
+impl UndocumentedLimits {
+    fn check(&mut self, visibility: &syn::Visibility, attributes: &[syn::Attribute], name: &syn::Ident) {
         let is_private = matches!(visibility, syn::Visibility::Inherited);
         let text = name.to_string();
         let is_limit = LIMIT_ENDINGS.iter().any(|ending| text.ends_with(ending));
         let has_doc = attributes.iter().any(|attribute| attribute.path().is_ident("doc"));
         if !is_private && is_limit && !has_doc {
-            self.undocumented.push((text, name.span().start().line));
+            self.found.push((text, name.span().start().line));
         }
     }
 }
 
-impl<'ast> Visit<'ast> for Limits {
+impl<'ast> Visit<'ast> for UndocumentedLimits {
     fn visit_item_const(&mut self, item: &'ast syn::ItemConst) {
-        self.see(&item.vis, &item.attrs, &item.ident);
+        self.check(&item.vis, &item.attrs, &item.ident);
     }
     fn visit_impl_item_const(&mut self, item: &'ast syn::ImplItemConst) {
-        self.see(&item.vis, &item.attrs, &item.ident);
+        self.check(&item.vis, &item.attrs, &item.ident);
     }
     fn visit_item_static(&mut self, item: &'ast syn::ItemStatic) {
-        self.see(&item.vis, &item.attrs, &item.ident);
+        self.check(&item.vis, &item.attrs, &item.ident);
     }
 }
 
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_a_visible_limit_without_a_word() {
+    fn refuses_a_visible_limit_without_doc() {
         assert_eq!(found("pub const QUEUE_BLOCKS_MAX: usize = 8;"), 1);
         assert_eq!(found("pub(crate) const LEASE_MS: u64 = 8;"), 1);
         assert_eq!(found("struct A; impl A { pub const FRAME_BYTES: usize = 8; }"), 1);

@@ -1,8 +1,8 @@
-//! Rule: each row of `docs/ERRORS.md` is what a test got. The file of the row's test says the row's input
-//! by its name, and every input that a test says has its row.
+//! Rule: each row of `docs/ERRORS.md` is a message that a test received. The test file in the row
+//! calls `says` with the row's input, and every input passed to `says` has a row.
 //!
-//! Not here: whether the texts agree (the tests themselves, through `errors-doc/`), and whether the named
-//! tests exist (`paths.rs`).
+//! Not here: whether the texts agree (the tests themselves, through `errors-doc/`), and whether the
+//! named tests exist (`paths.rs`).
 
 use std::collections::BTreeMap;
 
@@ -13,31 +13,31 @@ use super::{Tree, Violation};
 /// The document.
 const DOCUMENT: &str = "docs/ERRORS.md";
 
-/// Rows below this heading are behaviour without a text: nothing says them.
-const WITHOUT_WORDS: &str = "## Answers without words";
+/// Rows below this heading describe behaviour without a message: no test compares them.
+const UNCHECKED_HEADING: &str = "## Answers without words";
 
-/// The function that compares a message with its row, and the crate that has it.
+/// The function that compares a message with its row, and its crate.
 const SAYS: &str = "says";
 const OWN_CRATE: &str = "errors-doc/";
 
 /// A row: its line, the input, and the test.
-struct Row<'tree> {
+struct ErrorRow<'tree> {
     line: usize,
     input: &'tree str,
     test: &'tree str,
 }
 
-/// Finds rows that no test says, and inputs that no row has.
+/// Finds rows without a test call, and inputs without a row.
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     let mut found = Vec::new();
     let mut said: BTreeMap<&str, Vec<String>> = BTreeMap::new();
     let rows = rows(tree.text(DOCUMENT).unwrap_or_default());
     for source in tree.sources().iter().filter(|source| !source.path.starts_with(OWN_CRATE)) {
-        let mut calls = Calls::default();
+        let mut calls = SaysCalls::default();
         calls.visit_file(&source.syntax);
         for (line, input) in calls.seen {
             found.extend(
-                unknown(&rows, input.as_deref()).map(|what| Violation::new(&source.path, line, what)),
+                call_error(&rows, input.as_deref()).map(|what| Violation::new(&source.path, line, what)),
             );
             said.entry(&source.path).or_default().extend(input);
         }
@@ -46,7 +46,7 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
         let (file, _) = row.test.split_once("::").unwrap_or_default();
         if !said.get(file).is_some_and(|inputs| inputs.iter().any(|input| input == row.input)) {
             let what = format!(
-                "no test in `{file}` says `{}`: name the test that does, or move the row below `{WITHOUT_WORDS}`",
+                "no test in `{file}` says `{}`: name the test that does, or move the row below `{UNCHECKED_HEADING}`",
                 row.input
             );
             found.push(Violation::new(DOCUMENT, row.line, what));
@@ -58,8 +58,8 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     Ok(found)
 }
 
-/// What is wrong with a call, if anything is.
-fn unknown(rows: &[Row<'_>], input: Option<&str>) -> Option<String> {
+/// The error of a call, if any.
+fn call_error(rows: &[ErrorRow<'_>], input: Option<&str>) -> Option<String> {
     match input {
         None => Some("write the input as a literal, so that its row can be found".to_owned()),
         Some(input) if rows.iter().any(|row| row.input == input) => None,
@@ -67,28 +67,28 @@ fn unknown(rows: &[Row<'_>], input: Option<&str>) -> Option<String> {
     }
 }
 
-/// The rows with words.
-fn rows(document: &str) -> Vec<Row<'_>> {
-    let numbered = (1..).zip(document.lines()).take_while(|(_, line)| *line != WITHOUT_WORDS);
+/// The rows that have a message.
+fn rows(document: &str) -> Vec<ErrorRow<'_>> {
+    let numbered = (1..).zip(document.lines()).take_while(|(_, line)| *line != UNCHECKED_HEADING);
     numbered.filter_map(|(line, text)| row(line, text)).collect()
 }
 
-/// A row of a table; nothing for its head, for the line below that, and for other text.
-fn row(line: usize, text: &str) -> Option<Row<'_>> {
+/// A row of a table; `None` for headers, separators and other text.
+fn row(line: usize, text: &str) -> Option<ErrorRow<'_>> {
     let cells: Vec<&str> = text.strip_prefix('|')?.trim_end().strip_suffix('|')?.split('|').collect();
-    // The answer between the two may hold pipes of its own.
+    // The answer between the two may contain pipes.
     let (input, test) = (cells.first()?.trim(), cells.last()?.trim());
     let is_row = input != "input" && !input.starts_with("---");
-    is_row.then(|| Row { line, input, test: test.trim_matches('`') })
+    is_row.then(|| ErrorRow { line, input, test: test.trim_matches('`') })
 }
 
-/// Calls of [`SAYS`]: the line, and the input when it is a literal.
+/// Calls of [`SAYS`]: the line, and the input if it is a literal.
 #[derive(Default)]
-struct Calls {
+struct SaysCalls {
     seen: Vec<(usize, Option<String>)>,
 }
 
-impl<'ast> Visit<'ast> for Calls {
+impl<'ast> Visit<'ast> for SaysCalls {
     fn visit_expr_call(&mut self, call: &'ast syn::ExprCall) {
         if let syn::Expr::Path(function) = &*call.func
             && let Some(name) = function.path.segments.last().filter(|last| last.ident == SAYS)
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_rows_that_no_test_says() {
+    fn refuses_rows_without_a_test_call() {
         let other = "fn a() { says(\"an absent file\", &error, &[]); }";
         assert_eq!(found(ROW, "fn absent() {}").len(), 1);
         assert_eq!(found(&ROW.replace("a.rs", "b.rs"), other).len(), 1, "said in another file");
@@ -126,15 +126,16 @@ mod tests {
     }
 
     #[test]
-    fn refuses_inputs_that_no_row_has() {
+    fn refuses_inputs_without_a_row() {
         let found_in =
             |call: &str| found(ROW, &format!("fn a() {{ says(\"an absent file\", &e, &[]); {call} }}"));
         assert_eq!(found_in("says(\"a full disk\", &e, &[]);").len(), 1);
         assert_eq!(found_in("kvfleet_errors_doc::says(\"a full disk\", &e, &[]);").len(), 1);
         assert!(found_in("says(name, &e, &[]);")[0].contains("literal"));
         assert!(found_in("says(&format!(\"an {x} file\"), &e, &[]);")[0].contains("literal"));
-        let below =
-            format!("{ROW}\n{WITHOUT_WORDS}\n\n{HEAD}| a full disk | goes on | `node/src/a.rs::full` |\n");
+        let below = format!(
+            "{ROW}\n{UNCHECKED_HEADING}\n\n{HEAD}| a full disk | goes on | `node/src/a.rs::full` |\n"
+        );
         let both = "fn a() { says(\"an absent file\", &e, &[]); says(\"a full disk\", &e, &[]); }";
         assert_eq!(found(&below, both).len(), 1, "a row without words is no row for a text");
     }
@@ -143,8 +144,9 @@ mod tests {
     fn accepts_rows_and_calls_that_fit() {
         let call = "fn a() { says(\n    \"an absent file\",\n    &e,\n    &[],\n); }";
         assert!(found(ROW, call).is_empty());
-        let below =
-            format!("{ROW}\n{WITHOUT_WORDS}\n\n{HEAD}| a flipped bit | is found | `node/src/a.rs::bit` |\n");
+        let below = format!(
+            "{ROW}\n{UNCHECKED_HEADING}\n\n{HEAD}| a flipped bit | is found | `node/src/a.rs::bit` |\n"
+        );
         assert!(found(&below, call).is_empty());
         let own = Tree::of(&[("errors-doc/src/lib.rs", "fn a() { says(\"no row\", &e, &[]); }")]);
         assert!(check(&own).unwrap().is_empty());

@@ -9,16 +9,16 @@ use syn::visit::Visit;
 use super::tree::{is_test_file, is_test_only};
 use super::{Tree, Violation};
 
-/// Longest function, in lines: what fits on a screen, and where the tidiest projects stop.
+/// Longest function in lines: fits on a screen.
 const FUNCTION_LINES_MAX: usize = 70;
 
-/// From here on a function is no longer "nearly short": only a listed one may be this long.
+/// Minimum length of a listed function; shorter ones must be split instead.
 const FUNCTION_LINES_LISTED: usize = 76;
 
 /// The list: `path name lines`, one function a line.
 const LIST: &str = "xtask/long_functions.txt";
 
-/// Entries the list may have. Lower it with every entry that goes; never raise it.
+/// Maximum number of entries. Lower it with every removed entry; never raise it.
 const LISTED_FUNCTIONS_MAX: usize = 0;
 
 /// A function of the tree.
@@ -30,20 +30,20 @@ struct Function {
 }
 
 /// An entry of the list.
-struct Listed {
+struct ListEntry {
     line: usize,
     path: String,
     name: String,
     lines: usize,
 }
 
-impl Listed {
-    fn is(&self, function: &Function) -> bool {
+impl ListEntry {
+    fn matches(&self, function: &Function) -> bool {
         self.path == function.path && self.name == function.name
     }
 }
 
-/// Finds functions that are too long, and entries of the list that have no reason any more.
+/// Finds functions that are too long, and outdated entries of the list.
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     judge(tree, LISTED_FUNCTIONS_MAX)
 }
@@ -59,8 +59,8 @@ fn judge(tree: &Tree, listed_max: usize) -> anyhow::Result<Vec<Violation>> {
     let mut found: Vec<Violation> =
         functions.iter().filter_map(|function| too_long(function, &list)).collect();
     for entry in &list {
-        if !functions.iter().any(|f| entry.is(f) && f.lines >= FUNCTION_LINES_LISTED) {
-            let what = format!("`{}` is no longer that long: remove the entry", entry.name);
+        if !functions.iter().any(|f| entry.matches(f) && f.lines >= FUNCTION_LINES_LISTED) {
+            let what = format!("`{}` is shorter now: remove the entry", entry.name);
             found.push(Violation::new(LIST, entry.line, what));
         }
     }
@@ -68,14 +68,14 @@ fn judge(tree: &Tree, listed_max: usize) -> anyhow::Result<Vec<Violation>> {
         found.push(Violation::new(
             LIST,
             0,
-            format!("{} entries, at most {listed_max}: it only shrinks", list.len()),
+            format!("{} entries, at most {listed_max}: the list may only shrink", list.len()),
         ));
     }
     Ok(found)
 }
 
-fn too_long(function: &Function, list: &[Listed]) -> Option<Violation> {
-    let limit = match list.iter().find(|entry| entry.is(function)) {
+fn too_long(function: &Function, list: &[ListEntry]) -> Option<Violation> {
+    let limit = match list.iter().find(|entry| entry.matches(function)) {
         Some(entry) if function.lines >= FUNCTION_LINES_LISTED => entry.lines,
         _ => FUNCTION_LINES_MAX,
     };
@@ -86,7 +86,7 @@ fn too_long(function: &Function, list: &[Listed]) -> Option<Violation> {
     })
 }
 
-fn parse_list(text: &str) -> anyhow::Result<Vec<Listed>> {
+fn parse_list(text: &str) -> anyhow::Result<Vec<ListEntry>> {
     let mut list = Vec::new();
     for (position, line) in text.lines().enumerate() {
         if line.is_empty() || line.starts_with('#') {
@@ -96,7 +96,7 @@ fn parse_list(text: &str) -> anyhow::Result<Vec<Listed>> {
         let fields: Vec<&str> = line.split_whitespace().collect();
         let [path, name, lines] = fields[..] else { anyhow::bail!(explain()) };
         let lines = lines.parse().with_context(explain)?;
-        list.push(Listed { line: position + 1, path: path.to_owned(), name: name.to_owned(), lines });
+        list.push(ListEntry { line: position + 1, path: path.to_owned(), name: name.to_owned(), lines });
     }
     Ok(list)
 }
@@ -107,7 +107,7 @@ fn functions(path: &str, file: &syn::File) -> Vec<Function> {
     collector.seen
 }
 
-/// Walks a file and notes every function with a body outside test modules.
+/// Collects every function with a body outside test modules.
 struct Collector {
     path: String,
     owner: String,
@@ -177,7 +177,7 @@ mod tests {
         assert_eq!(found(71, ""), 1);
         assert_eq!(found(100, ""), 1);
         assert_eq!(found(100, "core/src/a.rs long 100\n"), 0);
-        // Too short to be listed: the function is too long, and the entry has no reason.
+        // Too short for the list: the function is too long, and the entry is invalid.
         assert_eq!(found(75, "core/src/a.rs long 75\n"), 2);
     }
 

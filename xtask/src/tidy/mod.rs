@@ -1,20 +1,27 @@
-//! The repository's rules, each a function from the tree to the places that break it.
+//! The repository's rules, each a function from the tree to its violations.
 //!
-//! Every rule runs as a test on the real tree, and has a second test that feeds it a tree it must
-//! refuse: a rule that cannot fail is no rule. Not here: style that rustfmt and clippy already hold.
+//! Every rule runs as a test on the real tree, and has a second test with a tree that it must
+//! refuse. Not here: style that rustfmt and clippy check.
 
 mod arrows;
+mod columns;
 mod constants;
+mod documents;
 mod errors;
 mod glossary;
 mod homes;
 mod length;
+mod modules;
 mod names;
+mod parameters;
 mod paths;
+mod plain_english;
 mod prose;
 mod reach;
+mod subjects;
 mod text;
 mod tree;
+mod type_names;
 mod unsafe_code;
 
 use std::fmt;
@@ -23,14 +30,14 @@ use anyhow::bail;
 
 pub(crate) use tree::Tree;
 
-/// One place that breaks a rule, and what to do about it.
+/// A violation of a rule, and its remedy.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Violation {
     /// File, relative to the top of the repository.
     path: String,
-    /// Line counted from 1, or 0 when the whole file is meant.
+    /// Line counted from 1, or 0 for the whole file.
     line: usize,
-    /// What is wrong and what to do.
+    /// Description and remedy.
     what: String,
 }
 
@@ -46,7 +53,7 @@ impl fmt::Display for Violation {
     }
 }
 
-/// A rule: its name, and the function that finds the places that break it.
+/// A rule: its name, and the function that finds violations.
 type Rule = (&'static str, fn(&Tree) -> anyhow::Result<Vec<Violation>>);
 
 /// Every rule, in the order of the report.
@@ -63,9 +70,19 @@ const RULES: &[Rule] = &[
     ("limits say why", constants::check),
     ("words in files", text::check),
     ("places of unsafe code", unsafe_code::check),
+    ("types are nouns, each named once", type_names::check),
+    ("parameters have names", parameters::check),
+    ("files lie where modules say", modules::check),
+    ("width of lines", columns::check),
+    ("plain English", plain_english::check),
+    ("form and size of documents", documents::check),
+    ("subjects of commits", subjects::check),
 ];
 
-/// Prints every violation of every rule; an error when there is one.
+/// Prints all violations of all rules.
+///
+/// # Errors
+/// If there is any violation.
 pub(crate) fn report() -> anyhow::Result<()> {
     let tree = Tree::read()?;
     let mut found = 0;
@@ -76,15 +93,15 @@ pub(crate) fn report() -> anyhow::Result<()> {
         }
     }
     if found > 0 {
-        bail!("{found} places break a rule of xtask/src/tidy/");
+        bail!("{found} violations of the rules in xtask/src/tidy/");
     }
-    println!("{} rules hold in {} files", RULES.len(), tree.sources().len());
+    println!("{} rules pass for {} files", RULES.len(), tree.sources().len());
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
-    //! The real tree obeys every rule. One test per rule, so that a failure names it.
+    //! The real tree passes every rule. One test per rule, so that a failure names it.
     #![allow(clippy::unwrap_used)]
 
     use super::*;
@@ -106,5 +123,25 @@ mod tests {
         };
     }
 
-    rules!(arrows, homes, prose, names, glossary, length, paths, errors, reach, constants, text, unsafe_code);
+    rules!(
+        arrows,
+        homes,
+        prose,
+        names,
+        glossary,
+        length,
+        paths,
+        errors,
+        reach,
+        constants,
+        text,
+        unsafe_code,
+        type_names,
+        parameters,
+        modules,
+        columns,
+        plain_english,
+        documents,
+        subjects
+    );
 }

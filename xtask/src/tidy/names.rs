@@ -1,12 +1,12 @@
-//! Rule: no file and no type is called by a word that says nothing about it.
+//! Rule: names of files and types contain no meaningless words.
 //!
-//! Not here: words that name one of our things wrongly (`glossary.rs`).
+//! Not here: wrong words for our concepts (`glossary.rs`).
 
 use syn::visit::Visit;
 
 use super::{Tree, Violation};
 
-/// Words that say nothing; a file or type of this name has no reason to end.
+/// Meaningless words; a file or type with such a name grows without limit.
 const EMPTY_WORDS: [&str; 9] =
     ["manager", "helper", "helpers", "util", "utils", "common", "misc", "v2", "stuff"];
 
@@ -15,18 +15,18 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     let mut found = Vec::new();
     for path in tree.paths() {
         if let Some(word) = path.split(['/', '.', '-', '_']).find(|word| EMPTY_WORDS.contains(word)) {
-            found.push(Violation::new(path, 0, format!("`{word}` in a path: name what is in it")));
+            found.push(Violation::new(path, 0, format!("`{word}` in a path: name its contents")));
         }
     }
     for source in tree.sources() {
-        let mut types = Types::default();
+        let mut types = TypeNames::default();
         types.visit_file(&source.syntax);
         for (name, line) in types.seen {
             if let Some(word) = words(&name).into_iter().find(|word| EMPTY_WORDS.contains(&word.as_str())) {
                 found.push(Violation::new(
                     &source.path,
                     line,
-                    format!("`{word}` in `{name}`: name what it does"),
+                    format!("`{word}` in `{name}`: name its purpose"),
                 ));
             }
         }
@@ -50,17 +50,17 @@ pub(crate) fn words(name: &str) -> Vec<String> {
 
 /// Names of types and modules, with the line of each.
 #[derive(Default)]
-struct Types {
+struct TypeNames {
     seen: Vec<(String, usize)>,
 }
 
-impl Types {
+impl TypeNames {
     fn add(&mut self, name: &syn::Ident) {
         self.seen.push((name.to_string(), name.span().start().line));
     }
 }
 
-impl<'ast> Visit<'ast> for Types {
+impl<'ast> Visit<'ast> for TypeNames {
     fn visit_item_struct(&mut self, item: &'ast syn::ItemStruct) {
         self.add(&item.ident);
     }

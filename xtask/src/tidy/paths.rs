@@ -1,22 +1,34 @@
-//! Rule: a path that a document names exists, and so does a test that is said to hold an invariant.
+//! Rule: paths and tests that a document names exist.
 //!
-//! Not here: whether the document describes the file rightly.
+//! Not here: whether the document describes them correctly.
 
 use super::{Tree, Violation};
 
-/// Documents whose every path is checked.
-const DOCUMENTS: [&str; 5] =
-    ["README.md", "docs/ARCHITECTURE.md", "docs/PAPERS.md", "docs/GLOSSARY.md", "docs/ERRORS.md"];
+/// Documents with checked paths.
+const DOCUMENTS: [&str; 8] = [
+    "docs/INVARIANTS.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "README.md",
+    "docs/ARCHITECTURE.md",
+    "docs/PAPERS.md",
+    "docs/GLOSSARY.md",
+    "docs/ERRORS.md",
+];
 
-/// Folders whose files documents speak of; other words with a slash are no paths of ours.
-const FOLDERS: [&str; 19] = [
+/// Top-level folders; other words with a slash are not paths of this repository.
+const FOLDERS: [&str; 23] = [
     "core",
     "proto",
     "transport",
     "router",
     "node",
+    "net",
+    "engine-events",
+    "engine",
+    "gateway",
+    "testkit",
     "client",
-    "client-c",
     "sim",
     "cli",
     "chaos-tests",
@@ -38,34 +50,36 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     let documents = DOCUMENTS.iter().filter_map(|path| tree.text(path).map(|text| (*path, text)));
     for (path, text) in documents.chain(records) {
         for (position, line) in text.lines().enumerate() {
-            found.extend(missing(tree, path, line).map(|what| Violation::new(path, position + 1, what)));
+            found.extend(
+                missing_targets(tree, path, line).map(|what| Violation::new(path, position + 1, what)),
+            );
         }
     }
     Ok(found)
 }
 
-/// What this line names and the tree lacks.
-fn missing<'line>(
+/// Missing paths and tests that this line names.
+fn missing_targets<'line>(
     tree: &Tree,
     document: &str,
     line: &'line str,
 ) -> impl Iterator<Item = String> + use<'line> {
     let quoted = line.split('`').skip(1).step_by(2).filter(|name| is_path(name)).filter_map(|name| {
         let (path, test) = name.split_once("::").map_or((name, None), |(path, test)| (path, Some(test)));
-        (!stands(tree, path, test)).then(|| format!("`{name}` does not exist"))
+        (!is_present(tree, path, test)).then(|| format!("`{name}` does not exist"))
     });
     let linked =
         line.split("](").skip(1).filter_map(|rest| rest.split_once(')')).filter_map(|(target, _)| {
             let target = target.split('#').next().unwrap_or_default();
             let is_ours = !target.is_empty() && !target.contains(':');
             (is_ours && !tree.exists(&resolve(document, target)))
-                .then(|| format!("link to `{target}` leads nowhere"))
+                .then(|| format!("link to `{target}` has no target file"))
         });
     quoted.chain(linked).collect::<Vec<_>>().into_iter()
 }
 
-/// Whether the path exists and, when a test is named, the file (or a file of the folder) has it.
-fn stands(tree: &Tree, path: &str, test: Option<&str>) -> bool {
+/// Whether the path exists and, if a test is named, the file (or a file of the folder) defines it.
+fn is_present(tree: &Tree, path: &str, test: Option<&str>) -> bool {
     let Some(test) = test else { return tree.exists(path) };
     let declaration = format!("fn {test}(");
     tree.texts().any(|(known, text)| known.starts_with(path) && text.contains(&declaration))
@@ -76,7 +90,7 @@ fn is_path(name: &str) -> bool {
     is_plain && name.split_once('/').is_some_and(|(first, _)| FOLDERS.contains(&first))
 }
 
-/// Path of a link relative to the document it stands in.
+/// Path of a link relative to its document.
 fn resolve(document: &str, target: &str) -> String {
     let mut parts: Vec<&str> = document.split('/').collect();
     parts.pop();
@@ -95,7 +109,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    const CODE: (&str, &str) = ("core/src/place.rs", "#[test]\nfn ring_moves_little() {}");
+    const CODE: (&str, &str) = ("core/src/place/mod.rs", "#[test]\nfn ring_moves_little() {}");
 
     fn found(line: &str) -> usize {
         let files = [CODE, ("docs/PAPERS.md", line), ("docs/adr/0001-runs.md", "x")];
@@ -105,14 +119,17 @@ mod tests {
     #[test]
     fn refuses_what_does_not_exist() {
         assert_eq!(found("| ring | `core/src/ring.rs` |"), 1);
-        assert_eq!(found("see `core/src/place.rs::no_such_test`"), 1);
+        assert_eq!(found("see `core/src/place/mod.rs::no_such_test`"), 1);
         assert_eq!(found("see [why](adr/0002-gone.md)"), 1);
         assert_eq!(found("`core/src/a.rs` and `core/src/b.rs`"), 2);
     }
 
     #[test]
     fn accepts_what_exists_and_what_is_no_path() {
-        assert_eq!(found("`core/src/place.rs`, `core/src/`, `core/src/place.rs::ring_moves_little`"), 0);
+        assert_eq!(
+            found("`core/src/place/mod.rs`, `core/src/`, `core/src/place/mod.rs::ring_moves_little`"),
+            0
+        );
         assert_eq!(found("[why](adr/0001-runs.md#context) [out](https://example.org/x)"), 0);
         assert_eq!(found("`route/fetch`, `host:port`, `a/b/c.rs`"), 0);
     }

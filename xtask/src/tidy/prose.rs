@@ -1,10 +1,10 @@
 //! Rule: every Rust file opens with `//!` prose that says what the file is.
 //!
-//! Not here: whether the prose is true. Length stands in for content: a heading of one word is none.
+//! Not here: whether the prose is true. Length stands in for content, so a one-word heading fails.
 
 use super::{Tree, Violation};
 
-/// Shortest opening, in characters, that can say what a file is.
+/// Minimum length of an opening, in characters.
 const OPENING_CHARACTERS_MIN: usize = 20;
 
 /// Finds files without an opening.

@@ -1,6 +1,6 @@
 //! Rule: every Rust file is part of a crate, reached by a chain of `mod` from a target's root.
 //!
-//! Not here: items nobody calls, which the compiler reports.
+//! Not here: unused items, which the compiler reports.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use super::{Tree, Violation};
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     let mut reached = BTreeSet::new();
     for root in tree.sources().iter().filter(|source| is_root(&source.path)) {
-        follow(tree, root, &mut reached);
+        mark_reachable(tree, root, &mut reached);
     }
     let dead = tree.sources().iter().filter(|source| !reached.contains(source.path.as_str()));
     Ok(dead
@@ -19,19 +19,19 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
         .collect())
 }
 
-/// A package inside the folder of another: no member of the workspace, but with the same rules.
-const INNER_PACKAGE: &str = "benches/peers/";
+/// Packages inside the folder of another one, under the same rules.
+const INNER_PACKAGES: [&str; 2] = ["benches/peers/", "client/c/"];
 
-/// Roots cargo finds by itself: `src/lib.rs`, `src/main.rs`, `build.rs`, and the files directly in
-/// `src/bin`, `tests`, `benches` and `examples` of a package.
+/// Roots that cargo finds by itself: `src/lib.rs`, `src/main.rs`, `build.rs`, and the files
+/// directly in `src/bin`, `tests`, `benches` and `examples` of a package.
 fn is_root(path: &str) -> bool {
-    if let Some(inner) = path.strip_prefix(INNER_PACKAGE) {
-        return is_root(&format!("peers/{inner}"));
+    if let Some(inner) = INNER_PACKAGES.iter().find_map(|package| path.strip_prefix(package)) {
+        return is_root(&format!("inner/{inner}"));
     }
     let parts: Vec<&str> = path.split('/').collect();
     let by_folder = |folder: &str| matches!(folder, "tests" | "benches" | "examples");
     match parts[..] {
-        [_, "src", "bin", _] => true,
+        [_, "src", "bin", _] | [_, "src", "bin", _, "main.rs"] => true,
         [_, folder, _, "main.rs"] | [_, folder, _] if by_folder(folder) => true,
         [_, "src", name] => matches!(name, "lib.rs" | "main.rs"),
         [_, name] => name == "build.rs",
@@ -39,7 +39,7 @@ fn is_root(path: &str) -> bool {
     }
 }
 
-fn follow<'tree>(tree: &'tree Tree, source: &'tree Source, reached: &mut BTreeSet<&'tree str>) {
+fn mark_reachable<'tree>(tree: &'tree Tree, source: &'tree Source, reached: &mut BTreeSet<&'tree str>) {
     if !reached.insert(&source.path) {
         return;
     }
@@ -51,21 +51,21 @@ fn follow<'tree>(tree: &'tree Tree, source: &'tree Source, reached: &mut BTreeSe
         _ if is_root(&source.path) => folder.to_owned(),
         _ => source.path.trim_end_matches(".rs").to_owned(),
     };
-    for declared in declared(&source.syntax.items, folder, &base) {
+    for declared in declared_files(&source.syntax.items, folder, &base) {
         if let Some(next) = tree.sources().iter().find(|source| declared.contains(&source.path)) {
-            follow(tree, next, reached);
+            mark_reachable(tree, next, reached);
         }
     }
 }
 
 /// For every `mod name;` below these items, the paths its file may have.
-fn declared(items: &[syn::Item], folder: &str, base: &str) -> Vec<Vec<String>> {
+fn declared_files(items: &[syn::Item], folder: &str, base: &str) -> Vec<Vec<String>> {
     let mut files = Vec::new();
     for item in items {
         let syn::Item::Mod(module) = item else { continue };
         let name = module.ident.to_string();
         match (&module.content, explicit_path(&module.attrs)) {
-            (Some((_, inner)), _) => files.extend(declared(inner, folder, &format!("{base}/{name}"))),
+            (Some((_, inner)), _) => files.extend(declared_files(inner, folder, &format!("{base}/{name}"))),
             (None, Some(path)) => files.push(vec![format!("{folder}/{path}")]),
             (None, None) => files.push(vec![format!("{base}/{name}.rs"), format!("{base}/{name}/mod.rs")]),
         }
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_a_file_nobody_names() {
+    fn refuses_an_unreachable_file() {
         let files = [("core/src/lib.rs", "mod a;"), ("core/src/a.rs", ""), ("core/src/b.rs", "")];
         assert_eq!(dead(&files), ["core/src/b.rs"]);
         let files = [("core/src/lib.rs", "mod a;"), ("core/src/a/mod.rs", ""), ("core/src/a/b.rs", "")];

@@ -1,17 +1,18 @@
-//! Rule: words that must not stand in any file: open ends without a decision, paths of one machine, and what a merge left.
+//! Rule: no file contains unfinished work without an ADR, paths of one machine, or merge conflict
+//! markers.
 //!
 //! Not here: names (`names.rs`, `glossary.rs`).
 
 use super::{Tree, Violation};
 
-/// Marks of unfinished work, which need the number of the decision record that keeps them open.
+/// Marks of unfinished work; each needs the number of the ADR that keeps it open.
 const OPEN_ENDS: [&str; 2] = [concat!("TO", "DO"), concat!("FIX", "ME")];
 
 /// Beginnings of paths that exist on one machine only.
 const MACHINE_PATHS: [&str; 4] =
     [concat!("/ro", "ot/"), concat!("/wo", "rk/"), concat!("/ho", "me/"), concat!("/Us", "ers/")];
 
-/// Beginnings of lines between which a merge leaves two versions.
+/// Line prefixes of merge conflict markers.
 const MERGE_MARKS: [&str; 2] = [concat!("<<<<", "<<< "), concat!(">>>>", ">>> ")];
 
 /// Finds such words.
@@ -28,7 +29,7 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
                 ));
             }
             if MERGE_MARKS.iter().any(|mark| line.starts_with(mark)) {
-                found.push(Violation::new(path, line_number, "a merge left two versions here: keep one"));
+                found.push(Violation::new(path, line_number, "unresolved merge conflict: keep one version"));
             }
             if let Some(machine) = MACHINE_PATHS.iter().find(|machine| has_machine_path(line, machine)) {
                 found.push(Violation::new(
@@ -42,7 +43,7 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     Ok(found)
 }
 
-/// Whether `word` stands in `line` with no letter on either side.
+/// Whether `line` contains `word` as a whole word.
 fn has_word(line: &str, word: &str) -> bool {
     line.match_indices(word).any(|(start, _)| {
         let before = line[..start].chars().next_back();
@@ -51,7 +52,7 @@ fn has_word(line: &str, word: &str) -> bool {
     })
 }
 
-/// Whether an absolute path starts with `machine` (and not a relative one that merely contains it).
+/// Whether an absolute path starts with `machine` (a relative path may contain it).
 fn has_machine_path(line: &str, machine: &str) -> bool {
     line.match_indices(machine).any(|(start, _)| {
         let before = line[..start].chars().next_back();
@@ -86,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_what_a_merge_left() {
+    fn refuses_conflict_markers() {
         for mark in MERGE_MARKS {
             assert_eq!(found(&format!("one\n{mark}main\ntwo")), 1);
             assert_eq!(found(&format!("see {mark}main")), 0);

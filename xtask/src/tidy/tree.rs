@@ -1,30 +1,29 @@
 //! The repository as the rules see it: paths, texts and parsed Rust files.
 //!
-//! Not here: any rule. A tree can also be made from strings, so that a rule can be shown one it must
-//! refuse.
+//! Not here: any rule. Tests can make a tree from strings, to show a rule a violation.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 
-/// Entries at the top that are not part of the sources, by the start of their name.
+/// Prefixes of top-level entries that are not sources.
 const SKIPPED: [&str; 3] = ["target", ".git", "report"];
 
-/// Endings of files whose text is read; others are only known to exist.
+/// Extensions of files with their text read; for others only the path is known.
 const TEXT_ENDINGS: [&str; 9] = ["rs", "md", "toml", "proto", "txt", "yml", "yaml", "sh", "lock"];
 
 /// A parsed Rust file.
 pub(crate) struct Source {
     /// Path relative to the top of the repository, with `/`.
     pub(crate) path: String,
-    /// The text as it stands.
+    /// The file's text.
     pub(crate) text: String,
-    /// The text, parsed.
+    /// The parsed text.
     pub(crate) syntax: syn::File,
 }
 
-/// Everything in the repository that a rule may look at.
+/// All files that a rule may inspect.
 pub(crate) struct Tree {
     root: PathBuf,
     texts: BTreeMap<String, String>,
@@ -105,7 +104,7 @@ impl Tree {
         &self.sources
     }
 
-    /// Every file whose text was read: path and text.
+    /// Path and text of every text file.
     pub(crate) fn texts(&self) -> impl Iterator<Item = (&str, &str)> {
         self.texts.iter().map(|(path, text)| (path.as_str(), text.as_str()))
     }
@@ -120,7 +119,7 @@ impl Tree {
         &self.paths
     }
 
-    /// Whether this is a file, or a folder with a file in it.
+    /// Whether this is a file, or a folder with at least one file.
     pub(crate) fn exists(&self, path: &str) -> bool {
         let path = path.trim_end_matches('/');
         self.paths.iter().any(|known| {
@@ -129,7 +128,7 @@ impl Tree {
     }
 }
 
-/// Whether the text of this file is read. Scripts carry no ending, so a name without one counts.
+/// Whether the text of this file is read. Scripts have no extension, so a name without one counts.
 fn is_text(path: &Path) -> bool {
     match path.extension() {
         Some(ending) => TEXT_ENDINGS.iter().any(|known| ending == *known),
@@ -137,7 +136,7 @@ fn is_text(path: &Path) -> bool {
     }
 }
 
-/// Whether this attribute list switches the item off outside tests.
+/// Whether these attributes remove the item outside tests.
 pub(crate) fn is_test_only(attributes: &[syn::Attribute]) -> bool {
     attributes.iter().any(|attribute| match &attribute.meta {
         syn::Meta::List(list) if list.path.is_ident("cfg") => {
@@ -148,7 +147,7 @@ pub(crate) fn is_test_only(attributes: &[syn::Attribute]) -> bool {
     })
 }
 
-/// Whether this file holds tests only, by its place or name.
+/// Whether this file contains tests only, by its path or name.
 pub(crate) fn is_test_file(path: &str) -> bool {
     let name = path.rsplit('/').next().unwrap_or(path);
     path.contains("/tests/")

@@ -1,7 +1,7 @@
-//! Three etcd members on loopback with stock settings, and clients that speak its protocol on gRPC.
+//! Three etcd members on loopback with stock settings, and clients that speak its gRPC protocol.
 //!
-//! Not here: what is timed (`load.rs`). All clients talk to the leader, as etcd's own benchmark does at its
-//! best: a follower would only pass puts on.
+//! Not here: the measured loop (`load.rs`). All clients talk to the leader, the best case of etcd's
+//! own benchmark: a follower would only forward puts.
 
 use std::fs::File;
 use std::net::{Ipv4Addr, TcpListener};
@@ -18,23 +18,23 @@ use tonic_prost::ProstCodec;
 
 use super::{Client, Cluster};
 
-/// Debian's package with the server.
+/// Debian's package of the server.
 const PACKAGE: &str = "etcd-server";
-/// Connections that clients share: with fewer, one stream of bytes would hold them up.
+/// Connections that clients share; fewer connections would limit throughput.
 const CONNECTIONS: usize = 16;
-/// How long members may take to choose a leader.
+/// Timeout for the leader election.
 const ELECTION_MAX: Duration = Duration::from_secs(20);
 /// Bytes of a value: the hashes of 16 blocks.
 const VALUE_BYTES: usize = 256;
-/// Keys of one client; with more, the cluster would measure the growth of its tree.
+/// Keys per client; more keys would measure the growth of etcd's tree.
 const CLIENT_KEYS: u64 = 1_000;
 
-/// The path of `etcd`, installed first if that is allowed and needed.
+/// Returns the path of `etcd`, and installs it first if missing and allowed.
 pub(super) fn program(install: bool) -> anyhow::Result<PathBuf> {
     if let Some(found) = find() {
         return Ok(found);
     }
-    ensure!(install, "etcd is not installed: run `apt-get install {PACKAGE}`, or this with --install");
+    ensure!(install, "etcd is not installed: run `apt-get install {PACKAGE}`, or pass --install");
     let mut command = if rustix::process::geteuid().is_root() {
         Command::new("apt-get")
     } else {
@@ -44,7 +44,7 @@ pub(super) fn program(install: bool) -> anyhow::Result<PathBuf> {
     };
     command.args(["install", "--yes", "--quiet", "--no-install-recommends", PACKAGE]);
     let status = command.stdout(Stdio::null()).status().context("cannot start apt-get")?;
-    ensure!(status.success(), "apt-get install {PACKAGE} ended with {status}");
+    ensure!(status.success(), "apt-get install {PACKAGE} exited with {status}");
     find().context("etcd is installed but not on the PATH")
 }
 
@@ -53,16 +53,16 @@ fn find() -> Option<PathBuf> {
     std::env::split_paths(&path).map(|folder| folder.join("etcd")).find(|file| file.is_file())
 }
 
-/// A running cluster; ends with its members and their data.
+/// A running cluster; dropping it removes its members and their data.
 pub(super) struct Etcd {
     name: String,
-    /// To the leader.
+    /// Connections to the leader.
     connections: Vec<Channel>,
     _members: Vec<Member>,
     _data: TempDir,
 }
 
-/// A member's process, ended by its id.
+/// A member's process, killed on drop.
 struct Member(Child);
 
 impl Drop for Member {
@@ -98,13 +98,13 @@ impl Etcd {
             .collect::<Result<Vec<_>, _>>()?;
         let (leader, version) = leader(&endpoints).await?;
         let name = format!("etcd {version}");
-        // Connections are opened when first used.
+        // Connections open on first use.
         let connections = (0..CONNECTIONS).map(|_| leader.connect_lazy()).collect();
         Ok(Self { name, connections, _members: members, _data: data })
     }
 }
 
-/// A port for members and one for clients, for each of three members.
+/// A peer port and a client port for each of three members.
 fn free_ports() -> anyhow::Result<[[u16; 2]; 3]> {
     let listeners =
         (0..6).map(|_| TcpListener::bind((Ipv4Addr::LOCALHOST, 0))).collect::<Result<Vec<_>, _>>()?;
@@ -112,7 +112,7 @@ fn free_ports() -> anyhow::Result<[[u16; 2]; 3]> {
     Ok([[port(0)?, port(1)?], [port(2)?, port(3)?], [port(4)?, port(5)?]])
 }
 
-/// Waits until a member says that it leads.
+/// Waits until a member reports itself as leader.
 async fn leader(members: &[Endpoint]) -> anyhow::Result<(Endpoint, String)> {
     let start = Instant::now();
     while start.elapsed() < ELECTION_MAX {
@@ -128,7 +128,7 @@ async fn leader(members: &[Endpoint]) -> anyhow::Result<(Endpoint, String)> {
         }
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
-    bail!("no member of etcd became leader within {ELECTION_MAX:?}")
+    bail!("no etcd member became leader within {ELECTION_MAX:?}")
 }
 
 impl Cluster for Etcd {
@@ -164,7 +164,7 @@ where
     Ok(grpc.unary(tonic::Request::new(request), path, codec).await?.into_inner())
 }
 
-/// The fields of etcd's `rpc.proto` that are used here, under their numbers.
+/// The used fields of etcd's `rpc.proto`, with their numbers.
 #[derive(Clone, PartialEq, prost::Message)]
 struct PutRequest {
     #[prost(bytes = "vec", tag = "1")]

@@ -1,6 +1,6 @@
 //! Closed loops: each client puts, waits for the answer, and puts again, for a fixed time.
 //!
-//! Not here: what answers (`etcd.rs`).
+//! Not here: the servers (`etcd.rs`).
 
 use std::time::{Duration, Instant};
 
@@ -8,19 +8,19 @@ use benches::sorted;
 
 use super::{Client, Cluster};
 
-/// What the clients saw.
+/// Throughput and latency that the clients measured.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Driven {
+pub(crate) struct PutStats {
     pub(crate) per_s: f64,
     pub(crate) p50_us: f64,
     pub(crate) p99_us: f64,
 }
 
-/// Lets `clients` clients put for a time.
+/// Runs `clients` concurrent clients for `span`.
 ///
 /// # Errors
-/// When a put fails: a cluster that loses puts has no rate.
-pub(crate) async fn drive(cluster: &impl Cluster, clients: usize, span: Duration) -> anyhow::Result<Driven> {
+/// If a put fails: a cluster that loses puts has no rate.
+pub(crate) async fn run_puts(cluster: &impl Cluster, clients: usize, span: Duration) -> anyhow::Result<PutStats> {
     let start = Instant::now();
     let until = start + span;
     let tasks: Vec<_> = (0..clients)
@@ -32,8 +32,8 @@ pub(crate) async fn drive(cluster: &impl Cluster, clients: usize, span: Duration
     }
     let elapsed = start.elapsed();
     let times = sorted(times.iter().map(|time: &Duration| time.as_secs_f64() * 1e6));
-    anyhow::ensure!(!times.is_empty(), "no put was answered within {span:?}");
-    Ok(Driven {
+    anyhow::ensure!(!times.is_empty(), "no put completed within {span:?}");
+    Ok(PutStats {
         per_s: times.len() as f64 / elapsed.as_secs_f64(),
         p50_us: times[times.len() / 2],
         p99_us: times[times.len() * 99 / 100],

@@ -1,7 +1,9 @@
-//! `kv_index::ChainIndex`, the run-compressed index of the SMG gateway, driven as its README says: every
-//! worker belongs to one lane, a lane keeps a map for each of its workers, readers take no lock.
+//! `kv_index::ChainIndex`, the run-compressed index of the SMG gateway, driven as its README
+//! prescribes. Every worker belongs to one lane, a lane keeps a map per worker, and readers take no
+//! lock.
 //!
-//! Not here: its lane pool, which queues events and balances lanes; our side has no such queue either.
+//! Not here: its lane pool, which queues events and balances lanes; kvfleet's side has no such
+//! queue either.
 
 use std::hint::black_box;
 use std::ops::Range;
@@ -11,7 +13,7 @@ use benches::{Spent, spend};
 use dynamo_kv_router::protocols::{BlockHashOptions, LocalBlockHash, compute_block_hash_for_seq};
 use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock};
 
-use super::{Overlaps, Side};
+use super::{Overlaps, IndexSide};
 use crate::chains::{BLOCK_TOKENS, Chains, NODES};
 use crate::events::{Action, Event};
 
@@ -23,7 +25,7 @@ pub(crate) struct SmgChainIndex {
     lanes: Vec<Vec<ChainBlockMap>>,
 }
 
-/// Events of one lane, side by side in memory.
+/// Events of one lane, contiguous in memory.
 #[derive(Default)]
 struct Batch {
     stored: Vec<StoredBlock>,
@@ -53,8 +55,8 @@ impl Batch {
 }
 
 impl SmgChainIndex {
-    /// Applies the events of one lane and says whether each was taken.
-    fn run(
+    /// Applies the events of one lane; returns whether each was accepted.
+    fn apply_batch(
         index: &ChainIndex,
         workers: &[u32],
         lanes: usize,
@@ -77,7 +79,7 @@ impl SmgChainIndex {
     }
 }
 
-impl Side for SmgChainIndex {
+impl IndexSide for SmgChainIndex {
     const NAME: &'static str = "kv-index 2.0.0 ChainIndex";
     type Hash = LocalBlockHash;
 
@@ -96,7 +98,7 @@ impl Side for SmgChainIndex {
         events.iter().for_each(|event| batches[event.node as usize % lanes].push(chains, action, event));
         let (index, workers) = (&self.index, &self.workers[..]);
         let run =
-            |maps: &mut Vec<ChainBlockMap>, batch: &Batch| Self::run(index, workers, lanes, maps, batch);
+            |maps: &mut Vec<ChainBlockMap>, batch: &Batch| Self::apply_batch(index, workers, lanes, maps, batch);
         let (took, spent) = match (&mut self.lanes[..], &batches[..]) {
             ([maps], [batch]) => spend(|| run(maps, batch)),
             (lanes, batches) => spend(|| {
@@ -107,7 +109,7 @@ impl Side for SmgChainIndex {
                 })
             }),
         };
-        ensure!(took, "ChainIndex did not take an event");
+        ensure!(took, "ChainIndex rejected an event");
         Ok(spent)
     }
 
@@ -116,7 +118,7 @@ impl Side for SmgChainIndex {
     }
 
     fn hash(&self, tokens: &[u32]) -> Vec<LocalBlockHash> {
-        // Dynamo's: the faster of the two peers' hashes.
+        // Dynamo's hash: the faster of the two peers' hashes.
         compute_block_hash_for_seq(tokens, BLOCK_TOKENS, BlockHashOptions::default())
     }
 

@@ -1,7 +1,9 @@
-//! `dynamo_kv_router::ConcurrentRadixTreeCompressed`, the concurrent index of Dynamo's router, driven as its
-//! thread pool drives it: events go through a channel to the thread of their worker, readers run in place.
+//! `dynamo_kv_router::ConcurrentRadixTreeCompressed`, the concurrent index of Dynamo's router,
+//! driven as its thread pool drives it. Events pass through a channel to their worker's thread;
+//! readers run in place.
 //!
-//! Not here: that pool itself, which needs a runtime and counts; handing an event over is part of the time.
+//! Not here: that pool itself, which needs a runtime and counters; the hand-over of events is part
+//! of the time.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,11 +19,11 @@ use dynamo_kv_router::protocols::{
 };
 use tokio::sync::oneshot;
 
-use super::{Overlaps, Side};
+use super::{Overlaps, IndexSide};
 use crate::chains::{BLOCK_TOKENS, Chains};
 use crate::events::{Action, Event};
 
-/// Events that wait for a lane at most: enough that no lane ever waits for the sender.
+/// Maximum events queued for a lane: enough that no lane ever waits for the sender.
 const QUEUED_EVENTS_MAX: usize = 1_024;
 
 pub(crate) struct DynamoCrtc {
@@ -75,7 +77,7 @@ fn event(chains: &Chains, action: Action, event: &Event) -> WorkerTask {
     WorkerTask::Event(event)
 }
 
-impl Side for DynamoCrtc {
+impl IndexSide for DynamoCrtc {
     const NAME: &'static str = "dynamo-kv-router 1.6.1 CRTC";
     type Hash = LocalBlockHash;
 

@@ -1,6 +1,6 @@
-//! foyer's disk cache, without its memory in front.
+//! foyer's disk cache, without its memory cache.
 //!
-//! Not here: what is timed (the parent module).
+//! Not here: the measurements (the parent module).
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,44 +17,44 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use tokio::runtime::{Builder, Runtime};
 
-/// Bytes given to it before it is asked to write out all it has: it drops what does not fit its buffers, so
-/// these have twice the room.
+/// Bytes written before each flush. foyer drops data that exceeds its buffers, so the buffers are
+/// twice this size.
 const DRAIN_BYTES: u64 = 64 << 20;
 
-/// Memory in front of the disk; what is written goes past it.
+/// Memory in front of the disk; writes bypass it.
 const MEMORY_BYTES: usize = 1 << 20;
 
-/// How it reaches the device.
+/// foyer's I/O engine.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Io {
+pub(super) enum IoEngine {
     Uring,
-    Calls,
+    Psync,
 }
 
-impl Io {
+impl IoEngine {
     fn config(self) -> Box<dyn IoEngineConfig> {
         match self {
-            Io::Uring => Box::new(UringIoEngineConfig::new()),
-            Io::Calls => Box::new(PsyncIoEngineConfig::new()),
+            IoEngine::Uring => Box::new(UringIoEngineConfig::new()),
+            IoEngine::Psync => Box::new(PsyncIoEngineConfig::new()),
         }
     }
 }
 
-/// A cache with values in it.
+/// A cache with values.
 pub(super) struct Foyer {
     runtime: Runtime,
     cache: HybridCache<u64, Bytes>,
     value: Bytes,
-    /// Keys that are there: those of the last stock.
+    /// Number of readable keys: the most recent ones.
     stock: u64,
     next: u64,
 }
 
 impl Foyer {
-    pub(super) fn open(io: Io, shape: &Shape, dir: &Path, stock_bytes: u64) -> anyhow::Result<Foyer> {
+    pub(super) fn open(io: IoEngine, shape: &Shape, dir: &Path, stock_bytes: u64) -> anyhow::Result<Foyer> {
         let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let buffers = usize::try_from(2 * DRAIN_BYTES)?;
-        // A half more than the stock, and a little for what it writes beside the values.
+        // Half again as large as the stock, with some space for foyer's own records.
         let capacity = usize::try_from(stock_bytes / 2 * 3)?;
         let device = FsDeviceBuilder::new(dir).with_capacity(capacity).with_direct(true).build()?;
         let engine = BlockEngineConfig::new(device)
@@ -74,12 +74,12 @@ impl Foyer {
         ChaCha8Rng::seed_from_u64(1).fill(&mut value[..]);
         let stock = stock_bytes / u64::from(shape.block_bytes);
         let mut foyer = Foyer { runtime, cache, value: value.into(), stock, next: 0 };
-        // As ours: everything was written once before anything is measured.
+        // As on the kvfleet side: everything is written once before measuring.
         foyer.put(stock * 5 / 2);
         Ok(foyer)
     }
 
-    pub(super) fn go(&mut self, shape: &Shape, count: u64) -> anyhow::Result<()> {
+    pub(super) fn run(&mut self, shape: &Shape, count: u64) -> anyhow::Result<()> {
         if shape.is_put {
             self.put(count);
             return Ok(());
@@ -90,7 +90,7 @@ impl Foyer {
     fn put(&mut self, count: u64) {
         let at_once = DRAIN_BYTES / self.value.len() as u64;
         for number in 0..count {
-            // Nothing comes back for a value that is only written to disk.
+            // A value written only to disk returns no handle.
             drop(self.cache.storage_writer(self.next).force().insert(self.value.clone()));
             self.next += 1;
             if number % at_once == at_once - 1 || number == count - 1 {
@@ -112,8 +112,8 @@ impl Foyer {
                         .is_ok()
                     {
                         match cache.storage().load(&chance.random_range(keys.clone())).await? {
-                            Load::Entry { value, .. } => ensure!(value.len() == len, "another value"),
-                            other => bail!("a value that was written is not read: {other:?}"),
+                            Load::Entry { value, .. } => ensure!(value.len() == len, "wrong value length"),
+                            other => bail!("a written value cannot be read: {other:?}"),
                         }
                     }
                     Ok(())

@@ -1,6 +1,7 @@
-//! A side in a process of its own: told to go by a line, answers with a line what it took, stopped in between.
+//! A side in a separate process: a line starts a run, a line reports its times, and the process is
+//! stopped in between.
 //!
-//! Not here: what is compared (the parent module).
+//! Not here: the comparison (the parent module).
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
@@ -13,38 +14,38 @@ use clap::ValueEnum;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
-use super::foyer::{Foyer, Io};
+use super::foyer::{Foyer, IoEngine};
 
-/// Which tier.
+/// The tier to run.
 #[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum Side {
+pub(crate) enum TierKind {
     Ours,
     FoyerUring,
     FoyerCalls,
 }
 
-/// What one run took.
+/// Times of one run.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
-pub(super) struct Took {
+pub(super) struct RunTimes {
     pub(super) wall_s: f64,
-    /// Of all threads of the process.
+    /// CPU time of all threads of the process.
     pub(super) cpu_s: f64,
 }
 
-/// Runs a side over a shape until standard input ends.
-pub(crate) fn serve(side: Side, shape: usize, dir: &Path) -> anyhow::Result<()> {
+/// Serves runs of a shape until standard input closes.
+pub(crate) fn serve(side: TierKind, shape: usize, dir: &Path) -> anyhow::Result<()> {
     let shape = SHAPES.get(shape).context("no such shape")?;
     std::fs::create_dir_all(dir)?;
     let count = RUN_BYTES / u64::from(shape.block_bytes);
     let mut go: Box<dyn FnMut() -> anyhow::Result<()>> = match side {
-        Side::Ours => {
+        TierKind::Ours => {
             let mut tier = SsdTier::open(shape, dir, STOCK_BYTES)?;
             Box::new(move || tier.go(shape, count))
         }
-        Side::FoyerUring | Side::FoyerCalls => {
-            let io = if matches!(side, Side::FoyerUring) { Io::Uring } else { Io::Calls };
+        TierKind::FoyerUring | TierKind::FoyerCalls => {
+            let io = if matches!(side, TierKind::FoyerUring) { IoEngine::Uring } else { IoEngine::Psync };
             let mut foyer = Foyer::open(io, shape, dir, STOCK_BYTES)?;
-            Box::new(move || foyer.go(shape, count))
+            Box::new(move || foyer.run(shape, count))
         }
     };
     println!("ready");
@@ -52,22 +53,22 @@ pub(crate) fn serve(side: Side, shape: usize, dir: &Path) -> anyhow::Result<()> 
         line?;
         let (end, spent) = spend(&mut go);
         end?;
-        let took = Took { wall_s: spent.wall.as_secs_f64(), cpu_s: spent.cpu.as_secs_f64() };
+        let took = RunTimes { wall_s: spent.wall.as_secs_f64(), cpu_s: spent.cpu.as_secs_f64() };
         println!("{}", serde_json::to_string(&took)?);
     }
     Ok(())
 }
 
-/// A side that can be told to go.
-pub(super) struct Process {
+/// A side's process.
+pub(super) struct TierProcess {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
 }
 
-impl Process {
-    /// Starts it and waits until its stock is there; stopped from then on.
-    pub(super) fn start(side: Side, shape: usize, dir: &Path) -> anyhow::Result<Process> {
+impl TierProcess {
+    /// Starts the process, waits until its stock is written, and stops it.
+    pub(super) fn start(side: TierKind, shape: usize, dir: &Path) -> anyhow::Result<TierProcess> {
         let name = side.to_possible_value().context("a side has a name")?;
         let mut child = Command::new(std::env::current_exe()?)
             .args(["tier-side", "--side", name.get_name(), "--shape", &shape.to_string(), "--data"])
@@ -75,20 +76,20 @@ impl Process {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()?;
-        let input = child.stdin.take().context("its input")?;
-        let output = BufReader::new(child.stdout.take().context("its output")?);
-        let mut process = Process { child, input, output };
+        let input = child.stdin.take().context("the process has no standard input")?;
+        let output = BufReader::new(child.stdout.take().context("the process has no standard output")?);
+        let mut process = TierProcess { child, input, output };
         ensure!(process.line()? == "ready", "the side did not start");
         process.signal(Signal::STOP)?;
         Ok(process)
     }
 
     /// One run.
-    pub(super) fn go(&mut self) -> anyhow::Result<Took> {
+    pub(super) fn run(&mut self) -> anyhow::Result<RunTimes> {
         self.signal(Signal::CONT)?;
         writeln!(self.input, "go")?;
         let took =
-            serde_json::from_str(&self.line()?).context("the side ended early; what it said is above")?;
+            serde_json::from_str(&self.line()?).context("the side ended early; see its output above")?;
         self.signal(Signal::STOP)?;
         Ok(took)
     }
@@ -96,7 +97,7 @@ impl Process {
     pub(super) fn end(mut self) -> anyhow::Result<()> {
         self.signal(Signal::CONT)?;
         drop(self.input);
-        ensure!(self.child.wait()?.success(), "the side ended with an error");
+        ensure!(self.child.wait()?.success(), "the side exited with an error");
         Ok(())
     }
 

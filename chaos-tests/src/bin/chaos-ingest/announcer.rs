@@ -1,12 +1,13 @@
-//! A stand-in node's stream to one shard: as many batches under way as allowed, or a batch at fixed times.
+//! A fake node's stream to one shard: a fixed number of batches in flight, or batches at fixed
+//! times.
 //!
-//! Not here: what is announced (`events.rs`) and what is made of the figures (`main.rs`).
+//! Not here: the announced events (`events.rs`) and the output (`main.rs`).
 
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use chaos_tests::cluster::Contacts;
+use chaos_tests::cluster::RouterClients;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use kvfleet_proto::pb::announce_request::Body as Word;
 use kvfleet_proto::{convert, pb};
@@ -16,15 +17,15 @@ use tonic::Streaming;
 
 use crate::events::Events;
 
-/// As real nodes do.
+/// Interval of real nodes.
 const HEARTBEAT: Duration = Duration::from_millis(100);
 
-/// How batches are sent.
+/// When batches are sent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Pace {
-    /// The next one when fewer than this many wait for their acknowledgement.
-    UnderWay(usize),
-    /// One at each of these intervals, whatever happens to those before.
+    /// The next one if fewer than this many await their acknowledgement.
+    InFlight(usize),
+    /// One at each of these intervals, independent of earlier ones.
     Every(Duration),
 }
 
@@ -34,55 +35,55 @@ pub(crate) struct Phase {
     pub(crate) pace: Pace,
     /// Events of one batch.
     pub(crate) batch_events: u64,
-    /// What is acknowledged from here on counts.
+    /// Acknowledgements count from here on.
     pub(crate) from: Instant,
     pub(crate) until: Instant,
 }
 
-/// What was acknowledged while it counted.
+/// Acknowledged work in the counted time.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Tally {
+pub(crate) struct PhaseReport {
     /// Blocks stored and dropped.
     pub(crate) blocks: u64,
     pub(crate) events: u64,
-    /// Time from when a batch was due to its acknowledgement.
+    /// Time from a batch's due time to its acknowledgement.
     pub(crate) micros: Vec<u64>,
 }
 
-struct Sent {
+struct SentBatch {
     seq: u64,
     events: Range<u64>,
     due: Instant,
 }
 
 pub(crate) struct Announcer {
-    contacts: Contacts,
+    contacts: RouterClients,
     epoch: u64,
     events: Events,
     next_seq: u64,
     next_event: u64,
-    /// Not acknowledged yet; the first `on_stream` of them are on the present stream.
-    unacked: VecDeque<Sent>,
+    /// Not acknowledged yet; the first `on_stream` of them are on the current stream.
+    unacked: VecDeque<SentBatch>,
     on_stream: usize,
-    tally: Tally,
+    report: PhaseReport,
 }
 
-type Words = mpsc::Sender<pb::AnnounceRequest>;
+type RequestSender = mpsc::Sender<pb::AnnounceRequest>;
 
 impl Announcer {
-    pub(crate) fn new(contacts: Contacts, epoch: u64, events: Events) -> Announcer {
-        let (unacked, tally) = (VecDeque::new(), Tally::default());
-        Announcer { contacts, epoch, events, next_seq: 1, next_event: 0, unacked, on_stream: 0, tally }
+    pub(crate) fn new(contacts: RouterClients, epoch: u64, events: Events) -> Announcer {
+        let (unacked, report) = (VecDeque::new(), PhaseReport::default());
+        Announcer { contacts, epoch, events, next_seq: 1, next_event: 0, unacked, on_stream: 0, report }
     }
 
-    /// Announces through a phase, and until all is acknowledged; gives what counted.
-    pub(crate) async fn run(mut self, phase: Phase) -> (Announcer, Tally) {
+    /// Announces through a phase, and until all batches are acknowledged. Returns the counts.
+    pub(crate) async fn run(mut self, phase: Phase) -> (Announcer, PhaseReport) {
         let (mut words, mut replies) = self.open().await;
         let mut due = Instant::now();
         loop {
             let now = Instant::now();
             if now < phase.until {
-                due = self.make(phase, due, now);
+                due = self.make_due_batches(phase, due, now);
             } else if self.unacked.is_empty() {
                 break;
             }
@@ -95,21 +96,21 @@ impl Announcer {
             match answer {
                 Some(Reply::Ack(ack)) if sent => self.acked(ack.seq, phase),
                 Some(Reply::Directives(_)) if sent => {}
-                // No leader, or a full one: again, on a new stream.
+                // No leader, or a busy one: retry on a new stream.
                 _ => {
                     tokio::time::sleep(Duration::from_millis(20)).await;
                     (words, replies) = self.open().await;
                 }
             }
         }
-        let tally = std::mem::take(&mut self.tally);
+        let tally = std::mem::take(&mut self.report);
         (self, tally)
     }
 
-    /// Makes the batches that are due; when the next one is.
-    fn make(&mut self, phase: Phase, mut due: Instant, now: Instant) -> Instant {
+    /// Creates the batches that are due. Returns the next due time.
+    fn make_due_batches(&mut self, phase: Phase, mut due: Instant, now: Instant) -> Instant {
         match phase.pace {
-            Pace::UnderWay(most) => {
+            Pace::InFlight(most) => {
                 while self.unacked.len() < most {
                     self.batch(phase.batch_events, now);
                 }
@@ -127,13 +128,13 @@ impl Announcer {
     fn batch(&mut self, count: u64, due: Instant) {
         let events = self.next_event..self.next_event + count;
         self.next_event = events.end;
-        self.unacked.push_back(Sent { seq: self.next_seq, events, due });
+        self.unacked.push_back(SentBatch { seq: self.next_seq, events, due });
         self.next_seq += 1;
     }
 
-    /// Sends what is not on the stream yet; false when the stream is gone.
-    async fn send(&mut self, words: &Words) -> bool {
-        while let Some(Sent { seq, events, .. }) = self.unacked.get(self.on_stream) {
+    /// Sends batches that are not on the stream yet. Returns `false` if the stream is gone.
+    async fn send(&mut self, words: &RequestSender) -> bool {
+        while let Some(SentBatch { seq, events, .. }) = self.unacked.get(self.on_stream) {
             let announcement = self.events.announcement(self.epoch, *seq, events.clone());
             let mut word = convert::announcement_to_pb(&announcement);
             word.group = self.events.shard.into();
@@ -150,28 +151,28 @@ impl Announcer {
         while let Some(sent) = self.unacked.pop_front_if(|sent| sent.seq <= seq) {
             self.on_stream = self.on_stream.saturating_sub(1);
             if now >= phase.from && now < phase.until {
-                self.tally.events += sent.events.end - sent.events.start;
-                self.tally.blocks += sent.events.map(Events::blocks).sum::<u64>();
+                self.report.events += sent.events.end - sent.events.start;
+                self.report.blocks += sent.events.map(Events::blocks).sum::<u64>();
                 let micros = now.saturating_duration_since(sent.due).as_micros();
-                self.tally.micros.push(u64::try_from(micros).unwrap_or(u64::MAX));
+                self.report.micros.push(u64::try_from(micros).unwrap_or(u64::MAX));
             }
         }
     }
 
-    /// A stream to whichever router leads the shard; what was not acknowledged goes on it again.
-    async fn open(&mut self) -> (Words, Streaming<pb::AnnounceReply>) {
+    /// Opens a stream to the shard's leader; unacknowledged batches are sent again.
+    async fn open(&mut self) -> (RequestSender, Streaming<pb::AnnounceReply>) {
         self.on_stream = 0;
         open(&self.contacts, self.events.node, self.epoch, self.events.shard).await
     }
 }
 
-/// Opens a stream to whichever router leads this group.
+/// Opens a stream to the leader of this group.
 async fn open(
-    contacts: &Contacts,
+    contacts: &RouterClients,
     node: u32,
     epoch: u64,
     group: u16,
-) -> (Words, Streaming<pb::AnnounceReply>) {
+) -> (RequestSender, Streaming<pb::AnnounceReply>) {
     for position in 0.. {
         let (words, receiver) = mpsc::channel(64);
         if words.send(heartbeat(node, epoch, group)).await.is_ok()
@@ -189,8 +190,8 @@ fn heartbeat(node: u32, epoch: u64, group: u16) -> pb::AnnounceRequest {
     pb::AnnounceRequest { node, epoch, group: group.into(), body }
 }
 
-/// Keeps a stand-in node alive for ever, whoever leads the control group.
-pub(crate) async fn beat(contacts: Contacts, node: u32, epoch: u64) {
+/// Keeps a fake node alive forever at the control group.
+pub(crate) async fn send_heartbeats(contacts: RouterClients, node: u32, epoch: u64) {
     loop {
         let (words, mut replies) = open(&contacts, node, epoch, 0).await;
         loop {

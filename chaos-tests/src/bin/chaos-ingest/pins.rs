@@ -1,28 +1,28 @@
-//! One client that pins a block and unpins it, one call after the other: the smallest proposal there is.
+//! One client that pins and unpins a block sequentially: the smallest proposal.
 
 use std::time::{Duration, Instant};
 
-use chaos_tests::cluster::{Client, Contacts, Trouble};
+use chaos_tests::cluster::{Client, RouterClients, SuiteError};
 use kvfleet_proto::pb;
 use tonic::Status;
 
 const OWNER: &str = "chaos-ingest";
 
-/// Time before anything counts, for connections and leaders.
+/// Time before counting starts, for connections and leaders.
 const WARM_UP: Duration = Duration::from_secs(1);
 
-/// Pause before the leader is asked for again.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+/// Pause before the leader is looked up again.
+const RETRY_PAUSE: Duration = Duration::from_millis(20);
 
-/// Microseconds that each call took, ascending.
-pub(crate) async fn times(contacts: Contacts, span: Duration) -> Result<Vec<u64>, Trouble> {
+/// Duration of each call in microseconds, ascending.
+pub(crate) async fn call_times(contacts: RouterClients, span: Duration) -> Result<Vec<u64>, SuiteError> {
     let from = Instant::now() + WARM_UP;
     let mut micros = Vec::new();
     let mut pin = 0;
     while Instant::now() < from + span {
-        // Leadership moves once after a start; meanwhile nobody leads.
+        // Leadership moves once after a start; meanwhile there is no leader.
         let Some(leader) = contacts.leader().await else {
-            tokio::time::sleep(LOOK_AGAIN).await;
+            tokio::time::sleep(RETRY_PAUSE).await;
             continue;
         };
         let mut client = contacts.client(leader);

@@ -1,12 +1,12 @@
-//! Processor time of processes, from the system's own books.
+//! Processor time of processes, as the system accounts it.
 
-/// Microseconds of one tick of these books: Linux gives programs a hundred a second on every machine.
+/// Microseconds of one accounting tick: Linux reports a hundred a second on every machine.
 const TICK_US: u64 = 10_000;
 
-/// Processor time that a process has used, user and system, in microseconds; 0 when it is gone.
+/// Processor time of a process, user and system, in microseconds; 0 if it is gone.
 pub(crate) fn process_us(process: u32) -> u64 {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // The name before it may hold anything, but nothing behind its last parenthesis.
+    // The process name may contain anything, but the fields follow its last parenthesis.
     let fields = stat.rsplit_once(')').map_or("", |(_, fields)| fields).split_ascii_whitespace();
     let ticks: u64 = fields.skip(11).take(2).filter_map(|ticks| ticks.parse::<u64>().ok()).sum();
     ticks * TICK_US

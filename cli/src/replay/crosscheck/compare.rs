@@ -1,31 +1,32 @@
-//! The two sides held against each other: request by request what was decided, and in sum where the tokens of prompts came from.
+//! Compares the real and the simulated fleet: the decision of each request, and where prompt tokens
+//! came from in total.
 //!
-//! Not here: how it is said (`show.rs`).
+//! `show.rs` prints the comparison.
 
 use kv_core::id::Tier;
 use kv_core::schedule::{Decision, Prediction};
 use kvfleet_proto::pb;
-use kvfleet_sim::fleet::Served;
+use kvfleet_sim::fleet::ServedRequest;
 use serde::Serialize;
 
-use super::real::Went;
-use super::twin::{Course, Twins};
+use super::mirror::{CrosscheckSides, SimulatedRun};
+use super::real::RequestRecord;
 use crate::args::CrosscheckArgs;
 
-/// Requests of which predictions are not judged: what a router has to learn first.
-const WARM: usize = 50;
+/// Leading requests excluded from prediction errors, because routers still learn.
+const WARMUP_REQUESTS: usize = 50;
 
-/// By how many points each share of the tokens may differ.
+/// Maximum difference of each token share in percentage points.
 pub(super) const POINTS_MAX: f64 = 1.0;
 
 /// One run on both fleets.
 #[derive(Clone, Debug, Serialize)]
-pub(super) struct Compared {
+pub(super) struct RunComparison {
     pub(super) traffic: String,
     pub(super) seed: u64,
     pub(super) lockstep: bool,
     pub(super) requests: usize,
-    /// Requests that the real fleet did not serve, and that the other one turned away.
+    /// Requests not served by the real fleet, and requests rejected by the simulated one.
     pub(super) unserved: [u64; 2],
     pub(super) instances: u32,
     pub(super) nodes: u32,
@@ -36,34 +37,37 @@ pub(super) struct Compared {
     pub(super) ssd: Option<String>,
     pub(super) profile: String,
     pub(super) time_scale: f64,
-    /// Share of what the fleet gets through, and requests a second; nothing in lockstep.
+    /// Load relative to the capacity of the fleet, and requests per second; `None` in lockstep.
     pub(super) load: Option<f64>,
     pub(super) per_s: Option<f64>,
-    /// By how much a request was sent later than it was to be, at most.
+    /// Maximum delay between a request's due time and its sending.
     pub(super) late_ms: f64,
-    /// Of all tokens of prompts, in percent.
-    pub(super) real: Shares,
-    pub(super) virtual_time: Shares,
-    /// The same of the fleet that is led.
-    pub(super) led_shares: Shares,
-    /// The share that differs most, in points.
+    /// Percentages of all prompt tokens.
+    pub(super) real: TokenShares,
+    pub(super) virtual_time: TokenShares,
+    /// Token shares of the simulated fleet that replays the real decisions.
+    pub(super) led_shares: TokenShares,
+    /// The largest difference of a share in percentage points.
     pub(super) points: f64,
-    /// Against the fleet that goes its own way.
-    pub(super) alone: Agreement,
-    /// Against the one that sends every request where the real one did, and says where it would have.
-    pub(super) led: Agreement,
-    /// Attempts that failed and sources that fell short in the real fleet.
+    /// Agreement with the simulated fleet that decides independently.
+    pub(super) alone: DecisionAgreement,
+    /// Agreement with the simulated fleet that sends each request where the real one did and
+    /// records where it would have sent it.
+    pub(super) led: DecisionAgreement,
+    /// Failed attempts and incomplete sources in the real fleet.
     pub(super) troubles: Vec<String>,
-    /// How many times as long as the profile says prefills took in the real fleet, which is how slow the machine was; the other fleet's take as long.
+    /// Ratio of measured prefill times to those of the profile, which shows how slow the machine
+    /// was; the simulated fleet uses the same ratio.
     pub(super) slower: f64,
-    /// And how long requests were on their way from a decision to the instance, in the mean.
+    /// Mean time from a decision until its request reached the instance.
     pub(super) delivery_ms: f64,
-    /// Mean time to first token in milliseconds, and how far predictions are off: median, and bias of the sums; in the real fleet, in the one in virtual
-    /// time, and in the one that is led. Nothing where compute takes no time.
+    /// Mean TTFT in milliseconds, median prediction error and bias of the sums: of the real fleet,
+    /// of the independent simulated fleet and of the replaying one. `None` if compute takes no
+    /// time.
     pub(super) ttft: Option<[Timing; 3]>,
 }
 
-/// Times to first token of one side.
+/// TTFT of one side.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub(super) struct Timing {
     pub(super) mean_ms: f64,
@@ -71,9 +75,9 @@ pub(super) struct Timing {
     pub(super) bias: f64,
 }
 
-/// Where the tokens of prompts came from, in percent: from whom, and the same by tier.
+/// Where prompt tokens came from, in percent: by node, and again by tier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(super) struct Shares {
+pub(super) struct TokenShares {
     pub(super) own_node: f64,
     pub(super) other_nodes: f64,
     pub(super) dram: f64,
@@ -81,8 +85,8 @@ pub(super) struct Shares {
     pub(super) recomputed: f64,
 }
 
-impl Shares {
-    /// With their names.
+impl TokenShares {
+    /// All shares with their names.
     pub(super) fn all(&self) -> [(&'static str, f64); 5] {
         [
             ("own node", self.own_node),
@@ -93,8 +97,8 @@ impl Shares {
         ]
     }
 
-    /// By how many points each is more than another's.
-    pub(super) fn differences(&self, other: &Shares) -> [(&'static str, f64); 5] {
+    /// By how many percentage points each share exceeds that of `other`.
+    pub(super) fn differences(&self, other: &TokenShares) -> [(&'static str, f64); 5] {
         let others = other.all();
         let mut all = self.all();
         all.iter_mut().zip(others).for_each(|((_, share), (_, other))| *share -= other);
@@ -102,104 +106,109 @@ impl Shares {
     }
 }
 
-/// In how many requests two fleets agree, and why not in the others.
+/// In how many requests two fleets agree, and why they differ in the others.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub(super) struct Agreement {
-    /// Requests that both decided.
+pub(super) struct DecisionAgreement {
+    /// Requests that both fleets decided.
     pub(super) decided: usize,
-    /// Those of the same instance.
+    /// Requests sent to the same instance.
     pub(super) instance: usize,
-    /// Those of which all is the same: sources, where to save, and what came.
+    /// Requests that agree in everything: instance, sources, save target and hits.
     pub(super) whole: usize,
-    pub(super) why: Why,
-    /// How much later the first token would come really than in virtual time, in milliseconds, as predicted at all instances: the mean, and without regard
-    /// to which is the later.
+    pub(super) why: DisagreementCounts,
+    /// How much later the real prediction of the first token is than the simulated one, in
+    /// milliseconds over all instances: the mean, and the mean of absolute values.
     pub(super) later_ms: f64,
     pub(super) apart_ms: f64,
     /// The mean by part.
-    pub(super) later: Parts,
-    /// The first request of which something differs, and what the two decided and got.
+    pub(super) later: TtftParts,
+    /// The first request that differs, with both decisions and results.
     pub(super) first: Option<String>,
 }
 
-/// Parts of a predicted time to first token, in milliseconds. Waiting has those in it who come later and go before.
+/// Parts of a predicted TTFT in milliseconds. Queueing includes later requests that are served
+/// earlier.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub(super) struct Parts {
+pub(super) struct TtftParts {
     pub(super) queue: f64,
     pub(super) transfer: f64,
     pub(super) prefill: f64,
 }
 
-/// Requests of another instance, by the first of these that holds.
+/// Requests sent to different instances, by the first matching reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub(super) struct Why {
-    /// One side left out instances that the other did not: reports that were too old, or full queues.
+pub(super) struct DisagreementCounts {
+    /// One side left out instances that the other considered, for old reports or full queues.
     pub(super) left_out: usize,
-    /// The two sides knew of other blocks at the instances' own nodes.
+    /// The sides knew of different blocks at the instances' own nodes.
     pub(super) blocks: usize,
-    /// The two instances were equally good on one of the sides.
+    /// Both instances were rated equal on one of the sides.
     pub(super) tie: usize,
-    /// What was predicted differs: queues as they were reported, and what was learnt.
+    /// The predictions differ: reported queues, or what the routers had learned.
     pub(super) predicted: usize,
 }
 
-/// What one side decided of a request, and what came.
+/// The decision of one side for a request, and its hits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct One {
+struct DecidedRequest {
     instance: u32,
-    /// (node, tier, first block, blocks) of each.
+    /// (node, tier, first block, blocks) of each source.
     sources: Vec<(u32, u32, u32, u32)>,
     save_to: Option<u32>,
-    came: Came,
+    hits: HitSources,
 }
 
-/// Blocks that were not computed.
+/// Blocks that were hits, by source.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Came {
+struct HitSources {
     own: u32,
     others: u32,
     dram: u32,
     ssd: u32,
 }
 
-/// An instance as one side weighed it.
+/// An instance as rated by one side.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Weighed {
+struct RatedCandidate {
     instance: u32,
-    /// Waiting, transfer and prefill.
+    /// Queueing, transfer and prefill.
     parts_us: [u64; 3],
     overlap_blocks: u32,
     is_open: bool,
 }
 
-impl Weighed {
+impl RatedCandidate {
     fn ttft_us(&self) -> u64 {
         self.parts_us.iter().fold(0, |sum, part| sum.saturating_add(*part))
     }
 }
 
-impl Compared {
+impl RunComparison {
     pub(super) fn new(
         args: &CrosscheckArgs,
         (traffic, seed, block_tokens, per_s): (String, u64, u32, Option<f64>),
-        twins: &Twins,
-    ) -> Compared {
-        let real: Vec<Option<(One, Vec<Weighed>)>> =
-            twins.real.went.iter().map(|went| real_one(went, twins.nodes)).collect();
-        let came_real: Vec<_> = real.iter().map(|one| one.as_ref().map(|(one, _)| one.came)).collect();
-        let of = |came: &[Option<Came>]| shares(came, &twins.input_tokens, block_tokens);
-        let [there, led] = [&twins.alone, &twins.led].map(|course| of(&came(course, real.len())));
-        let here = of(&came_real);
-        let points = here.differences(&there).map(|(_, points)| points.abs());
+        sides: &CrosscheckSides,
+    ) -> RunComparison {
+        let real: Vec<Option<(DecidedRequest, Vec<RatedCandidate>)>> =
+            sides.real.requests.iter().map(|went| real_decision(went, sides.nodes)).collect();
+        let real_hits: Vec<_> = real.iter().map(|one| one.as_ref().map(|(one, _)| one.hits)).collect();
+        let of = |came: &[Option<HitSources>]| token_shares(came, &sides.input_tokens, block_tokens);
+        let [independent, replayed] =
+            [&sides.independent, &sides.replayed].map(|course| of(&hit_sources(course, real.len())));
+        let real_shares = of(&real_hits);
+        let points = real_shares.differences(&independent).map(|(_, points)| points.abs());
         let shape = &args.shape;
         let troubles: std::collections::BTreeSet<&String> =
-            twins.real.went.iter().flat_map(|went| &went.troubles).collect();
-        Compared {
+            sides.real.requests.iter().flat_map(|went| &went.problems).collect();
+        RunComparison {
             traffic,
             seed,
             lockstep: args.lockstep,
             requests: real.len(),
-            unserved: [real.iter().filter(|one| one.is_none()).count() as u64, twins.alone.report.rejected],
+            unserved: [
+                real.iter().filter(|one| one.is_none()).count() as u64,
+                sides.independent.report.rejected,
+            ],
             instances: shape.instances,
             nodes: shape.nodes,
             routers: shape.routers,
@@ -211,30 +220,30 @@ impl Compared {
             time_scale: shape.time_scale,
             load: per_s.map(|_| args.load),
             per_s,
-            late_ms: twins.real.late.as_secs_f64() * 1e3,
-            real: here,
-            virtual_time: there,
-            led_shares: led,
+            late_ms: sides.real.max_delay.as_secs_f64() * 1e3,
+            real: real_shares,
+            virtual_time: independent,
+            led_shares: replayed,
             points: points.into_iter().fold(0.0, f64::max),
-            alone: agreement(&real, &twins.alone),
-            led: agreement(&real, &twins.led),
+            alone: agreement(&real, &sides.independent),
+            led: agreement(&real, &sides.replayed),
             troubles: troubles.into_iter().take(8).cloned().collect(),
-            slower: twins.slower,
-            delivery_ms: twins.delivery.as_secs_f64() * 1e3,
-            ttft: (!args.lockstep).then(|| timings(twins)),
+            slower: sides.prefill_ratio,
+            delivery_ms: sides.delivery.as_secs_f64() * 1e3,
+            ttft: (!args.lockstep).then(|| timings(sides)),
         }
     }
 
-    /// Whether everything was served on both sides, and without time every decision and all that came is the same.
+    /// Whether both sides served everything and, in lockstep, agree on every decision and result.
     pub(super) fn is_sound(&self) -> bool {
-        let is_same = |agreement: &Agreement| agreement.whole == self.requests;
+        let is_same = |agreement: &DecisionAgreement| agreement.whole == self.requests;
         self.unserved == [0, 0] && (!self.lockstep || is_same(&self.alone) && is_same(&self.led))
     }
 }
 
-/// By how many points the share differs most that does, in the mean over all runs: one run is one draw. Runs that differ in opposite directions
-/// do not make up for each other.
-pub(super) fn points(all: &[Compared]) -> f64 {
+/// The largest mean difference of a share over all runs, in percentage points. Absolute differences
+/// are averaged, so runs that differ in opposite directions do not cancel out.
+pub(super) fn mean_points(all: &[RunComparison]) -> f64 {
     let mut sums = [0.0; 5];
     for compared in all {
         let differences = compared.real.differences(&compared.virtual_time);
@@ -243,29 +252,29 @@ pub(super) fn points(all: &[Compared]) -> f64 {
     sums.into_iter().map(|sum: f64| sum / all.len().max(1) as f64).fold(0.0, f64::max)
 }
 
-fn real_one(went: &Went, nodes: u32) -> Option<(One, Vec<Weighed>)> {
-    let decision = went.decision.as_ref()?;
-    let hits = went.sample.hit_blocks;
-    let mut came = Came { dram: hits.dram, ssd: hits.ssd, ..Came::default() };
-    // Hits lead: they are of the first sources.
+fn real_decision(record: &RequestRecord, nodes: u32) -> Option<(DecidedRequest, Vec<RatedCandidate>)> {
+    let decision = record.decision.as_ref()?;
+    let hits = record.sample.hit_blocks;
+    let mut by_source = HitSources { dram: hits.dram, ssd: hits.ssd, ..HitSources::default() };
+    // Hits are a prefix, so they belong to the first sources.
     let mut left = hits.sum();
     for source in &decision.sources {
         let hit = source.len_blocks.min(left);
         left -= hit;
         let is_own = source.node == decision.instance && decision.instance <= nodes;
-        *(if is_own { &mut came.own } else { &mut came.others }) += hit;
+        *(if is_own { &mut by_source.own } else { &mut by_source.others }) += hit;
     }
     let source = |source: &pb::Source| (source.node, source.tier, source.start_blocks, source.len_blocks);
-    let one = One {
+    let one = DecidedRequest {
         instance: decision.instance,
         sources: decision.sources.iter().map(source).collect(),
         save_to: decision.save_to.as_ref().map(|holder| holder.node),
-        came,
+        hits: by_source,
     };
     let weighed = |candidate: &pb::Candidate| {
         let pb::Prediction { queue_us, transfer_us, prefill_us, .. } =
             candidate.predicted.unwrap_or_default();
-        Weighed {
+        RatedCandidate {
             instance: candidate.instance,
             parts_us: [queue_us, transfer_us, prefill_us],
             overlap_blocks: candidate.overlap_blocks,
@@ -275,20 +284,20 @@ fn real_one(went: &Went, nodes: u32) -> Option<(One, Vec<Weighed>)> {
     Some((one, decision.candidates.iter().map(weighed).collect()))
 }
 
-fn virtual_one(decision: &Decision, came: Came) -> (One, Vec<Weighed>) {
+fn virtual_decision(decision: &Decision, hits: HitSources) -> (DecidedRequest, Vec<RatedCandidate>) {
     let source = |source: &kv_core::schedule::Source| {
         (source.node.0, source.tier as u32, source.start_blocks, source.len_blocks)
     };
-    let one = One {
+    let one = DecidedRequest {
         instance: decision.instance.0,
         sources: decision.sources.iter().map(source).collect(),
         save_to: decision.save_to.as_ref().map(|holder| holder.node.0),
-        came,
+        hits,
     };
     let weighed = |candidate: &kv_core::schedule::Candidate| {
         let Prediction { transfer_us, prefill_us, .. } = candidate.predicted;
         let waits_us = candidate.predicted.ttft_us().saturating_sub(transfer_us).saturating_sub(prefill_us);
-        Weighed {
+        RatedCandidate {
             instance: candidate.instance.0,
             parts_us: [waits_us, transfer_us, prefill_us],
             overlap_blocks: candidate.overlap_blocks,
@@ -298,12 +307,12 @@ fn virtual_one(decision: &Decision, came: Came) -> (One, Vec<Weighed>) {
     (one, decision.candidates.iter().map(weighed).collect())
 }
 
-/// What came of each request of a fleet in virtual time.
-fn came(course: &Course, requests: usize) -> Vec<Option<Came>> {
+/// The hits of each request in a simulated fleet.
+fn hit_sources(simulated: &SimulatedRun, requests: usize) -> Vec<Option<HitSources>> {
     let mut all = vec![None; requests];
-    for Served { nth, fetched: [own, others], .. } in &course.report.served {
+    for ServedRequest { nth, fetched: [own, others], .. } in &simulated.report.served {
         let of = |tier: Tier| own[tier as usize] + others[tier as usize];
-        let came = Came {
+        let came = HitSources {
             own: own.iter().sum(),
             others: others.iter().sum(),
             dram: of(Tier::Dram),
@@ -314,14 +323,17 @@ fn came(course: &Course, requests: usize) -> Vec<Option<Came>> {
     all
 }
 
-fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement {
-    let came = came(course, real.len());
-    let mut sum = Agreement::default();
+fn agreement(
+    real: &[Option<(DecidedRequest, Vec<RatedCandidate>)>],
+    simulated: &SimulatedRun,
+) -> DecisionAgreement {
+    let hits = hit_sources(simulated, real.len());
+    let mut sum = DecisionAgreement::default();
     let mut weighed_count = 0usize;
     for (nth, real) in real.iter().enumerate() {
-        let decided = course.decided.get(nth).and_then(Option::as_ref);
+        let decided = simulated.decided.get(nth).and_then(Option::as_ref);
         let (Some((here, weighed)), Some(decided)) = (real, decided) else { continue };
-        let (there, theirs) = virtual_one(decided, came[nth].unwrap_or_default());
+        let (there, theirs) = virtual_decision(decided, hits[nth].unwrap_or_default());
         sum.decided += 1;
         for [queue, transfer, prefill] in later_ms(weighed, &theirs) {
             weighed_count += 1;
@@ -333,19 +345,19 @@ fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement
             sum.later.prefill += prefill;
         }
         if *here != there {
-            let of = |one: &One, all: &[Weighed]| {
+            let of = |one: &DecidedRequest, all: &[RatedCandidate]| {
                 let all: Vec<_> =
                     all.iter().map(|one| (one.instance, one.ttft_us(), one.overlap_blocks)).collect();
                 format!("{one:?} of (instance, us, blocks there) {all:?}")
             };
-            let say = || {
+            let describe = || {
                 format!(
-                    "request {nth}: {} really, {} in virtual time",
+                    "request {nth}: {} in the real fleet, {} in virtual time",
                     of(here, weighed),
                     of(&there, &theirs)
                 )
             };
-            sum.first.get_or_insert_with(say);
+            sum.first.get_or_insert_with(describe);
         }
         if here.instance == there.instance {
             sum.instance += 1;
@@ -353,22 +365,27 @@ fn agreement(real: &[Option<(One, Vec<Weighed>)>], course: &Course) -> Agreement
             continue;
         }
         let why = &mut sum.why;
-        *match reason([weighed, &theirs], [here.instance, there.instance]) {
-            Reason::LeftOut => &mut why.left_out,
-            Reason::Blocks => &mut why.blocks,
-            Reason::Tie => &mut why.tie,
-            Reason::Predicted => &mut why.predicted,
+        *match disagreement_reason([weighed, &theirs], [here.instance, there.instance]) {
+            DisagreementReason::LeftOut => &mut why.left_out,
+            DisagreementReason::Blocks => &mut why.blocks,
+            DisagreementReason::Tie => &mut why.tie,
+            DisagreementReason::Predicted => &mut why.predicted,
         } += 1;
     }
-    let Agreement { later_ms, apart_ms, later: Parts { queue, transfer, prefill }, .. } = &mut sum;
+    let DecisionAgreement { later_ms, apart_ms, later: TtftParts { queue, transfer, prefill }, .. } =
+        &mut sum;
     for sum in [later_ms, apart_ms, queue, transfer, prefill] {
         *sum /= weighed_count.max(1) as f64;
     }
     sum
 }
 
-/// How much later the first token would come on one side than on the other, by part, at each instance that both weighed.
-fn later_ms<'a>(here: &'a [Weighed], there: &'a [Weighed]) -> impl Iterator<Item = [f64; 3]> + 'a {
+/// How much later the first token is on side `here` than on `there`, by part, at each instance that
+/// both rated.
+fn later_ms<'a>(
+    here: &'a [RatedCandidate],
+    there: &'a [RatedCandidate],
+) -> impl Iterator<Item = [f64; 3]> + 'a {
     here.iter().filter(|one| one.is_open).filter_map(|one| {
         let other = there.iter().find(|other| other.instance == one.instance && other.is_open)?;
         let later_ms = |part: usize| (one.parts_us[part] as f64 - other.parts_us[part] as f64) / 1e3;
@@ -377,39 +394,39 @@ fn later_ms<'a>(here: &'a [Weighed], there: &'a [Weighed]) -> impl Iterator<Item
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reason {
+enum DisagreementReason {
     LeftOut,
     Blocks,
     Tie,
     Predicted,
 }
 
-/// Why two sides that weighed instances so chose other ones.
-fn reason(sides: [&Vec<Weighed>; 2], chosen: [u32; 2]) -> Reason {
+/// Why two sides with these ratings chose different instances.
+fn disagreement_reason(sides: [&Vec<RatedCandidate>; 2], chosen: [u32; 2]) -> DisagreementReason {
     let of = |side: usize, instance: u32| sides[side].iter().find(|one| one.instance == instance);
-    let differ = |what: fn(&Weighed) -> u32| {
+    let differ = |what: fn(&RatedCandidate) -> u32| {
         sides[0].iter().any(|one| of(1, one.instance).map(what) != Some(what(one)))
     };
     if differ(|one| one.is_open.into()) {
-        return Reason::LeftOut;
+        return DisagreementReason::LeftOut;
     }
     if differ(|one| one.overlap_blocks) {
-        return Reason::Blocks;
+        return DisagreementReason::Blocks;
     }
-    let ttft_us = |side, instance| of(side, instance).map(Weighed::ttft_us);
+    let ttft_us = |side, instance| of(side, instance).map(RatedCandidate::ttft_us);
     if (0..2).any(|side| ttft_us(side, chosen[0]) == ttft_us(side, chosen[1])) {
-        return Reason::Tie;
+        return DisagreementReason::Tie;
     }
-    Reason::Predicted
+    DisagreementReason::Predicted
 }
 
-/// Sums over all requests that were served, in percent of their tokens.
-fn shares(came: &[Option<Came>], input_tokens: &[u32], block_tokens: u32) -> Shares {
+/// Sums over all served requests, in percent of their tokens.
+fn token_shares(hits: &[Option<HitSources>], input_tokens: &[u32], block_tokens: u32) -> TokenShares {
     let (mut whole, mut sums) = (0.0, [0.0; 5]);
-    for (came, input) in came.iter().zip(input_tokens) {
+    for (came, input) in hits.iter().zip(input_tokens) {
         let Some(came) = came else { continue };
         let mut left = u64::from(*input);
-        // A partly filled last block has fewer tokens.
+        // A partially filled last block has fewer tokens.
         let part = |left: &mut u64, blocks: u32| {
             let tokens = (u64::from(blocks) * u64::from(block_tokens)).min(*left);
             *left -= tokens;
@@ -425,35 +442,35 @@ fn shares(came: &[Option<Came>], input_tokens: &[u32], block_tokens: u32) -> Sha
     }
     let [own_node, other_nodes, dram, ssd, recomputed] =
         sums.map(|sum| if whole > 0.0 { 100.0 * sum / whole } else { 0.0 });
-    Shares { own_node, other_nodes, dram, ssd, recomputed }
+    TokenShares { own_node, other_nodes, dram, ssd, recomputed }
 }
 
-/// Times to first token as instances measured them, and those in virtual time.
-fn timings(twins: &Twins) -> [Timing; 3] {
-    let real = twins.real.went.iter().enumerate().filter_map(|(nth, went)| {
+/// TTFT as measured by instances, and as simulated.
+fn timings(sides: &CrosscheckSides) -> [Timing; 3] {
+    let real = sides.real.requests.iter().enumerate().filter_map(|(nth, went)| {
         let timed = went.sample.timed?;
         Some((nth, went.sample.predicted_ttft_us * 1_000, (timed.queue_us + timed.prefill_us) * 1_000))
     });
-    let there = |course: &Course| {
+    let there = |course: &SimulatedRun| {
         let served = course.report.served.iter();
         timing(served.map(|served| (served.nth, served.predicted_ns, served.ttft_ns)).collect())
     };
-    [timing(real.collect()), there(&twins.alone), there(&twins.led)]
+    [timing(real.collect()), there(&sides.independent), there(&sides.replayed)]
 }
 
-/// Of (number, predicted, observed).
+/// Each item is (request number, predicted, observed).
 fn timing(all: Vec<(usize, u64, u64)>) -> Timing {
     let mean = |sum: f64, count: usize| sum / count.max(1) as f64;
     let mean_ms = mean(all.iter().map(|(.., seen)| *seen as f64 / 1e6).sum(), all.len());
-    let judged: Vec<_> = all.into_iter().filter(|(nth, ..)| *nth >= WARM).collect();
+    let evaluated: Vec<_> = all.into_iter().filter(|(nth, ..)| *nth >= WARMUP_REQUESTS).collect();
     let off = |predicted: &u64, seen: &u64| *predicted as f64 - *seen as f64;
-    let mut errors: Vec<f64> = judged
+    let mut errors: Vec<f64> = evaluated
         .iter()
         .map(|(_, predicted, seen)| off(predicted, seen).abs() / (*seen).max(1) as f64)
         .collect();
     errors.sort_by(f64::total_cmp);
-    let seen: f64 = judged.iter().map(|(.., seen)| *seen as f64).sum();
-    let bias = judged.iter().map(|(_, predicted, seen)| off(predicted, seen)).sum::<f64>() / seen.max(1.0);
+    let seen: f64 = evaluated.iter().map(|(.., seen)| *seen as f64).sum();
+    let bias = evaluated.iter().map(|(_, predicted, seen)| off(predicted, seen)).sum::<f64>() / seen.max(1.0);
     Timing { mean_ms, error: errors.get(errors.len() / 2).copied().unwrap_or_default(), bias }
 }
 
@@ -462,11 +479,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn tokens_are_counted_once_and_a_last_block_by_what_is_in_it() {
-        let came = |own, others, dram, ssd| Some(Came { own, others, dram, ssd });
-        // 2 + 1 of 4 blocks, then all 3 of which the last is half full, and one that was not served.
-        let all = [came(2, 1, 3, 0), came(0, 3, 1, 2), None];
-        let shares = shares(&all, &[400, 250, 999], 100);
+    fn counts_tokens_once_and_partial_last_blocks() {
+        let hits = |own, others, dram, ssd| Some(HitSources { own, others, dram, ssd });
+        // 3 of 4 blocks (2 own, 1 other), then 3 blocks with a half-filled last one, and an
+        // unserved request.
+        let all = [hits(2, 1, 3, 0), hits(0, 3, 1, 2), None];
+        let shares = token_shares(&all, &[400, 250, 999], 100);
         let of = |tokens: f64| 100.0 * tokens / 650.0;
         let expected = [of(200.0), of(350.0), of(400.0), of(150.0), of(100.0)];
         for ((name, share), expected) in shares.all().into_iter().zip(expected) {
@@ -474,8 +492,8 @@ mod tests {
         }
     }
 
-    fn weighed(all: &[(u32, u64, u32, bool)]) -> Vec<Weighed> {
-        let one = |&(instance, ttft_us, overlap_blocks, is_open)| Weighed {
+    fn weighed(all: &[(u32, u64, u32, bool)]) -> Vec<RatedCandidate> {
+        let one = |&(instance, ttft_us, overlap_blocks, is_open)| RatedCandidate {
             instance,
             parts_us: [ttft_us, 0, 0],
             overlap_blocks,
@@ -485,17 +503,18 @@ mod tests {
     }
 
     #[test]
-    fn a_difference_has_the_first_reason_that_holds() {
+    fn disagreements_have_the_first_matching_reason() {
         let here = weighed(&[(1, 10, 4, true), (2, 20, 0, true)]);
-        let because = |there: &[(u32, u64, u32, bool)]| reason([&here, &weighed(there)], [1, 2]);
-        assert_eq!(because(&[(2, 9, 0, true), (1, 12, 4, false)]), Reason::LeftOut);
-        assert_eq!(because(&[(2, 9, 3, true), (1, 12, 4, true)]), Reason::Blocks);
-        assert_eq!(because(&[(2, 9, 0, true), (1, 9, 4, true)]), Reason::Tie);
-        assert_eq!(because(&[(2, 9, 0, true), (1, 12, 4, true)]), Reason::Predicted);
+        let reason_against =
+            |there: &[(u32, u64, u32, bool)]| disagreement_reason([&here, &weighed(there)], [1, 2]);
+        assert_eq!(reason_against(&[(2, 9, 0, true), (1, 12, 4, false)]), DisagreementReason::LeftOut);
+        assert_eq!(reason_against(&[(2, 9, 3, true), (1, 12, 4, true)]), DisagreementReason::Blocks);
+        assert_eq!(reason_against(&[(2, 9, 0, true), (1, 9, 4, true)]), DisagreementReason::Tie);
+        assert_eq!(reason_against(&[(2, 9, 0, true), (1, 12, 4, true)]), DisagreementReason::Predicted);
     }
 
     #[test]
-    fn hits_are_of_the_first_sources() {
+    fn hits_belong_to_the_first_sources() {
         let source = |node, start_blocks, len_blocks| pb::Source {
             node,
             start_blocks,
@@ -503,23 +522,26 @@ mod tests {
             tier: 1,
             ..pb::Source::default()
         };
-        let mut went = Went {
+        let mut went = RequestRecord {
             decision: Some(pb::Decision {
                 instance: 2,
                 sources: vec![source(2, 0, 3), source(1, 3, 4)],
                 ..pb::Decision::default()
             }),
-            ..Went::default()
+            ..RequestRecord::default()
         };
         went.sample.hit_blocks.dram = 5;
-        let came = |nodes| real_one(&went, nodes).map(|(one, _)| (one.came.own, one.came.others));
-        assert_eq!(came(2), Some((3, 2)));
-        assert_eq!(came(1), Some((0, 5)), "it has no node of its own");
+        let hits_with_nodes =
+            |nodes| real_decision(&went, nodes).map(|(one, _)| (one.hits.own, one.hits.others));
+        assert_eq!(hits_with_nodes(2), Some((3, 2)));
+        assert_eq!(hits_with_nodes(1), Some((0, 5)), "it has no node of its own");
     }
 
     #[test]
-    fn predictions_are_judged_behind_the_first() {
-        let all = (0..WARM + 3).map(|nth| (nth, if nth < WARM { 0 } else { 150 }, 100)).collect();
+    fn warmup_requests_are_not_evaluated() {
+        let all = (0..WARMUP_REQUESTS + 3)
+            .map(|nth| (nth, if nth < WARMUP_REQUESTS { 0 } else { 150 }, 100))
+            .collect();
         let Timing { mean_ms, error, bias } = timing(all);
         assert!(
             (mean_ms - 100.0 / 1e6).abs() < 1e-12 && (error - 0.5).abs() < 1e-9 && (bias - 0.5).abs() < 1e-9

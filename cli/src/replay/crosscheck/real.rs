@@ -1,6 +1,7 @@
-//! The real side: requests to the processes of a cluster, one after the other with everything known in between, or each at its time.
+//! The real side: sends requests to the processes of a cluster, either in lockstep or each at its
+//! time.
 //!
-//! Not here: serving one request (`super::super::serve`) and what is made of it (`compare.rs`).
+//! `super::super::serve` serves one request; `compare.rs` evaluates the record.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,63 +13,68 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 
-use super::super::measure::Sample;
-use super::super::prepare::{Prepared, Workload};
-use super::super::serve::{Served, Server};
+use super::super::measure::RequestSample;
+use super::super::prepare::{PreparedRequest, Workload};
+use super::super::serve::{RequestDriver, RequestResult};
 use crate::calls::{RouterCalls, channel, settle};
-use crate::cluster::Cluster;
+use crate::cluster::LocalCluster;
 use crate::process::Role;
 
-/// How long everything may take to be known everywhere behind a request.
-const QUIET_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long to wait after a request until all routers know its effects.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Between two looks at what routers have heard.
-const LOOK_EVERY: Duration = Duration::from_millis(2);
+/// Interval between two polls of a router.
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// Looks at reports between two of one instance.
-const LOOKS_A_REPORT: u32 = 4;
+/// Polls per report interval.
+const POLLS_PER_REPORT: u32 = 4;
 
-/// One request as it went.
+/// The record of one request.
 #[derive(Debug, Default)]
-pub(super) struct Went {
-    /// When it was sent, since the first.
+pub(super) struct RequestRecord {
+    /// When it was sent, since the first request.
     pub(super) at: Duration,
-    /// By which decision it was served; nothing where it was not.
+    /// The decision that served it; `None` if it was not served.
     pub(super) decision: Option<pb::Decision>,
-    /// What was measured.
-    pub(super) sample: Sample,
-    /// Attempts that failed, and sources that fell short: each is a reason to differ.
-    pub(super) troubles: Vec<String>,
+    /// Its measurements.
+    pub(super) sample: RequestSample,
+    /// Failed attempts and incomplete sources; each may cause a difference.
+    pub(super) problems: Vec<String>,
 }
 
-/// All of them, by number.
+/// The record of a run, requests in order of their number.
 #[derive(Debug, Default)]
-pub(super) struct Recorded {
-    pub(super) went: Vec<Went>,
-    /// By how much requests were sent later than they were to be, at most.
-    pub(super) late: Duration,
-    /// When reports of each instance came, by number, since the first request.
+pub(super) struct RealRun {
+    pub(super) requests: Vec<RequestRecord>,
+    /// Maximum delay between a request's due time and its sending.
+    pub(super) max_delay: Duration,
+    /// Arrival of each report by instance, since the first request.
     pub(super) reports: Vec<Vec<Duration>>,
 }
 
-/// Sends requests.
-pub(super) struct Driver {
-    requests: Arc<Vec<Prepared>>,
-    server: Arc<Server>,
+/// Sends requests to a cluster.
+pub(super) struct ClusterDriver {
+    requests: Arc<Vec<PreparedRequest>>,
+    server: Arc<RequestDriver>,
     routers: Vec<RouterCalls>,
     nodes: Vec<Channel>,
     instances: usize,
 }
 
-impl Driver {
-    pub(super) fn new(cluster: &Cluster, workload: &Workload, seed: u64) -> anyhow::Result<Driver> {
+impl ClusterDriver {
+    pub(super) fn new(
+        cluster: &LocalCluster,
+        workload: &Workload,
+        seed: u64,
+    ) -> anyhow::Result<ClusterDriver> {
         let (addresses, identity) = (cluster.router_addresses(), cluster.identity()?);
         let of = (seed, TenantId(0), workload.block_tokens);
         let time_scale = cluster.shape().predicted_time_scale();
-        let server = Server::new((addresses.clone(), identity.clone()), of, Arc::default(), time_scale)?;
+        let server =
+            RequestDriver::new((addresses.clone(), identity.clone()), of, Arc::default(), time_scale)?;
         let nodes = cluster.children().filter(|((role, _), _)| *role == Role::Node);
         let nodes = nodes.filter_map(|(_, child)| child.ready()).map(|ready| ready.address("control"));
-        Ok(Driver {
+        Ok(ClusterDriver {
             requests: Arc::clone(&workload.requests),
             server: Arc::new(server),
             routers: RouterCalls::all(&addresses, &identity)?,
@@ -77,102 +83,107 @@ impl Driver {
         })
     }
 
-    /// One after the other: each is finished, and routers know all of it, before the next is sent.
-    pub(super) async fn lockstep(&self, stop: &CancellationToken) -> anyhow::Result<Recorded> {
+    /// Sends requests one after the other: each ends, and routers know its effects, before the next
+    /// is sent.
+    pub(super) async fn lockstep(&self, stop: &CancellationToken) -> anyhow::Result<RealRun> {
         let begun = Instant::now();
-        let mut recorded = Recorded::default();
+        let mut recorded = RealRun::default();
         for (number, request) in self.requests.iter().enumerate() {
             let at = begun.elapsed();
             let step = async {
                 let served = self.server.serve(number, request, vec![]).await;
-                self.until_known(Instant::now()).await.map(|()| served)
+                self.wait_until_idle(Instant::now()).await.map(|()| served)
             };
             let served = tokio::select! {
                 served = step => served?,
                 () = stop.cancelled() => anyhow::bail!("stopped at request {number} of {}", self.requests.len()),
             };
-            recorded.went.push(went(at, served)?);
+            recorded.requests.push(request_record(at, served)?);
         }
         Ok(recorded)
     }
 
-    /// Each at its time, with so many a second on average; instances report every so often.
+    /// Sends each request when due, `per_s` per second on average; instances report every
+    /// `report_every`.
     pub(super) async fn timed(
         &self,
         (per_s, report_every): (f64, Duration),
         stop: &CancellationToken,
-    ) -> anyhow::Result<Recorded> {
+    ) -> anyhow::Result<RealRun> {
         let begun = Instant::now();
         let mut reports = BTreeMap::new();
         let sent = tokio::select! {
             sent = self.send_all((per_s, begun), stop) => sent?,
-            broken = self.watch_reports((begun, report_every), &mut reports) => return Err(broken),
+            failure = self.watch_reports((begun, report_every), &mut reports) => return Err(failure),
         };
-        Ok(Recorded { reports: reports.into_values().collect(), ..sent })
+        Ok(RealRun { reports: reports.into_values().collect(), ..sent })
     }
 
     async fn send_all(
         &self,
         (per_s, begun): (f64, Instant),
         stop: &CancellationToken,
-    ) -> anyhow::Result<Recorded> {
-        let mut under_way: JoinSet<(usize, Duration, Served)> = JoinSet::new();
-        let mut recorded = Recorded::default();
+    ) -> anyhow::Result<RealRun> {
+        let mut tasks: JoinSet<(usize, Duration, RequestResult)> = JoinSet::new();
+        let mut recorded = RealRun::default();
         for (number, due) in arrivals(&self.requests, per_s).into_iter().enumerate() {
             tokio::select! {
                 () = tokio::time::sleep_until((begun + due).into()) => {}
                 () = stop.cancelled() => anyhow::bail!("stopped at request {number} of {}", self.requests.len()),
             }
             let at = begun.elapsed();
-            recorded.late = recorded.late.max(at.saturating_sub(due));
+            recorded.max_delay = recorded.max_delay.max(at.saturating_sub(due));
             let (server, requests) = (Arc::clone(&self.server), Arc::clone(&self.requests));
-            under_way.spawn(async move {
+            tasks.spawn(async move {
                 let served = server.serve(number, &requests[number], vec![]).await;
                 (number, at, served)
             });
         }
-        recorded.went.resize_with(self.requests.len(), Went::default);
+        recorded.requests.resize_with(self.requests.len(), RequestRecord::default);
         loop {
             let ended = tokio::select! {
-                ended = under_way.join_next() => ended,
+                ended = tasks.join_next() => ended,
                 () = stop.cancelled() => anyhow::bail!("stopped before all requests were answered"),
             };
             let Some(ended) = ended else { return Ok(recorded) };
             let (number, at, served) = ended?;
-            recorded.went[number] = went(at, served)?;
+            recorded.requests[number] = request_record(at, served)?;
         }
     }
 
-    /// Returns when routers have heard from every instance since then that it does nothing, and have taken in what nodes announced.
-    async fn until_known(&self, since: Instant) -> anyhow::Result<()> {
-        self.until_settled().await?;
+    /// Waits until routers have received a report of every instance being idle since `since` and
+    /// have applied what nodes announced.
+    async fn wait_until_idle(&self, since: Instant) -> anyhow::Result<()> {
+        self.flush_announcements().await?;
         for router in &self.routers {
             while !self.is_idle(router, since).await? {
                 anyhow::ensure!(
-                    since.elapsed() < QUIET_TIMEOUT,
-                    "after {QUIET_TIMEOUT:?} {} has not heard from every instance that it does nothing",
+                    since.elapsed() < IDLE_TIMEOUT,
+                    "after {IDLE_TIMEOUT:?} {} has not heard that every instance is idle",
                     router.address
                 );
-                tokio::time::sleep(LOOK_EVERY).await;
+                tokio::time::sleep(POLL_INTERVAL).await;
             }
         }
-        // Moves to SSD go on behind the answer, and are announced when they are done: most are by now.
-        self.until_settled().await
+        // Moves to SSD continue after the reply and are announced when done; most have ended by
+        // now.
+        self.flush_announcements().await
     }
 
-    async fn until_settled(&self) -> anyhow::Result<()> {
+    async fn flush_announcements(&self) -> anyhow::Result<()> {
         for node in &self.nodes {
-            let settled = settle(node.clone(), QUIET_TIMEOUT).await;
+            let settled = settle(node.clone(), IDLE_TIMEOUT).await;
             let is_settled = settled.map_err(|status| anyhow::anyhow!("a node does not answer: {status}"))?;
             anyhow::ensure!(
                 is_settled,
-                "after {QUIET_TIMEOUT:?} routers have not taken in what a node announced"
+                "after {IDLE_TIMEOUT:?} routers have not applied what a node announced"
             );
         }
         Ok(())
     }
 
-    /// Notes when reports come to the first router, which is asked for routes as long as it answers. Ends only where that is over.
+    /// Records when reports reach the first router, which also routes while it answers. Returns
+    /// only on failure.
     async fn watch_reports(
         &self,
         (begun, every): (Instant, Duration),
@@ -180,19 +191,19 @@ impl Driver {
     ) -> anyhow::Error {
         let Some(router) = self.routers.first() else { return anyhow::anyhow!("there is no router") };
         loop {
-            let asked = begun.elapsed();
+            let asked_at = begun.elapsed();
             let status = match router.status().await {
                 Ok(status) => status,
                 Err(status) => return anyhow::anyhow!("{} does not answer: {status}", router.address),
             };
-            // A call takes as long there as back.
-            let at = asked + begun.elapsed().saturating_sub(asked) / 2;
+            // A call is assumed to take equally long in both directions.
+            let at = asked_at + begun.elapsed().saturating_sub(asked_at) / 2;
             for instance in &status.instances {
                 let all = reports.entry(instance.instance).or_default();
                 let age = Duration::from_millis(instance.report_age_ms);
-                note_report(all, (at, age), every);
+                record_report(all, (at, age), every);
             }
-            tokio::time::sleep(every / LOOKS_A_REPORT).await;
+            tokio::time::sleep(every / POLLS_PER_REPORT).await;
         }
     }
 
@@ -209,33 +220,35 @@ impl Driver {
     }
 }
 
-/// Notes a report that was so old when it was looked at, if it is another one than the last: ages are known to some milliseconds, and reports come no closer.
-fn note_report(all: &mut Vec<Duration>, (at, age): (Duration, Duration), every: Duration) {
-    let Some(came) = at.checked_sub(age) else { return };
-    if all.last().is_none_or(|last| came.saturating_sub(*last) > every / 2) {
-        all.push(came);
+/// Records a report that had the given age at time `at`, unless it is the last recorded one: ages
+/// are exact to a few milliseconds, and reports are at least half an interval apart.
+fn record_report(all: &mut Vec<Duration>, (at, age): (Duration, Duration), every: Duration) {
+    let Some(received_at) = at.checked_sub(age) else { return };
+    if all.last().is_none_or(|last| received_at.saturating_sub(*last) > every / 2) {
+        all.push(received_at);
     }
 }
 
-/// When each request is due for so many a second on average: the trace's own times, drawn out or pushed together.
-fn arrivals(requests: &[Prepared], per_s: f64) -> Vec<Duration> {
+/// When each request is due at `per_s` requests per second on average: the arrivals of the trace,
+/// scaled.
+fn arrivals(requests: &[PreparedRequest], per_s: f64) -> Vec<Duration> {
     let span_us = requests.last().map_or(0, |last| last.arrival_us).max(1);
-    let wanted_s = requests.len() as f64 / per_s.max(f64::MIN_POSITIVE);
-    let due = |request: &Prepared| wanted_s * (request.arrival_us as f64 / span_us as f64);
+    let duration_s = requests.len() as f64 / per_s.max(f64::MIN_POSITIVE);
+    let due = |request: &PreparedRequest| duration_s * (request.arrival_us as f64 / span_us as f64);
     requests
         .iter()
         .map(|request| Duration::try_from_secs_f64(due(request)).unwrap_or(Duration::MAX))
         .collect()
 }
 
-fn went(at: Duration, served: Served) -> anyhow::Result<Went> {
+fn request_record(at: Duration, served: RequestResult) -> anyhow::Result<RequestRecord> {
     if let Some(refused) = served.refused {
         anyhow::bail!("{refused}");
     }
-    let Served { sample, decision, mut errors, misses, .. } = served;
+    let RequestResult { sample, decision, mut errors, misses, .. } = served;
     errors.extend(misses);
     let (decision, sample) = (decision.filter(|_| sample.is_some()), sample.unwrap_or_default());
-    Ok(Went { at, decision, sample, troubles: errors })
+    Ok(RequestRecord { at, decision, sample, problems: errors })
 }
 
 #[cfg(test)]
@@ -243,18 +256,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_report_is_noted_once_and_those_before_the_first_request_are_not() {
+    fn records_each_report_once_from_the_first_request() {
         let ms = Duration::from_millis;
         let mut all = Vec::new();
         for (at, age) in [(20, 30), (70, 80), (120, 10), (170, 62), (220, 109), (340, 31)] {
-            note_report(&mut all, (ms(at), ms(age)), ms(200));
+            record_report(&mut all, (ms(at), ms(age)), ms(200));
         }
         assert_eq!(all, [110, 309].map(ms));
     }
 
     #[test]
-    fn requests_come_in_the_traces_own_rhythm_and_so_many_a_second() {
-        let request = |arrival_us| Prepared {
+    fn arrivals_scale_the_trace_to_a_rate() {
+        let request = |arrival_us| PreparedRequest {
             arrival_us,
             hashes: vec![],
             input_tokens: 1,
@@ -264,6 +277,6 @@ mod tests {
         let requests = [0, 1_000, 4_000, 4_000].map(request);
         let due = arrivals(&requests, 2.0);
         assert_eq!(due, [0, 500, 2_000, 2_000].map(Duration::from_millis));
-        assert_eq!(arrivals(&requests[..1], 2.0), [Duration::ZERO], "one alone comes at once");
+        assert_eq!(arrivals(&requests[..1], 2.0), [Duration::ZERO], "a single request is due at once");
     }
 }

@@ -1,57 +1,57 @@
-//! A crosscheck as text: the two sides beside each other, and how far decisions agree.
+//! A crosscheck as text: both sides next to each other, and how far their decisions agree.
 //!
-//! Not here: the comparison (`compare.rs`).
+//! `compare.rs` computes the comparison.
 
 use std::fmt::Write;
 
-use super::compare::{Agreement, Compared, POINTS_MAX, Timing, Why, points};
+use super::compare::{DecisionAgreement, DisagreementCounts, POINTS_MAX, RunComparison, Timing, mean_points};
 
-/// One run.
-pub(super) fn run(compared: &Compared) -> String {
-    let Compared { traffic, seed, requests, instances, nodes, routers, .. } = compared;
+/// The text of one run.
+pub(super) fn run_text(comparison: &RunComparison) -> String {
+    let RunComparison { traffic, seed, requests, instances, nodes, routers, .. } = comparison;
     let mut text = format!(
         "{traffic}, seed {seed}, {requests} requests; {routers} routers, {nodes} nodes, {instances} instances, profile {}",
-        compared.profile
+        comparison.profile
     );
-    let _ = match (compared.load, compared.per_s) {
+    let _ = match (comparison.load, comparison.per_s) {
         (Some(load), Some(per_s)) => writeln!(
             text,
-            " at {} times its time, {:.0} % load ({per_s:.1} requests/s, sent {:.1} ms late at most)",
-            compared.time_scale,
+            " at {} times its time, {:.0} % load ({per_s:.1} requests/s, sent at most {:.1} ms late)",
+            comparison.time_scale,
             load * 100.0,
-            compared.late_ms
+            comparison.late_ms
         ),
         _ => writeln!(text, ", in lockstep"),
     };
     let _ = writeln!(
         text,
         "{:<22} {:>9} {:>13} {:>11} {:>9}",
-        "tokens of prompts", "real", "virtual time", "difference", "led"
+        "prompt tokens", "real", "virtual time", "difference", "led"
     );
-    let shares = compared.real.all().into_iter().zip(compared.virtual_time.all());
-    for (((name, here), (_, there)), (_, led)) in shares.zip(compared.led_shares.all()) {
+    let shares = comparison.real.all().into_iter().zip(comparison.virtual_time.all());
+    for (((name, here), (_, there)), (_, led)) in shares.zip(comparison.led_shares.all()) {
         let _ =
             writeln!(text, "  {name:<20} {here:>7.2} % {there:>11.2} % {:>+11.2} {led:>7.2} %", here - there);
     }
-    if let Some(sides) = compared.ttft {
-        text += &timings(&sides, compared.slower, compared.delivery_ms);
+    if let Some(sides) = comparison.ttft {
+        text += &timing_text(&sides, comparison.slower, comparison.delivery_ms);
     }
-    text += &agreement("decisions of the fleet in virtual time", &compared.alone);
-    if !compared.lockstep || compared.alone != compared.led {
-        text += &agreement("led by the real one", &compared.led);
+    text += &agreement_text("decisions of the fleet in virtual time", &comparison.alone);
+    if !comparison.lockstep || comparison.alone != comparison.led {
+        text += &agreement_text("led by the real fleet", &comparison.led);
     }
-    if compared.unserved != [0, 0] {
-        let [here, there] = compared.unserved;
-        let _ = writeln!(text, "not served: {here} really, {there} in virtual time");
+    if comparison.unserved != [0, 0] {
+        let [here, there] = comparison.unserved;
+        let _ = writeln!(text, "not served: {here} in the real fleet, {there} in virtual time");
     }
-    for trouble in &compared.troubles {
+    for trouble in &comparison.troubles {
         let _ = writeln!(text, "in the real fleet: {trouble}");
     }
-    let _ = writeln!(text, "the share that differs most does by {:.2} points\n", compared.points);
+    let _ = writeln!(text, "the largest difference of a share is {:.2} points\n", comparison.points);
     text
 }
 
-fn timings(sides: &[Timing; 3], slower: f64, delivery_ms: f64) -> String {
+fn timing_text(sides: &[Timing; 3], prefill_ratio: f64, delivery_ms: f64) -> String {
     let percent = |share: f64| format!("{:+.1} %", share * 100.0);
     let [here, there, led] = sides.map(|side| format!("{:.1} ms", side.mean_ms));
     let mut text = format!("  {:<20} {here:>9} {there:>13} {led:>11} led\n", "mean TTFT");
@@ -59,35 +59,36 @@ fn timings(sides: &[Timing; 3], slower: f64, delivery_ms: f64) -> String {
         let [here, there, led] = of.map(percent);
         let _ = writeln!(text, "  {name:<20} {here:>9} {there:>13} {led:>11} led");
     };
-    row("predictions off by", sides.map(|side| side.error));
-    row("and in sum by", sides.map(|side| side.bias));
+    row("prediction error", sides.map(|side| side.error));
+    row("prediction bias", sides.map(|side| side.bias));
     let _ = writeln!(
         text,
-        "  in the real fleet prefills took {slower:.2} times what the profile says, and requests {delivery_ms:.1} ms from a decision to the instance; so they do in the other"
+        "  in the real fleet prefills took {prefill_ratio:.2} times the profile's time, and requests reached the instance {delivery_ms:.1} ms after the decision; the simulated fleet uses the same values"
     );
     text
 }
 
-fn agreement(whose: &str, agreement: &Agreement) -> String {
-    let &Agreement { decided, instance, whole, why, later_ms, apart_ms, later, ref first } = agreement;
+fn agreement_text(label: &str, agreement: &DecisionAgreement) -> String {
+    let &DecisionAgreement { decided, instance, whole, why, later_ms, apart_ms, later, ref first } =
+        agreement;
     let mut text = format!(
-        "{whose}: {instance} of {decided} send to the same instance ({:.1} %), of {whole} all is the same\n",
+        "{label}: {instance} of {decided} sent to the same instance ({:.1} %), {whole} identical in everything\n",
         percent(instance, decided)
     );
-    let Why { left_out, blocks, tie, predicted } = why;
+    let DisagreementCounts { left_out, blocks, tie, predicted } = why;
     if instance < decided {
         let _ = writeln!(
             text,
-            "  others: {predicted} since other times were predicted, {blocks} since other blocks were known, {tie} were ties, {left_out} since instances were left out"
+            "  others: {predicted} by different predictions, {blocks} by different known blocks, {tie} were ties, {left_out} by instances left out"
         );
         let _ = writeln!(
             text,
-            "  first tokens were predicted {later_ms:+.1} ms later really ({:+.1} waiting, {:+.1} transfer, {:+.1} prefill), and {apart_ms:.1} ms apart, over all instances",
+            "  first tokens were predicted {later_ms:+.1} ms later in the real fleet ({:+.1} waiting, {:+.1} transfer, {:+.1} prefill), and {apart_ms:.1} ms apart in absolute terms, over all instances",
             later.queue, later.transfer, later.prefill
         );
     }
     if let Some(first) = first {
-        let _ = writeln!(text, "  first: {first}");
+        let _ = writeln!(text, "  first difference: {first}");
     }
     text
 }
@@ -96,35 +97,35 @@ fn percent(part: usize, whole: usize) -> f64 {
     100.0 * part as f64 / whole.max(1) as f64
 }
 
-/// What differs over all runs, and whether that is little enough.
-pub(super) fn verdict(all: &[Compared]) -> String {
+/// The differences over all runs, and whether they are within the limit.
+pub(super) fn verdict_text(all: &[RunComparison]) -> String {
     let mut text = String::new();
     if all.len() > 1 {
-        let _ = writeln!(text, "{} runs: mean, least and greatest", all.len());
+        let _ = writeln!(text, "{} runs: mean, minimum and maximum", all.len());
         for at in 0..all[0].real.all().len() {
-            let of = |compared: &Compared| compared.real.differences(&compared.virtual_time)[at].1;
-            let _ = writeln!(text, "  {:<20} {} points", all[0].real.all()[at].0, line(all, of));
+            let of = |compared: &RunComparison| compared.real.differences(&compared.virtual_time)[at].1;
+            let _ = writeln!(text, "  {:<20} {} points", all[0].real.all()[at].0, statistics(all, of));
         }
-        let alone = |compared: &Compared| percent(compared.alone.instance, compared.alone.decided);
-        let led = |compared: &Compared| percent(compared.led.instance, compared.led.decided);
-        let _ = writeln!(text, "  {:<20} {} % of decisions", "same instance", line(all, alone));
-        let _ = writeln!(text, "  {:<20} {} % of decisions", "led by the real one", line(all, led));
+        let alone = |compared: &RunComparison| percent(compared.alone.instance, compared.alone.decided);
+        let led = |compared: &RunComparison| percent(compared.led.instance, compared.led.decided);
+        let _ = writeln!(text, "  {:<20} {} % of decisions", "same instance", statistics(all, alone));
+        let _ = writeln!(text, "  {:<20} {} % of decisions", "led by the real fleet", statistics(all, led));
     }
     let _ = writeln!(
         text,
-        "{}: the share that differs most does by {:.2} points, and {POINTS_MAX} is the limit{}",
-        if super::is_alike(all) { "alike" } else { "not alike" },
-        points(all),
-        if all.iter().all(Compared::is_sound) {
+        "{}: the largest mean difference of a share is {:.2} points, and the limit is {POINTS_MAX}{}",
+        if super::is_within_limits(all) { "alike" } else { "not alike" },
+        mean_points(all),
+        if all.iter().all(RunComparison::is_sound) {
             ""
         } else {
-            "; not all was served, or decided alike without time"
+            "; not every request was served, or decisions in lockstep differ"
         },
     );
     text
 }
 
-fn line(all: &[Compared], of: impl Fn(&Compared) -> f64) -> String {
+fn statistics(all: &[RunComparison], of: impl Fn(&RunComparison) -> f64) -> String {
     let values: Vec<f64> = all.iter().map(of).collect();
     let mean = values.iter().sum::<f64>() / values.len().max(1) as f64;
     let least = values.iter().copied().fold(f64::INFINITY, f64::min);

@@ -1,16 +1,16 @@
-//! Which bytes moved on which path, added up over the time of the replay.
+//! Plot of cumulative bytes by path over the time of the replay.
 
 use std::path::Path;
 
 use plotters::prelude::SeriesLabelPosition;
 
 use super::canvas::{Axes, Canvas, PALETTE};
-use super::events::mark_all;
+use super::events::mark_faults;
 use super::human_bytes;
 use super::timeline::Timeline;
 use crate::report::json::Report;
 
-/// Draws the plot. Every byte of this version moves over QUIC; the tiers are where it was read.
+/// Draws the plot. The series names give the tier that bytes were read from.
 pub(super) fn draw(path: &Path, timeline: &Timeline, report: &Report) -> anyhow::Result<()> {
     let ssd = timeline.running_sum(|span| span.fetched_ssd_bytes);
     let dram = timeline.running_sum(|span| span.fetched_bytes - span.fetched_ssd_bytes);
@@ -47,7 +47,7 @@ pub(super) fn draw(path: &Path, timeline: &Timeline, report: &Report) -> anyhow:
         canvas.band(&label, color, &points(timeline, &lower), &points(timeline, &upper))?;
         lower = upper;
     }
-    mark_all(&mut canvas, timeline)?;
+    mark_faults(&mut canvas, timeline)?;
     canvas.finish(SeriesLabelPosition::MiddleLeft)
 }
 

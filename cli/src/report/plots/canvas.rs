@@ -1,6 +1,4 @@
-//! What all plots share: size, colours, fonts, axes, marks of faults. One look for all of them.
-//!
-//! Not here: what is drawn.
+//! Shared look of all plots: size, colours, fonts, axes, fault marks.
 
 use std::path::Path;
 
@@ -11,12 +9,12 @@ use plotters::prelude::*;
 /// Width and height of a plot in pixels: fits a page and half a screen.
 const SIZE: (u32, u32) = (1100, 620);
 
-/// Fonts by use, in pixels.
+/// Font sizes in pixels.
 const TITLE_PX: u32 = 24;
 const LABEL_PX: u32 = 17;
 const TICK_PX: u32 = 15;
 
-/// Colours that stay apart for colour-blind readers (Okabe and Ito).
+/// Colours distinguishable by colour-blind readers (Okabe and Ito).
 pub(crate) const PALETTE: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(230, 159, 0),
@@ -27,19 +25,19 @@ pub(crate) const PALETTE: [RGBColor; 7] = [
     RGBColor(100, 100, 100),
 ];
 
-/// Colour of marks at faults.
-const MARK: RGBColor = RGBColor(190, 0, 0);
+/// Colour of fault marks.
+const MARK_COLOR: RGBColor = RGBColor(190, 0, 0);
 
 /// Colour of texts.
-const INK: RGBColor = RGBColor(45, 45, 45);
+const TEXT_COLOR: RGBColor = RGBColor(45, 45, 45);
 
-/// A chart with both axes linear in their own units.
+/// A chart with linear axes.
 type Chart<'a, 'p> = ChartContext<'a, SVGBackend<'p>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
 
 /// Title and axes of a plot.
 #[derive(Clone, Debug)]
 pub(crate) struct Axes<'a> {
-    /// What the plot answers.
+    /// The question the plot answers.
     pub(crate) title: &'a str,
     /// Horizontal quantity with its unit.
     pub(crate) x: &'a str,
@@ -49,7 +47,7 @@ pub(crate) struct Axes<'a> {
     pub(crate) x_max: f64,
     /// Largest vertical value.
     pub(crate) y_max: f64,
-    /// About how many labels the horizontal axis has.
+    /// Approximate number of labels on the horizontal axis.
     pub(crate) x_labels: usize,
 }
 
@@ -60,22 +58,22 @@ pub(crate) struct Canvas<'p> {
     axes: (f64, f64),
 }
 
-/// How a value is written beside an axis.
-pub(crate) type Label<'f> = &'f dyn Fn(&f64) -> String;
+/// Formats a value for an axis label.
+pub(crate) type LabelFormat<'f> = &'f dyn Fn(&f64) -> String;
 
 impl<'p> Canvas<'p> {
     /// An empty plot with axes from 0.
     pub(crate) fn new(
         path: &'p Path,
         axes: &Axes<'_>,
-        x_label: Label<'_>,
-        y_label: Label<'_>,
+        x_label: LabelFormat<'_>,
+        y_label: LabelFormat<'_>,
     ) -> anyhow::Result<Self> {
         let area = SVGBackend::new(path, SIZE).into_drawing_area();
         area.fill(&WHITE).map_err(|cause| cannot_draw(path, &cause))?;
         let (x_max, y_max) = (axes.x_max.max(f64::MIN_POSITIVE), axes.y_max.max(f64::MIN_POSITIVE));
         let chart = ChartBuilder::on(&area)
-            .caption(axes.title, ("sans-serif", TITLE_PX).into_font().color(&INK))
+            .caption(axes.title, ("sans-serif", TITLE_PX).into_font().color(&TEXT_COLOR))
             .margin(18)
             .margin_right(30)
             .x_label_area_size(55)
@@ -87,8 +85,13 @@ impl<'p> Canvas<'p> {
         Ok(canvas)
     }
 
-    fn mesh(&mut self, axes: &Axes<'_>, x_label: Label<'_>, y_label: Label<'_>) -> anyhow::Result<()> {
-        let text = |px| ("sans-serif", px).into_font().color(&INK);
+    fn mesh(
+        &mut self,
+        axes: &Axes<'_>,
+        x_label: LabelFormat<'_>,
+        y_label: LabelFormat<'_>,
+    ) -> anyhow::Result<()> {
+        let text = |px| ("sans-serif", px).into_font().color(&TEXT_COLOR);
         let mesh = self
             .chart
             .configure_mesh()
@@ -107,7 +110,7 @@ impl<'p> Canvas<'p> {
         mesh.map_err(|cause| anyhow::anyhow!("{cause}"))
     }
 
-    /// A filled region from `lower` to `upper`, with an entry in the legend.
+    /// A filled region from `lower` to `upper`, with a legend entry.
     pub(crate) fn band(
         &mut self,
         name: &str,
@@ -124,7 +127,7 @@ impl<'p> Canvas<'p> {
         Ok(())
     }
 
-    /// A line through `points`, with an entry in the legend.
+    /// A line through `points`, with a legend entry.
     pub(crate) fn line(&mut self, name: &str, color: RGBColor, points: &[(f64, f64)]) -> anyhow::Result<()> {
         let drawn = self.chart.draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(3)));
         drawn
@@ -134,21 +137,23 @@ impl<'p> Canvas<'p> {
         Ok(())
     }
 
-    /// Shades a span of the horizontal axis, behind a mark.
+    /// Shades an interval of the horizontal axis, for the duration of a fault's effect.
     pub(crate) fn shade(&mut self, from: f64, to: f64) -> anyhow::Result<()> {
         let corners = [(from, 0.0), (to.min(self.axes.0), self.axes.1)];
-        let drawn = self.chart.draw_series(std::iter::once(Rectangle::new(corners, MARK.mix(0.12).filled())));
+        let drawn =
+            self.chart.draw_series(std::iter::once(Rectangle::new(corners, MARK_COLOR.mix(0.12).filled())));
         drawn.map(|_| ()).map_err(|cause| anyhow::anyhow!("{cause}"))
     }
 
-    /// A vertical line with a text beside it. Marks with another `rank` have their text lower.
+    /// A vertical line with a text. A different `rank` moves the text lower, so that texts do not
+    /// overlap.
     pub(crate) fn mark(&mut self, at: f64, text: &str, rank: usize) -> anyhow::Result<()> {
         let (x_max, y_max) = self.axes;
-        let line = PathElement::new(vec![(at, 0.0), (at, y_max)], MARK.stroke_width(2));
+        let line = PathElement::new(vec![(at, 0.0), (at, y_max)], MARK_COLOR.stroke_width(2));
         self.chart.draw_series(std::iter::once(line)).map_err(|cause| anyhow::anyhow!("{cause}"))?;
         #[expect(clippy::cast_precision_loss)]
         let height = y_max * (0.985 - 0.045 * (rank % 4) as f64);
-        // A text near the right edge goes to the left of its line.
+        // Near the right edge the text goes to the left of its line.
         let is_right = at > 0.7 * x_max;
         let anchor = if is_right {
             plotters::style::text_anchor::HPos::Right
@@ -157,7 +162,7 @@ impl<'p> Canvas<'p> {
         };
         let style = ("sans-serif", TICK_PX)
             .into_font()
-            .color(&MARK)
+            .color(&MARK_COLOR)
             .pos(plotters::style::text_anchor::Pos::new(anchor, plotters::style::text_anchor::VPos::Top));
         let offset = x_max * if is_right { -0.006 } else { 0.006 };
         let label = Text::new(text.to_owned(), (at + offset, height), style);
@@ -172,7 +177,7 @@ impl<'p> Canvas<'p> {
             .position(place)
             .margin(14)
             .legend_area_size(34)
-            .label_font(("sans-serif", LABEL_PX).into_font().color(&INK))
+            .label_font(("sans-serif", LABEL_PX).into_font().color(&TEXT_COLOR))
             .background_style(WHITE.mix(0.9))
             .border_style(RGBColor(200, 200, 200))
             .draw()
@@ -185,7 +190,7 @@ fn cannot_draw(path: &Path, cause: &dyn std::fmt::Display) -> anyhow::Error {
     anyhow::anyhow!("cannot draw {}: {cause}", path.display())
 }
 
-/// Bytes in the decimal unit a person would choose.
+/// Bytes in a readable decimal unit.
 #[must_use]
 pub(crate) fn human_bytes(bytes: u64) -> String {
     #[expect(clippy::cast_precision_loss)]
@@ -204,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_plot_carries_its_words() {
+    fn writes_all_texts() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("plot.svg");
         let axes = Axes {
@@ -228,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_in_readable_units() {
+    fn formats_bytes() {
         assert_eq!(human_bytes(999), "999 B");
         assert_eq!(human_bytes(1_500_000), "1.5 MB");
         assert_eq!(human_bytes(2_345_000_000), "2.35 GB");

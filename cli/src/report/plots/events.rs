@@ -1,4 +1,4 @@
-//! What faults did to the flow of requests: requests per second with kills and restarts marked.
+//! Plot of requests per second with kills and restarts marked.
 
 use std::path::Path;
 
@@ -38,20 +38,20 @@ pub(super) fn draw(path: &Path, timeline: &Timeline, report: &Report) -> anyhow:
         }
     }
     canvas.band("requests ended per second", PALETTE[5], &floor, &rate)?;
-    mark_all(&mut canvas, timeline)?;
+    mark_faults(&mut canvas, timeline)?;
     canvas.finish(SeriesLabelPosition::LowerRight)
 }
 
 /// Marks every fault on a plot over time.
-pub(super) fn mark_all(canvas: &mut Canvas<'_>, timeline: &Timeline) -> anyhow::Result<()> {
+pub(super) fn mark_faults(canvas: &mut Canvas<'_>, timeline: &Timeline) -> anyhow::Result<()> {
     for (rank, fault) in timeline.faults.iter().enumerate() {
-        canvas.mark(fault.at.as_secs_f64(), &text(fault), rank)?;
+        canvas.mark(fault.at.as_secs_f64(), &fault_text(fault), rank)?;
     }
     Ok(())
 }
 
-fn text(fault: &FaultMark) -> String {
-    let what = if fault.kind == "kill" { "killed" } else { "started again" };
+fn fault_text(fault: &FaultMark) -> String {
+    let what = if fault.kind == "kill" { "killed" } else { "restarted" };
     let lost = [
         (fault.unrouted_ms, "unrouted after"),
         (fault.leader_ms, "new leader after"),

@@ -1,11 +1,11 @@
-//! Which share of the blocks came from the cache over the time of the replay, by tier.
+//! Plot of the hit rate by tier over the time of the replay.
 
 use std::path::Path;
 
 use plotters::prelude::SeriesLabelPosition;
 
 use super::canvas::{Axes, Canvas, PALETTE};
-use super::events::mark_all;
+use super::events::mark_faults;
 use super::timeline::{Span, Timeline};
 use crate::replay::ratio;
 use crate::report::json::Report;
@@ -16,15 +16,15 @@ pub(super) fn draw(path: &Path, timeline: &Timeline, report: &Report) -> anyhow:
     let axes = Axes {
         title: &title,
         x: "time of the replay (s)",
-        y: "share of blocks asked for (%)",
+        y: "share of requested blocks (%)",
         x_max: timeline.end_s,
         y_max: 100.0,
         x_labels: 11,
     };
     let mut canvas = Canvas::new(path, &axes, &|x| format!("{x:.1}"), &|y| format!("{y:.0}"))?;
     let share = |of: fn(&Span) -> u64| -> Vec<(f64, f64)> {
-        let asked = timeline.spans.iter().filter(|span| span.asked > 0);
-        asked.map(|span| (span.at_s, 100.0 * ratio(of(span), span.asked))).collect()
+        let asked = timeline.spans.iter().filter(|span| span.requested > 0);
+        asked.map(|span| (span.at_s, 100.0 * ratio(of(span), span.requested))).collect()
     };
     let floor = share(|_| 0);
     let dram = share(|span| span.dram);
@@ -33,7 +33,7 @@ pub(super) fn draw(path: &Path, timeline: &Timeline, report: &Report) -> anyhow:
     if report.hits_by_tier.ssd > 0 {
         canvas.band("from SSD", PALETTE[1], &dram, &both)?;
     }
-    canvas.line("all so far", PALETTE[0], &timeline.running_hit_rate())?;
-    mark_all(&mut canvas, timeline)?;
+    canvas.line("cumulative", PALETTE[0], &timeline.running_hit_rate())?;
+    mark_faults(&mut canvas, timeline)?;
     canvas.finish(SeriesLabelPosition::MiddleRight)
 }

@@ -1,26 +1,26 @@
-//! How long route, fetch and save took, from the median to the slowest.
+//! Plot of route, fetch and save durations by percentile.
 
 use std::path::Path;
 
 use plotters::prelude::SeriesLabelPosition;
 
 use super::canvas::{Axes, Canvas, PALETTE};
-use crate::replay::{Measured, Percentiles, Sample};
+use crate::replay::{Percentiles, ReplayMeasurements, RequestSample};
 
-/// Nines shown: 3 is 99.9 %.
+/// Number of nines shown: 3 is 99.9 %.
 const NINES_MAX: f64 = 3.0;
 
-/// Points of each curve.
+/// Points per curve.
 const POINTS: u32 = 120;
 
-/// Draws the plot: the horizontal axis is stretched so that each nine takes as much room as the one
-/// before, the vertical one is logarithmic.
-pub(super) fn draw(path: &Path, measured: &Measured) -> anyhow::Result<()> {
+/// Draws the plot. The horizontal axis gives each nine the same width; the vertical axis is
+/// logarithmic.
+pub(super) fn draw(path: &Path, measured: &ReplayMeasurements) -> anyhow::Result<()> {
     let all: [(&str, Percentiles); 4] = [
-        ("route", of(measured, |sample| Some(sample.route_us))),
-        ("fetch", of(measured, |sample| sample.fetch_us)),
-        ("save", of(measured, |sample| sample.save_us)),
-        ("whole request", of(measured, |sample| Some(sample.total_us))),
+        ("route", percentiles_of(measured, |sample| Some(sample.route_us))),
+        ("fetch", percentiles_of(measured, |sample| sample.fetch_us)),
+        ("save", percentiles_of(measured, |sample| sample.save_us)),
+        ("whole request", percentiles_of(measured, |sample| Some(sample.total_us))),
     ];
     let slowest = all.iter().map(|(_, values)| values.at(1.0)).max().unwrap_or(1);
     let axes = Axes {
@@ -33,13 +33,13 @@ pub(super) fn draw(path: &Path, measured: &Measured) -> anyhow::Result<()> {
     };
     let mut canvas = Canvas::new(path, &axes, &percentile_label, &time_label)?;
     for ((name, values), color) in all.iter().zip(PALETTE).filter(|((_, values), _)| values.count() > 0) {
-        let label = format!("{name}: p50 {}, p99 {}", time(values.at(0.5)), time(values.at(0.99)));
+        let label = format!("{name}: p50 {}, p99 {}", time_text(values.at(0.5)), time_text(values.at(0.99)));
         canvas.line(&label, color, &curve(values))?;
     }
     canvas.finish(SeriesLabelPosition::LowerRight)
 }
 
-fn of(measured: &Measured, quantity: fn(&Sample) -> Option<u64>) -> Percentiles {
+fn percentiles_of(measured: &ReplayMeasurements, quantity: fn(&RequestSample) -> Option<u64>) -> Percentiles {
     measured.samples.iter().filter_map(quantity).collect()
 }
 
@@ -55,7 +55,7 @@ fn decades(us: u64) -> f64 {
     us.log10()
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the drawing library asks for it")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "required by the plotting library")]
 fn percentile_label(nines: &f64) -> String {
     let percent = 100.0 * (1.0 - 10f64.powf(-nines));
     if *nines <= 1.0 {
@@ -65,14 +65,14 @@ fn percentile_label(nines: &f64) -> String {
     }
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the drawing library asks for it")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "required by the plotting library")]
 fn time_label(decades: &f64) -> String {
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss)]
     let us = 10f64.powf(*decades).round() as u64;
-    time(us)
+    time_text(us)
 }
 
-fn time(us: u64) -> String {
+fn time_text(us: u64) -> String {
     #[expect(clippy::cast_precision_loss)]
     let exact = us as f64;
     match us {
@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn axis_labels_are_what_they_stand_for() {
+    fn formats_axis_labels() {
         assert_eq!([percentile_label(&0.0), percentile_label(&1.0)], ["p0", "p90"]);
         assert_eq!([percentile_label(&2.0), percentile_label(&3.0)], ["p99", "p99.9"]);
         assert_eq!([time_label(&0.0), time_label(&3.0), time_label(&6.0)], ["1 us", "1 ms", "1 s"]);

@@ -1,7 +1,6 @@
-//! Plots of a replay as SVG: hit rate by tier, latency percentiles, bytes, events.
+//! SVG plots of a replay: hit rate by tier, latency percentiles, bytes, events.
 //!
-//! Each plot answers one question and says so in its title. Not here: numbers; plots draw what
-//! `Measured` holds.
+//! Each plot answers one question, which is its title.
 
 mod bytes;
 mod canvas;
@@ -13,16 +12,16 @@ mod timeline;
 use std::path::{Path, PathBuf};
 
 use super::json::Report;
-use crate::replay::Measured;
+use crate::replay::ReplayMeasurements;
 
 pub(super) use canvas::human_bytes;
 pub(crate) use canvas::{Axes, Canvas, PALETTE};
 
-/// Draws every plot for which there is data.
+/// Draws every plot with data.
 pub(super) fn draw_all(
     directory: &Path,
     report: &Report,
-    measured: &Measured,
+    measured: &ReplayMeasurements,
 ) -> anyhow::Result<Vec<PathBuf>> {
     if measured.samples.is_empty() {
         return Ok(vec![]);

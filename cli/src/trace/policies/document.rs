@@ -1,33 +1,34 @@
 //! The tables of all policies as a document.
 //!
-//! Not here: the figures (`kvfleet_sim::policies`) and the plots (`plot.rs`). Writing to a string cannot fail, so results
-//! of `writeln` are dropped.
+//! `kvfleet_sim::policies` computes the figures and `plot.rs` draws them. Writing to a string
+//! cannot fail, so results of `writeln` are dropped.
 
 use std::fmt::Write;
 
 use kv_core::evict;
-use kvfleet_sim::policies::{Distance, Gap, Judgement, KNOWABLE, SHARES, spread};
+use kvfleet_sim::policies::{BaselineDistance, BoundGap, KNOWABLE, PolicyJudgement, SHARES, hit_rate_spread};
 use kvfleet_sim::stats::curve::OPTIMAL;
 
-use super::{Evaluation, Facts, PLOTS};
+use super::{Evaluation, PLOTS, TrafficFacts};
 
 const INTRO: &str = "\
 # Eviction policies
 
-Written by `cargo xtask policies`; do not edit. Hit rates in points (hundredths) of one tier replayed with the production
-policies, by its capacity as a share of the unique blocks. A hit counts only while every earlier block of the request
-hit. Generated traffic is the mean over its seeds, with half the distance from the least to the greatest behind it.
-`opt` knows the future. `knowable` does not, but knows how the generated traffic is made: nobody who does not know the
-future may expect more (`sim/src/generate/knowable.rs`). Turns that a trace does not say are inferred (`sim/src/trace/turns.rs`).
+Written by `cargo xtask policies`; do not edit. Hit rates in percent of one tier replayed with the production policies,
+by its capacity as a share of the unique blocks. A block counts as a hit only if every earlier block of the request was
+a hit. Values of generated traffic are means over its seeds, with half the range behind them. `opt` knows the future.
+`knowable` does not, but knows how the traffic is generated, so no policy without knowledge of the future can be
+expected to exceed it (`sim/src/generate/knowable.rs`). Turns that a trace does not contain are inferred
+(`sim/src/trace/turns.rs`).
 
-Generated traffic is calibrated to published statistics and is no recording; see the files of `sim/src/generate/` for what
-is published, fitted and assumed.
+Generated traffic is calibrated to published statistics and is not a recording; the files of `sim/src/generate/` state
+what is published, fitted and assumed.
 ";
 
 /// The whole document.
-pub(super) fn render(evaluation: &Evaluation, judgement: &Judgement) -> String {
+pub(super) fn render(evaluation: &Evaluation, judgement: &PolicyJudgement) -> String {
     let mut out = INTRO.to_owned();
-    judged(&mut out, judgement);
+    judgement_text(&mut out, judgement);
     for facts in &evaluation.facts {
         table(&mut out, evaluation, facts);
     }
@@ -38,11 +39,11 @@ fn percent(share: f64) -> String {
     format!("{} %", (share * 1e5).round() / 1e3)
 }
 
-fn judged(out: &mut String, judgement: &Judgement) {
+fn judgement_text(out: &mut String, judgement: &PolicyJudgement) {
     let _ = writeln!(out, "\n## `{}` against the best baseline\n", judgement.policy);
     let _ = writeln!(out, "Baselines: {}.\n", evict::BASELINES.join(", "));
     for (at, worst) in [("5 % and more", &judgement.worst_built), ("less than 5 %", &judgement.worst_small)] {
-        if let Some(Distance { traffic, capacity_share, baseline, points }) = worst {
+        if let Some(BaselineDistance { traffic, capacity_share, baseline, points }) = worst {
             let share = percent(*capacity_share);
             let _ = writeln!(
                 out,
@@ -58,8 +59,8 @@ fn judged(out: &mut String, judgement: &Judgement) {
         "| traffic | capacity | best baseline | gap to the bound | gained | share closed | knowable |\n",
     );
     out.push_str("| --- | ---: | --- | ---: | ---: | ---: | ---: |\n");
-    for Gap { distance, gap_points, closed, knowable } in &judgement.gaps {
-        let Distance { traffic, capacity_share, baseline, points } = distance;
+    for BoundGap { distance, gap_points, closed, knowable } in &judgement.gaps {
+        let BaselineDistance { traffic, capacity_share, baseline, points } = distance;
         let (share, closed) = (percent(*capacity_share), 100.0 * closed);
         let knowable = knowable.map_or_else(|| "–".to_owned(), |share| format!("{:.0} %", 100.0 * share));
         let _ = writeln!(
@@ -72,8 +73,8 @@ fn judged(out: &mut String, judgement: &Judgement) {
     let _ = writeln!(out, "\nIn the mean {mean:.1} % of the gap is closed.");
 }
 
-fn table(out: &mut String, evaluation: &Evaluation, facts: &Facts) {
-    let Facts { name, seeds, requests, unique_blocks } = facts;
+fn table(out: &mut String, evaluation: &Evaluation, facts: &TrafficFacts) {
+    let TrafficFacts { name, seeds, requests, unique_blocks } = facts;
     let seeded = if *seeds > 0 { format!(", seeds 1 to {seeds}") } else { String::new() };
     let _ = writeln!(out, "\n## {name}\n");
     let _ = writeln!(out, "{requests} requests, {unique_blocks} unique blocks{seeded}.\n");
@@ -84,20 +85,21 @@ fn table(out: &mut String, evaluation: &Evaluation, facts: &Facts) {
     }
     let _ = writeln!(out, "\n| --- |{}", " ---: |".repeat(SHARES.len()));
     for policy in evict::NAMES.into_iter().chain([KNOWABLE, OPTIMAL]) {
-        if !SHARES.iter().any(|share| spread(&evaluation.trials, name, policy, *share).is_some()) {
+        if !SHARES.iter().any(|share| hit_rate_spread(&evaluation.trials, name, policy, *share).is_some()) {
             continue;
         }
         let shown = if policy == evaluation.judged { format!("**{policy}**") } else { policy.to_owned() };
         let _ = write!(out, "| {shown} |");
         for share in SHARES {
-            let cell = spread(&evaluation.trials, name, policy, share).map_or_else(String::new, |spread| {
-                let half = (spread.max - spread.min) / 2.0;
-                if *seeds > 1 {
-                    format!("{:.2} ±{half:.2}", spread.mean)
-                } else {
-                    format!("{:.2}", spread.mean)
-                }
-            });
+            let cell =
+                hit_rate_spread(&evaluation.trials, name, policy, share).map_or_else(String::new, |spread| {
+                    let half = (spread.max - spread.min) / 2.0;
+                    if *seeds > 1 {
+                        format!("{:.2} ±{half:.2}", spread.mean)
+                    } else {
+                        format!("{:.2}", spread.mean)
+                    }
+                });
             let _ = write!(out, " {cell} |");
         }
         out.push('\n');
@@ -107,11 +109,11 @@ fn table(out: &mut String, evaluation: &Evaluation, facts: &Facts) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvfleet_sim::policies::{Trial, judge};
+    use kvfleet_sim::policies::{PolicyTrial, judge_policy};
 
     #[test]
-    fn a_table_has_a_row_per_policy_and_names_the_worst_place() {
-        let trial = |policy: &str, seed, capacity_share, hit_rate| Trial {
+    fn renders_policy_rows_and_the_worst_distance() {
+        let trial = |policy: &str, seed, capacity_share, hit_rate| PolicyTrial {
             traffic: "consumer".into(),
             seed: Some(seed),
             policy: policy.into(),
@@ -123,9 +125,9 @@ mod tests {
         for (policy, rate) in [("lru", 0.2), ("workload", 0.25), (KNOWABLE, 0.28), (OPTIMAL, 0.3)] {
             trials.extend([trial(policy, 1, 0.1, rate), trial(policy, 2, 0.1, rate + 0.01)]);
         }
-        let facts = Facts { name: "consumer".into(), seeds: 2, requests: 10, unique_blocks: 99 };
+        let facts = TrafficFacts { name: "consumer".into(), seeds: 2, requests: 10, unique_blocks: 99 };
         let evaluation = Evaluation { judged: "workload".into(), facts: vec![facts], trials };
-        let text = render(&evaluation, &judge(&evaluation.trials, "workload", &["lru"]));
+        let text = render(&evaluation, &judge_policy(&evaluation.trials, "workload", &["lru"]));
         for words in [
             "- Worst distance at 5 % and more of the blocks: +5.00 points (consumer at 10 %, against lru).",
             "| consumer | 10 % | lru | 10.00 | +5.00 | 50 % | 80 % |",

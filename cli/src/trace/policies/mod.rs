@@ -1,7 +1,7 @@
-//! `kvfleet trace policies`: every eviction policy on the same traces and on generated traffic, as JSON lines, as a
-//! document with tables, and as plots.
+//! `kvfleet trace policies`: every eviction policy on the given traces and on generated traffic, as
+//! JSON lines, as a document with tables, and as plots.
 //!
-//! Not here: the replays and what they come to (`kvfleet_sim::policies`).
+//! `kvfleet_sim::policies` replays the traces.
 
 mod document;
 mod plot;
@@ -9,34 +9,34 @@ mod plot;
 use std::path::{Path, PathBuf};
 
 use kv_core::evict;
-use kvfleet_sim::generate::{Kind, Spec};
-use kvfleet_sim::policies::{KNOWABLE, SHARES, Traffic, Trial, judge, replay_all};
+use kvfleet_sim::generate::{TraceSpec, TrafficKind};
+use kvfleet_sim::policies::{KNOWABLE, PolicyTrial, SHARES, Traffic, judge_policy, replay_all};
 use kvfleet_sim::stats::curve::OPTIMAL;
 
 use super::read_trace;
 use crate::args::PoliciesArgs;
 
-/// Name of the document, and of the folder with its plots.
+/// Name of the document and of the folder with its plots.
 const DOCUMENT: &str = "POLICIES.md";
 const PLOTS: &str = "policies";
 
-/// What is said of one kind of traffic besides its trials.
-struct Facts {
+/// Properties of one kind of traffic, apart from its trials.
+struct TrafficFacts {
     name: String,
     seeds: u64,
-    /// Of the first seed.
+    /// Requests of the first seed.
     requests: usize,
     unique_blocks: usize,
 }
 
-/// Everything the document is made of.
+/// The contents of the document.
 struct Evaluation {
     judged: String,
-    facts: Vec<Facts>,
-    trials: Vec<Trial>,
+    facts: Vec<TrafficFacts>,
+    trials: Vec<PolicyTrial>,
 }
 
-/// Replays, writes, says what was written.
+/// Replays all traffic and writes the results.
 pub(super) fn run(args: &PoliciesArgs) -> anyhow::Result<()> {
     if evict::by_name(&args.judge, 0).is_none() {
         anyhow::bail!("policy {} is unknown: choose one of {}", args.judge, evict::NAMES.join(", "));
@@ -48,7 +48,7 @@ pub(super) fn run(args: &PoliciesArgs) -> anyhow::Result<()> {
         }
     }
     if let Some(directory) = &args.out {
-        for file in write(directory, &evaluation)? {
+        for file in write_document(directory, &evaluation)? {
             eprintln!("wrote {}", file.display());
         }
     } else if !args.json {
@@ -57,8 +57,8 @@ pub(super) fn run(args: &PoliciesArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn judgement(evaluation: &Evaluation) -> kvfleet_sim::policies::Judgement {
-    judge(&evaluation.trials, &evaluation.judged, &evict::BASELINES)
+fn judgement(evaluation: &Evaluation) -> kvfleet_sim::policies::PolicyJudgement {
+    judge_policy(&evaluation.trials, &evaluation.judged, &evict::BASELINES)
 }
 
 fn evaluate(args: &PoliciesArgs) -> anyhow::Result<Evaluation> {
@@ -68,10 +68,12 @@ fn evaluate(args: &PoliciesArgs) -> anyhow::Result<Evaluation> {
             path.file_stem().map_or_else(|| "trace".to_owned(), |stem| stem.to_string_lossy().into_owned());
         evaluation.add(&Traffic::recorded(&name, read_trace(path)?), args);
     }
-    for kind in Kind::ALL {
+    for kind in TrafficKind::ALL {
         for seed in 1..=args.seeds {
-            let spec =
-                Spec { block_tokens: args.block_tokens, ..Spec::new(kind, seed, args.requests as u64) };
+            let spec = TraceSpec {
+                block_tokens: args.block_tokens,
+                ..TraceSpec::new(kind, seed, args.requests as u64)
+            };
             evaluation.add(&Traffic::generated(spec), args);
         }
     }
@@ -86,7 +88,7 @@ impl Evaluation {
         self.trials.extend(replay_all(traffic, &policies, &SHARES, args.threads.max(1)));
         match self.facts.iter_mut().find(|facts| facts.name == traffic.name) {
             Some(facts) => facts.seeds += 1,
-            None => self.facts.push(Facts {
+            None => self.facts.push(TrafficFacts {
                 name: traffic.name.clone(),
                 seeds: u64::from(traffic.seed.is_some()),
                 requests: traffic.requests(),
@@ -96,7 +98,7 @@ impl Evaluation {
     }
 }
 
-fn write(directory: &Path, evaluation: &Evaluation) -> anyhow::Result<Vec<PathBuf>> {
+fn write_document(directory: &Path, evaluation: &Evaluation) -> anyhow::Result<Vec<PathBuf>> {
     let plots = directory.join(PLOTS);
     std::fs::create_dir_all(&plots)
         .map_err(|cause| anyhow::anyhow!("cannot make {}: {cause}; choose another --out", plots.display()))?;

@@ -1,29 +1,36 @@
-//! Hit rate against capacity of the baselines, the judged policy and the bounds, one plot a trace.
+//! Plots hit rate against capacity for the baselines, the evaluated policy and the bounds, one plot
+//! per trace.
 //!
-//! Not here: the paper's policy and its variants, for which there are no colours left; they are in the tables.
+//! The paper's policy and its variants are only in the tables, because no colours are left for
+//! them.
 
 use std::path::Path;
 
 use kv_core::evict;
-use kvfleet_sim::policies::{KNOWABLE, SHARES, spread};
+use kvfleet_sim::policies::{KNOWABLE, SHARES, hit_rate_spread};
 use kvfleet_sim::stats::curve::OPTIMAL;
 use plotters::prelude::{RGBColor, SeriesLabelPosition};
 
 use super::Evaluation;
 use crate::report::{Axes, Canvas, PALETTE};
 
-/// Colours of the judged policy and of the bounds, beside those of the palette.
-const JUDGED: RGBColor = RGBColor(190, 0, 0);
-const KNOWN: RGBColor = RGBColor(150, 150, 150);
-const BOUND: RGBColor = RGBColor(0, 0, 0);
+/// Colours of the evaluated policy and of the bounds, in addition to the palette.
+const JUDGED_COLOR: RGBColor = RGBColor(190, 0, 0);
+const KNOWABLE_COLOR: RGBColor = RGBColor(150, 150, 150);
+const BOUND_COLOR: RGBColor = RGBColor(0, 0, 0);
 
 /// Draws the plot of one kind of traffic. The horizontal axis is logarithmic.
 pub(super) fn draw(path: &Path, traffic: &str, evaluation: &Evaluation) -> anyhow::Result<()> {
     let mut lines: Vec<(&str, RGBColor)> = evict::BASELINES.into_iter().zip(PALETTE).collect();
-    lines.extend([(evaluation.judged.as_str(), JUDGED), (KNOWABLE, KNOWN), (OPTIMAL, BOUND)]);
+    lines.extend([
+        (evaluation.judged.as_str(), JUDGED_COLOR),
+        (KNOWABLE, KNOWABLE_COLOR),
+        (OPTIMAL, BOUND_COLOR),
+    ]);
     let points = |policy: &str| -> Vec<(f64, f64)> {
-        let at =
-            |share: f64| Some((decades(share), spread(&evaluation.trials, traffic, policy, share)?.mean));
+        let at = |share: f64| {
+            Some((decades(share), hit_rate_spread(&evaluation.trials, traffic, policy, share)?.mean))
+        };
         SHARES.into_iter().filter_map(at).collect()
     };
     let highest = points(OPTIMAL).iter().map(|point| point.1).fold(1.0, f64::max);
@@ -37,7 +44,7 @@ pub(super) fn draw(path: &Path, traffic: &str, evaluation: &Evaluation) -> anyho
         x_labels: 6,
     };
     let mut canvas = Canvas::new(path, &axes, &share_label, &|y| format!("{y:.0}"))?;
-    // What can be known of recorded traffic nobody knows.
+    // The knowable bound does not exist for recorded traffic.
     let drawn = lines.into_iter().map(|(policy, color)| (policy, color, points(policy)));
     for (policy, color, points) in drawn.filter(|(.., points)| !points.is_empty()) {
         canvas.line(policy, color, &points)?;
@@ -51,7 +58,7 @@ fn decades(share: f64) -> f64 {
     (share / least).log10()
 }
 
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "the drawing library asks for it")]
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "required by the plotting library")]
 fn share_label(decades: &f64) -> String {
     let [least, ..] = SHARES;
     let percent = 100.0 * least * 10f64.powf(*decades);

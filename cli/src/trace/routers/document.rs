@@ -1,36 +1,39 @@
-//! The document: a summary against the best of the others, plots, a table for each fleet, and what was served in time.
+//! The document: a summary against the best of the other routers, plots, a table for each fleet,
+//! and goodput under overload.
 //!
-//! Not here: what is measured (`mod.rs`).
+//! `mod.rs` runs the measurements.
 
 use std::fmt::Write;
 
-use kvfleet_sim::routers::{BASELINES, Comparison, Good, Limits, Plane, Point, spread};
+use kvfleet_sim::routers::{
+    BASELINES, Comparison, FetchScope, GoodputResult, LatencyLimits, RouterResult, median_and_range,
+};
 
 use super::plot::{groups, title};
-use super::{Overload, PLOTS, Row, Terms};
+use super::{ComparisonRow, OverloadRow, PLOTS, RunSettings};
 
-fn in_time_text(all: &[Overload]) -> String {
+fn goodput_text(all: &[OverloadRow]) -> String {
     let mut text = String::new();
-    for Overload { traffic, requests, instances, goodput, .. } in all {
+    for OverloadRow { traffic, requests, instances, goodput, .. } in all {
         let limits = match goodput.limits {
-            Limits::Equal { ttft_ms, tbt_ms } => {
-                format!("the first token within {ttft_ms} ms, the others {tbt_ms} ms apart on average")
+            LatencyLimits::Equal { ttft_ms, tbt_ms } => {
+                format!("TTFT within {ttft_ms} ms, and a mean time between tokens within {tbt_ms} ms")
             }
-            Limits::Alone { ttft, tbt } => format!(
-                "the first token within {ttft} times what it takes a request that is alone on an instance without anything of its prompt, the others {tbt} times as far apart on average as its tokens would be"
+            LatencyLimits::Alone { ttft, tbt } => format!(
+                "TTFT within {ttft} times that of a request alone on an instance without cached blocks, and a mean time between tokens within {tbt} times that of such a request"
             ),
         };
         let _ = writeln!(
             text,
-            "\n## {traffic}, {requests} requests, {instances} instances, {:.0} % load: requests in time\n\nIn time: {limits}. The others turn away what is predicted above a share of either limit, the best for this load of six shares of the first, each with two of the other besides where tokens come too far apart without. {} of the best of them, and {} of the best of those that look at first tokens alone.\n",
+            "\n## {traffic}, {requests} requests, {instances} instances, {:.0} % load: requests in time\n\nIn time: {limits}. The other routers reject requests with predictions above a share of either limit: the best for this load of six shares of the TTFT limit, each also with two shares of the other limit if tokens otherwise come too far apart. The production scheduler serves {} times as many requests in time as the best of them, and {} times as many as the best of those that limit TTFT alone.\n",
             goodput.load * 100.0,
-            ratio(goodput.all_ratios().map(|of| of.0), 3),
-            ratio(goodput.all_ratios().map(|of| of.1), 3),
+            ratio_text(goodput.all_ratios().map(|of| of.0), 3),
+            ratio_text(goodput.all_ratios().map(|of| of.1), 3),
         );
         text += "| router | turns away above | between tokens | in time | turned away | mean TTFT | P99 | tokens too far apart | longest tenth in time |\n";
         text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
         for good in std::iter::once(&goodput.production).chain(&goodput.baselines) {
-            let Good { router, threshold, pace, in_time, rejected, ttft, slow, long_in_time } = good;
+            let GoodputResult { router, threshold, pace, in_time, rejected, ttft, slow, long_in_time } = good;
             let [share, pace] = [threshold, pace]
                 .map(|share| share.map_or_else(|| "-".to_owned(), |share| format!("{share}")));
             let _ = writeln!(
@@ -50,39 +53,42 @@ fn in_time_text(all: &[Overload]) -> String {
 
 const HEAD: &str = "# Routers
 
-Written by `cargo xtask routers`; do not edit. The production scheduler and ten others, each after its published description
-(`sim/src/routers/`), on equal fleets in virtual time (`sim/src/fleet/`): continuous batching with chunked prefill, GPU memory with a prefix
-cache, nodes with production tiers and policies, lanes with queues, word of all of it as late as it comes. Nothing below is measured on a GPU.
-That routers, nodes and stand-in instances in it decide as real processes do, and hit as much, `kvfleet crosscheck` shows (`docs/adr/0069-held-against-real-processes.md`);
-batching, decoding and GPU memory have no real counterpart there.
-Traffic that is called by its kind is generated (`kvfleet trace gen`).
+Written by `cargo xtask routers`; do not edit. The production scheduler and ten others, each implemented after its published
+description (`sim/src/routers/`), on equal simulated fleets (`sim/src/fleet/`): continuous batching with chunked prefill, GPU memory with a
+prefix cache, nodes with production tiers and policies, transfer lanes with queues, and reports that arrive as late as in production. Nothing
+below is measured on a GPU. `kvfleet crosscheck` shows that simulated routers, nodes and emulated instances decide as real processes do and
+reach the same hit rates (`docs/adr/0069-crosscheck-simulation.md`); batching, decoding and GPU memory have no real counterpart there.
+Traffic named after its kind is generated (`kvfleet trace gen`).
 
-The others fetch from their *own* node, as engines with a tier in their host's memory do (Mooncake's moves the longest prefix where it is worth it), or
-from a *pool* of all nodes, as the production scheduler does, so that routers differ by where they send and nothing else. In either case how much an
-instance fetches is planned by the production planner. Instances begin what waits in the order of the production scheduler's turns, the shorter prompts
-sooner (`core/src/schedule/turn.rs`); under the others, which have no such order, and in the lines *in order of coming*, in that. Load is a share of what the
-fleet with a pool keeps up with when the least loaded instance takes each request: nobody waits for a first token far beyond the last arrival. A recorded trace of an hour is served in one copy for every four instances;
-where fewer requests are named than it has (12,031), each copy is of its first ones. At 5 % load hardly anybody waits (on four instances, behind prompts of seconds), and nearly all that is left is computing and moving what nobody can avoid: the mean there is what choosing can come near to and not go much below.
+Under the other routers, instances fetch from their *own* node, as engines with a tier in host memory do (Mooncake's router moves the longest
+prefix where that pays off), or from a *pool* of all nodes, as under the production scheduler, so that routers differ only in where they send
+requests. In both cases the production planner decides how much an instance fetches. Under the production scheduler, instances serve waiting
+requests by its priority, shorter prompts sooner (`core/src/schedule/fairness/priority_deadline.rs`); under the others, which define no order, and in the lines
+*in order of coming*, they serve them in order of arrival. Load is a share of the highest rate at which the fleet with a pool keeps up when
+each request goes to the least loaded instance, that is, at which no first token comes long after the last arrival. A recorded trace of an
+hour is served in one copy for every four instances; where fewer requests are named than it has (12,031), each copy consists of its first
+ones. At 5 % load almost no request queues (except on four instances, behind prompts of several seconds), and nearly all remaining time is
+unavoidable compute and transfer: the mean there is close to the best that routing can achieve.
 ";
 
-/// Of several draws the median with the least and the greatest, or the only one.
-fn ratio(all: impl Iterator<Item = f64>, places: usize) -> String {
+/// The median with minimum and maximum if there are several draws, otherwise the only value.
+fn ratio_text(all: impl Iterator<Item = f64>, places: usize) -> String {
     let all: Vec<f64> = all.collect();
-    let [median, least, greatest] = spread(all.iter().copied());
+    let [median, least, greatest] = median_and_range(all.iter().copied());
     match all.len() {
         1 => format!("{median:.places$}"),
         _ => format!("{median:.places$} ({least:.places$}–{greatest:.places$})"),
     }
 }
 
-/// All of it.
-pub(super) fn render(rows: &[Row], beyond: &[Overload], terms: &Terms) -> String {
+/// The whole document.
+pub(super) fn render(rows: &[ComparisonRow], beyond: &[OverloadRow], terms: &RunSettings) -> String {
     let mut text = summary(rows, terms);
     tables(&mut text, rows);
-    text + &in_time_text(beyond)
+    text + &goodput_text(beyond)
 }
 
-fn summary(rows: &[Row], terms: &Terms) -> String {
+fn summary(rows: &[ComparisonRow], terms: &RunSettings) -> String {
     let mut text = HEAD.to_owned();
     let _ = writeln!(
         text,
@@ -96,8 +102,8 @@ fn summary(rows: &[Row], terms: &Terms) -> String {
     text += "| --- | ---: | ---: | --- | ---: | ---: | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
     for row in rows {
         let Comparison { load, production, in_order_of_coming, baselines, .. } = &row.compared;
-        let mean = ratio(row.compared.all_ratios().map(|of| of.0), 2);
-        let p90 = ratio(row.compared.all_ratios().map(|of| of.1), 2);
+        let mean = ratio_text(row.compared.all_ratios().map(|of| of.0), 2);
+        let p90 = ratio_text(row.compared.all_ratios().map(|of| of.1), 2);
         let best = baselines.first();
         let (name, best_mean) = best.map_or(("none", 0.0), |best| (best.router.as_str(), best.ttft.mean_ms));
         let own_mean = production.ttft.mean_ms;
@@ -128,9 +134,9 @@ fn summary(rows: &[Row], terms: &Terms) -> String {
     text
 }
 
-fn tables(text: &mut String, rows: &[Row]) {
+fn tables(text: &mut String, rows: &[ComparisonRow]) {
     for row in rows {
-        let Row { traffic, instances, plane: from, compared, .. } = row;
+        let ComparisonRow { traffic, instances, plane: from, compared, .. } = row;
         let (share, from) = (compared.load * 100.0, plane(*from));
         let title = format!("{traffic}, {instances} instances, {share:.0} % load, others fetch from {from}");
         let _ = writeln!(
@@ -142,20 +148,20 @@ fn tables(text: &mut String, rows: &[Row]) {
         *text += "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
         let Comparison { production, in_order_of_coming, baselines, .. } = &row.compared;
         for point in [production, in_order_of_coming].into_iter().chain(baselines) {
-            line(text, point);
+            point_row(text, point);
         }
     }
 }
 
-pub(super) fn plane(plane: Plane) -> &'static str {
+pub(super) fn plane(plane: FetchScope) -> &'static str {
     match plane {
-        Plane::Own => "own",
-        Plane::Pool => "pool",
+        FetchScope::Own => "own",
+        FetchScope::Pool => "pool",
     }
 }
 
-fn line(text: &mut String, point: &Point) {
-    let Point { router, ttft, tbt_ms, saved, fetched_blocks, prediction: (error, bias), .. } = point;
+fn point_row(text: &mut String, point: &RouterResult) {
+    let RouterResult { router, ttft, tbt_ms, saved, fetched_blocks, prediction: (error, bias), .. } = point;
     let _ = writeln!(
         text,
         "| {router} | {:.0} ms | {:.0} ms | {:.0} ms | {:.0} ms | {tbt_ms:.1} ms | {:.1} % | {fetched_blocks} | {:.0} % | {:+.0} % |",

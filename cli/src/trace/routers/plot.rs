@@ -1,28 +1,29 @@
-//! Mean time to first token against load, one plot for each fleet and traffic: the production scheduler and those of the others that are best somewhere.
+//! Plots mean TTFT against load for each fleet and workload: the production scheduler and the best
+//! of the others at some load.
 //!
-//! Not here: all others, which are in the tables.
+//! The tables list all others.
 
 use std::path::Path;
 
 use kvfleet_sim::routers::{Comparison, PRODUCTION};
 use plotters::prelude::{RGBColor, SeriesLabelPosition};
 
-use super::Row;
+use super::ComparisonRow;
 use super::document::plane;
 use crate::report::{Axes, Canvas, PALETTE};
 
-/// Colour of the production scheduler, beside those of the palette.
-const OURS: RGBColor = RGBColor(190, 0, 0);
+/// Colour of the production scheduler, in addition to the palette.
+const PRODUCTION_COLOR: RGBColor = RGBColor(190, 0, 0);
 
-/// How many of the others are drawn at most: as many as there are colours for.
+/// Maximum number of other routers drawn: one per colour.
 const OTHERS_MAX: usize = PALETTE.len();
 
-/// A router, its colour, and loads with what it came to.
-type Line<'a> = (&'a str, RGBColor, Vec<(f64, f64)>);
+/// A router, its colour, and its mean TTFT by load.
+type PlotLine<'a> = (&'a str, RGBColor, Vec<(f64, f64)>);
 
-/// Rows of one fleet under one traffic, with the name of their plot, in the order in which they were measured.
-pub(super) fn groups(rows: &[Row]) -> Vec<(String, Vec<&Row>)> {
-    let mut all: Vec<(String, Vec<&Row>)> = Vec::new();
+/// Rows grouped by fleet and workload, with the name of their plot, in order of measurement.
+pub(super) fn groups(rows: &[ComparisonRow]) -> Vec<(String, Vec<&ComparisonRow>)> {
+    let mut all: Vec<(String, Vec<&ComparisonRow>)> = Vec::new();
     for row in rows {
         let name = format!("{}-{}-{}", row.traffic, row.instances, plane(row.plane));
         match all.iter_mut().find(|(known, _)| *known == name) {
@@ -33,9 +34,9 @@ pub(super) fn groups(rows: &[Row]) -> Vec<(String, Vec<&Row>)> {
     all
 }
 
-/// What a plot answers.
-pub(super) fn title(rows: &[&Row]) -> String {
-    let of = |row: &&Row| {
+/// The question a plot answers.
+pub(super) fn title(rows: &[&ComparisonRow]) -> String {
+    let of = |row: &&ComparisonRow| {
         format!(
             "{}, {} instances, others fetch from {}: how long until the first token?",
             row.traffic,
@@ -46,16 +47,17 @@ pub(super) fn title(rows: &[&Row]) -> String {
     rows.first().map(of).unwrap_or_default()
 }
 
-/// Draws one. The vertical axis is logarithmic: the worst of the others are a hundred times the best.
-pub(super) fn draw(path: &Path, rows: &[&Row]) -> anyhow::Result<()> {
+/// Draws one plot. The vertical axis is logarithmic: the worst routers are a hundred times slower
+/// than the best.
+pub(super) fn draw(path: &Path, rows: &[&ComparisonRow]) -> anyhow::Result<()> {
     let compared: Vec<&Comparison> = rows.iter().map(|row| &row.compared).collect();
-    let others = best_of(&compared);
+    let others = best_baselines(&compared);
     let mean = |of: &str, one: &Comparison| {
         let all = std::iter::once(&one.production).chain(&one.baselines);
         all.into_iter().find(|point| point.router == of).map(|point| (one.load * 100.0, point.ttft.mean_ms))
     };
-    let lines = std::iter::once((PRODUCTION, OURS)).chain(others.iter().copied().zip(PALETTE));
-    let lines: Vec<Line<'_>> = lines
+    let lines = std::iter::once((PRODUCTION, PRODUCTION_COLOR)).chain(others.iter().copied().zip(PALETTE));
+    let lines: Vec<PlotLine<'_>> = lines
         .map(|(router, color)| (router, color, compared.iter().filter_map(|one| mean(router, one)).collect()))
         .collect();
     let heights = || lines.iter().flat_map(|(.., points)| points.iter().map(|point| point.1));
@@ -78,12 +80,12 @@ pub(super) fn draw(path: &Path, rows: &[&Row]) -> anyhow::Result<()> {
     canvas.finish(SeriesLabelPosition::UpperLeft)
 }
 
-/// The others that come nearest at any load, best first.
-fn best_of<'a>(compared: &[&'a Comparison]) -> Vec<&'a str> {
+/// The best other routers at any load, best first.
+fn best_baselines<'a>(compared: &[&'a Comparison]) -> Vec<&'a str> {
     let mut all: Vec<&str> = Vec::new();
-    for place in 0..compared.iter().map(|one| one.baselines.len()).max().unwrap_or_default() {
+    for rank in 0..compared.iter().map(|one| one.baselines.len()).max().unwrap_or_default() {
         for one in compared {
-            let router = one.baselines.get(place).map(|point| point.router.as_str());
+            let router = one.baselines.get(rank).map(|point| point.router.as_str());
             all.extend(router.filter(|router| all.len() < OTHERS_MAX && !all.contains(router)));
         }
     }

@@ -1,4 +1,4 @@
-//! Any operations against any faults, cancelled at any moment: each ends once, and keeps nothing.
+//! Random operations with random faults and cancellation: each ends once, and keeps no reference.
 
 use kvfleet_transport::SaveAnswer;
 
@@ -22,11 +22,11 @@ impl Random {
     }
 }
 
-/// What is known of an operation that was submitted.
-struct Known {
-    /// Rooms that were given.
-    rooms: usize,
-    /// The caller's own hold on the frame source.
+/// Expectations for a submitted operation.
+struct SubmittedOperation {
+    /// Number of buffers given.
+    buffers: usize,
+    /// The caller's own reference to the frame source.
     frames: Option<FrameSource>,
 }
 
@@ -35,22 +35,22 @@ fn faults(random: &mut Random, seed: u64) -> Faults {
         seed,
         delay: Duration::from_micros(random.below(400)),
         loss: [0.0, 0.1][usize::from(random.below(3) == 0)],
-        lost_after: Duration::from_millis(10),
+        timeout: Duration::from_millis(10),
         cut_after: (random.below(4) == 0).then(|| random.number(4)),
         corrupt: [0.0, 0.05][usize::from(random.below(2) == 0)],
         reorder: [0.0, 0.1][usize::from(random.below(2) == 0)],
     }
 }
 
-/// A fetch from two of the nodes, of which the last one is not there.
+/// A fetch from two of four nodes; the last node does not exist.
 fn any_fetch(random: &mut Random) -> FetchCall {
     let (first, second) = (random.number(5), random.number(5));
     let sources = vec![source(random.number(4), 0, first), source(random.number(4), first, second)];
     FetchCall { deadline: Duration::from_millis(10), ..fetch_call(first + second, sources) }
 }
 
-fn any(random: &mut Random) -> (Operation<Room>, Known) {
-    let mut known = Known { rooms: 0, frames: None };
+fn any_operation(random: &mut Random) -> (Operation<QueueBuffer>, SubmittedOperation) {
+    let mut known = SubmittedOperation { buffers: 0, frames: None };
     let operation = match random.below(9) {
         0 => Operation::Route(route_call()),
         1 => Operation::Fetch(any_fetch(random)),
@@ -61,38 +61,39 @@ fn any(random: &mut Random) -> (Operation<Room>, Known) {
             Operation::Save(call)
         }
         4 => Operation::Release(vec![held(random.number(4), 5), held(random.number(4), 7)]),
-        5 => Operation::MayDecode(may_decode_call()),
+        5 => Operation::AdmitDecode(admit_decode_call()),
         _ => {
             let call = any_fetch(random);
-            known.rooms = call.sources.iter().map(|source| source.len_blocks as usize).sum();
-            // Now and then one too many, which is refused.
-            known.rooms += usize::from(random.below(10) == 0);
-            let Operation::FetchLayers(operation) = layers(call, (0..known.rooms).map(|_| room()).collect())
+            known.buffers = call.sources.iter().map(|source| source.len_blocks as usize).sum();
+            // Sometimes one too many, which is refused.
+            known.buffers += usize::from(random.below(10) == 0);
+            let Operation::FetchLayers(operation) =
+                layers_operation(call, (0..known.buffers).map(|_| queue_buffer()).collect())
             else {
                 unreachable!()
             };
             let (begins, each_block) = (random.below(4) > 0, random.below(2) == 0);
-            Operation::FetchLayers(LayersOperation { begins, each_block, ..operation })
+            Operation::FetchLayers(FetchLayersOperation { start_now: begins, each_block, ..operation })
         }
     };
     (operation, known)
 }
 
-/// What must hold of everything that one operation was told.
-fn check(known: &Known, told: &[Progress<Room>]) -> &'static str {
+/// Checks all reports of one operation.
+fn check(known: &SubmittedOperation, told: &[Progress<QueueBuffer>]) -> &'static str {
     let (Some(Progress::Ended(end)), before) = (told.last(), &told[..told.len() - 1]) else {
-        panic!("the last word is the end: {told:?}");
+        panic!("the last report must be the end: {told:?}");
     };
-    let (mut rooms, mut layers, mut from) = (end.rooms.len(), 0, u32::MAX);
+    let (mut rooms, mut layers, mut from) = (end.buffers.len(), 0, u32::MAX);
     for progress in before {
         match progress {
-            Progress::Arrived { block, room } => {
-                assert!(layers == 0 || *block >= from, "that one was told to be there");
+            Progress::Arrived { block, buffer: room } => {
+                assert!(layers == 0 || *block >= from, "block was already covered by a reported layer");
                 assert!(content::matches(hash(*block), &room.concat()), "wrong bytes");
                 rooms += 1;
             }
             Progress::Recompute { from_block } => {
-                assert!(layers == 0 && *from_block < from, "later, and never after a layer");
+                assert!(layers == 0 && *from_block < from, "ends only decrease, and never after a layer");
                 from = *from_block;
             }
             Progress::Layer { layer, end_block } => {
@@ -100,35 +101,38 @@ fn check(known: &Known, told: &[Progress<Room>]) -> &'static str {
                 from = *end_block;
                 layers += 1;
             }
-            Progress::Ended(_) | Progress::Nothing => panic!("it ended once: {told:?}"),
+            Progress::Ended(_) | Progress::Empty => panic!("an operation ended more than once: {told:?}"),
         }
     }
-    assert_eq!(rooms, known.rooms, "each room came back once");
-    assert!(known.frames.as_ref().is_none_or(|kept| Arc::strong_count(kept) == 1), "frames are kept");
-    if let Outcome::Layers(Ok(came)) = &end.outcome {
-        assert!(layers == 2 || came.end_block == 0, "all layers of what came were told");
+    assert_eq!(rooms, known.buffers, "each buffer must be returned once");
+    assert!(
+        known.frames.as_ref().is_none_or(|kept| Arc::strong_count(kept) == 1),
+        "a reference to the frames is left"
+    );
+    if let OperationOutcome::LayersFetched(Ok(came)) = &end.outcome {
+        assert!(layers == 2 || came.end_block == 0, "layers of arrived blocks were not reported");
         assert!(layers == 0 || came.end_block >= from);
-        for (block, room) in end.rooms.iter().filter(|(block, _)| came.came[*block as usize]) {
+        for (block, room) in end.buffers.iter().filter(|(block, _)| came.arrived[*block as usize]) {
             assert!(content::matches(hash(*block), &room.concat()), "wrong bytes");
         }
     }
     match &end.outcome {
-        Outcome::Cancelled => "cancelled",
-        Outcome::Lost => panic!("nothing broke"),
-        Outcome::Layers(Ok(came)) if came.misses.is_empty() => "layers",
-        Outcome::Layers(Ok(_)) => "layers with misses",
-        Outcome::Layers(Err(_)) => "layers refused",
-        Outcome::Saved(Ok(SaveAnswer::Done(_))) => "saved",
-        Outcome::Saved(_) => "not saved",
-        Outcome::Fetched(_) => "fetched",
-        Outcome::Released(_) => "released",
-        Outcome::Routed(_) => "routed",
-        Outcome::MayDecode(_) => "may decode",
+        OperationOutcome::Cancelled => "cancelled",
+        OperationOutcome::Lost => panic!("no fault should lose the operation"),
+        OperationOutcome::LayersFetched(Ok(came)) if came.misses.is_empty() => "layers",
+        OperationOutcome::LayersFetched(Ok(_)) => "layers with misses",
+        OperationOutcome::LayersFetched(Err(_)) => "layers refused",
+        OperationOutcome::Saved(Ok(SaveAnswer::Done(_))) => "saved",
+        OperationOutcome::Saved(_) => "not saved",
+        OperationOutcome::Fetched(_) => "fetched",
+        OperationOutcome::Released(_) => "released",
+        OperationOutcome::Routed(_) => "routed",
+        OperationOutcome::DecodeAdmission(_) => "may decode",
     }
 }
 
-fn poll(queue: &CompletionQueue<Room>, told: &mut Told, waits: bool) -> usize {
-    let mut into: [Completion<Room>; 5] = std::array::from_fn(|_| Completion::default());
+fn poll(queue: &CompletionQueue<QueueBuffer>, told: &mut ReportsByTag, waits: bool) -> usize {
+    let mut into: [Completion<QueueBuffer>; 5] = std::array::from_fn(|_| Completion::default());
     let count = if waits { queue.wait(&mut into, PATIENCE) } else { queue.poll(&mut into) };
     for Completion { tag, progress } in into.into_iter().take(count) {
         told.entry(tag).or_default().push(progress);
@@ -139,18 +143,18 @@ fn poll(queue: &CompletionQueue<Room>, told: &mut Told, waits: bool) -> usize {
 fn run(seed: u64, seen: &mut BTreeMap<&'static str, u32>) {
     let mut random = Random(seed);
     let (network, _) = network(3, 10);
-    let queue = queue_with::<Room>(&network, QueueLimits { operations_max: 12, blocks_max: 60 });
-    let (mut known, mut told) = (BTreeMap::new(), Told::new());
+    let queue = queue_with::<QueueBuffer>(&network, QueueLimits { operations_max: 12, blocks_max: 60 });
+    let (mut known, mut told) = (BTreeMap::new(), ReportsByTag::new());
     let mut busy = 0;
     for tag in 0..60 {
         network.set_faults(faults(&mut random, seed));
-        let (operation, of) = any(&mut random);
+        let (operation, of) = any_operation(&mut random);
         let mut batch = vec![Submission { tag, operation }];
         while let Err(refused) = queue.submit(batch) {
-            assert!(matches!(refused.why, SubmitError::Busy { .. }), "{}", refused.why);
+            assert!(matches!(refused.error, SubmitError::Busy { .. }), "{}", refused.error);
             busy += 1;
             batch = refused.batch;
-            // A fetch whose turn does not come would never end.
+            // A fetch that is not started would never end.
             (0..tag).for_each(|tag| _ = queue.begin(tag));
             (0..tag).filter(|_| random.below(12) == 0).for_each(|tag| _ = queue.cancel(tag));
             poll(&queue, &mut told, true);
@@ -180,7 +184,7 @@ fn run(seed: u64, seen: &mut BTreeMap<&'static str, u32>) {
 }
 
 #[test]
-fn each_operation_ends_once_whatever_happens() {
+fn every_operation_ends_exactly_once() {
     let mut seen = BTreeMap::new();
     for seed in 0..25 {
         println!("seed {seed}");

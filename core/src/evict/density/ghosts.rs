@@ -1,60 +1,61 @@
-//! What is remembered of blocks that left: enough to know one again and what it was like.
+//! Ghosts: compact records of evicted blocks, to recognise a returning block and its history.
 //!
-//! Eight bytes a block, in sets of eight; of a full set the one longest unused is forgotten. There are never more
-//! than [`PER_RESIDENT`] for every block that was ever resident at the same time. Not here: what a return means
-//! ([`super`]).
+//! Eight bytes a block, in sets of eight; a full set forgets one. There are at most
+//! [`PER_RESIDENT`] ghosts for every block ever resident at the same time. Not here: the effect of
+//! a return ([`super`]).
 
-use super::alive::STEP_BITS;
-use super::classes::Class;
+use super::classes::ReuseClass;
+use super::open_waits::STEP_BITS;
 use crate::cpu::prefetch;
 use crate::id::Timestamp;
 use std::ops::Range;
 
-/// Blocks remembered per resident block.
+/// Ghosts per resident block.
 pub(super) const PER_RESIDENT: usize = 4;
 const WAYS: usize = 8;
 
-/// What is known of a block besides its place.
+/// History of a block.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Memory {
-    pub(super) class: Class,
-    /// Uses, at most four are told apart.
+pub(super) struct GhostHistory {
+    pub(super) class: ReuseClass,
+    /// Uses; up to seven are distinguished.
     pub(super) uses: u8,
-    /// Turn of its session, at most seven are told apart.
+    /// Turn of its session; up to seven are distinguished.
     pub(super) turn: u8,
     /// Mean logarithm of the times between uses ([`super::classes::log_span`]).
     pub(super) pace: u8,
     /// Whether sessions share it.
     pub(super) is_shared: bool,
-    /// Whether it was the last filled block of the request that used it last.
+    /// Whether it was the last filled block of the request that last used it.
     pub(super) is_end: bool,
 }
 
-/// A remembered block: its memory and when it was last used.
-pub(super) type Ghost = (Memory, Timestamp);
+/// A ghost's history and its last use.
+pub(super) type Ghost = (GhostHistory, Timestamp);
 
-/// Blocks that left.
+/// Ghosts of evicted blocks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Ghosts {
-    /// A ghost is never 0. Tag 22 bits, last use 24, class 6, uses 2, pace 5, turn 3, two flags.
+    /// Zero is an empty entry. Tag 21 bits, last use 24, class 6, uses 3, pace 5, turn 3, two
+    /// flags.
     ghosts: Vec<u64>,
-    /// Where the first set begins, so that every set is one line of memory.
+    /// Offset of the first set, so that every set is one cache line.
     first: usize,
     sets: usize,
 }
 
-/// Bytes of a line of memory, which a set fills.
+/// Bytes of a cache line, which a set fills.
 const LINE: usize = WAYS * size_of::<u64>();
 
-/// Steps a last use is written in, modulo.
-const STEPS: u64 = (1 << 24) - 1;
+/// Modulus of stored last uses, in steps.
+const STEP_MODULUS: u64 = (1 << 24) - 1;
 
 fn tag(fingerprint: u64) -> u64 {
     (fingerprint >> 43).max(1)
 }
 
-fn pack(fingerprint: u64, memory: Memory, last_use: Timestamp) -> u64 {
-    let last = last_use.0 >> STEP_BITS & STEPS;
+fn pack(fingerprint: u64, memory: GhostHistory, last_use: Timestamp) -> u64 {
+    let last = last_use.0 >> STEP_BITS & STEP_MODULUS;
     let uses = u64::from(memory.uses.clamp(1, 7));
     tag(fingerprint) << 43
         | last << 19
@@ -67,10 +68,10 @@ fn pack(fingerprint: u64, memory: Memory, last_use: Timestamp) -> u64 {
 }
 
 fn unpack(ghost: u64, now: Timestamp) -> Ghost {
-    let memory = Memory {
-        class: Class((ghost >> 13 & 63) as u8),
+    let memory = GhostHistory {
+        class: ReuseClass((ghost >> 13 & 63) as u8),
         uses: ((ghost >> 10 & 7) as u8).max(1),
-        // The fast end of the octave that was kept: among equals who came back once more stays.
+        // The fast end of the stored octave: among equals a block that came back stays.
         pace: ((ghost >> 5 & 31) << 3) as u8,
         turn: (ghost >> 2 & 7) as u8,
         is_shared: ghost & 2 != 0,
@@ -81,30 +82,32 @@ fn unpack(ghost: u64, now: Timestamp) -> Ghost {
 
 /// Steps since its last use.
 fn steps_since(ghost: u64, now: Timestamp) -> u64 {
-    (now.0 >> STEP_BITS).wrapping_sub(ghost >> 19) & STEPS
+    (now.0 >> STEP_BITS).wrapping_sub(ghost >> 19) & STEP_MODULUS
 }
 
-/// Which of a full set is forgotten: in half of the sets the one worth least, in half the longest unused.
-fn first_forgotten(
+/// Way of a full set to forget: in half of the sets the one worth least, in the others the longest
+/// unused.
+fn way_to_forget(
     set: &[u64; WAYS],
     fingerprint: u64,
     now: Timestamp,
-    worth: impl Fn(Class, Timestamp) -> f32,
+    worth: impl Fn(ReuseClass, Timestamp) -> f32,
 ) -> usize {
     let is_by_worth = fingerprint >> 40 & 1 == 0;
-    // Worth, then time since last use, then place, as one number: worth is not negative, so its bits are in its order.
+    // Worth, then time since last use, then way, as one number: worth is not negative, so its bits
+    // sort like it.
     let order = |(way, &ghost): (usize, &u64)| {
         let (memory, last_use) = unpack(ghost, now);
         let worth = if is_by_worth { worth(memory.class, last_use).to_bits() } else { 0 };
-        u64::from(worth) << 32 | (STEPS - steps_since(ghost, now)) << 3 | way as u64
+        u64::from(worth) << 32 | (STEP_MODULUS - steps_since(ghost, now)) << 3 | way as u64
     };
     set.iter().enumerate().map(order).min().map_or(0, |least| (least % WAYS as u64) as usize)
 }
 
 impl Ghosts {
-    /// Makes room for the ghosts of this many resident blocks. At first in one go, which costs no more than asking
-    /// for memory; later by a few sets a call. A ghost whose set was split is not found any more: sets are split
-    /// while the tier fills, when hardly anything leaves.
+    /// Grows for the ghosts of this many resident blocks. The first time in one step, as cheap as
+    /// the allocation; later by a few sets a call. A ghost in a split set is lost, but sets are
+    /// split only while the tier fills and few blocks leave.
     fn grow(&mut self, residents: usize) {
         let wanted = (residents * PER_RESIDENT).div_ceil(WAYS);
         if self.sets == 0 {
@@ -114,14 +117,14 @@ impl Ghosts {
         } else if self.sets < wanted {
             let more = (wanted - self.sets).min(WAYS);
             self.ghosts.resize(self.ghosts.len() + more * WAYS, 0);
-            // Memory that had to move may begin elsewhere in its line.
-            self.move_to(self.ghosts.as_ptr().align_offset(LINE).min(WAYS - 1));
+            // A reallocation may change the alignment.
+            self.realign(self.ghosts.as_ptr().align_offset(LINE).min(WAYS - 1));
             self.sets += more;
         }
     }
 
-    /// Has the first set begin elsewhere.
-    fn move_to(&mut self, first: usize) {
+    /// Moves the sets to another offset.
+    fn realign(&mut self, first: usize) {
         let before = std::mem::replace(&mut self.first, first);
         if first != before {
             self.ghosts.copy_within(before..before + self.sets * WAYS, first);
@@ -131,9 +134,9 @@ impl Ghosts {
         }
     }
 
-    /// Where the set of a fingerprint is.
+    /// Position of a fingerprint's set.
     fn set(&self, fingerprint: u64) -> Range<usize> {
-        // Linear hashing: the number of sets may be any.
+        // Linear hashing: any number of sets works.
         let whole = self.sets.next_power_of_two().max(2);
         let at = fingerprint as usize & (whole - 1);
         let at = if at < self.sets { at } else { at & (whole / 2 - 1) };
@@ -146,21 +149,22 @@ impl Ghosts {
         self.ghosts.get_mut(set)?.as_mut_array()
     }
 
-    /// Asks the memory for where a block is or would be remembered, without waiting for it.
+    /// Prefetches the set of a block.
     pub(super) fn prefetch(&self, fingerprint: u64) {
         if let Some(first) = self.ghosts.get(self.set(fingerprint).start) {
             prefetch(first);
         }
     }
 
-    /// Remembers a block that leaves, one of `residents`. Gives back what is forgotten for it.
+    /// Stores a ghost for a block that leaves, one of `residents`. Returns the ghost that it
+    /// replaced.
     pub(super) fn remember(
         &mut self,
         fingerprint: u64,
         (memory, last_use): Ghost,
         residents: usize,
         now: Timestamp,
-        worth: impl Fn(Class, Timestamp) -> f32,
+        worth: impl Fn(ReuseClass, Timestamp) -> f32,
     ) -> Option<Ghost> {
         self.grow(residents);
         let set = self.set_mut(fingerprint)?;
@@ -170,24 +174,24 @@ impl Ghosts {
             free = if ghost == 0 { way } else { free };
         }
         let place = if same < WAYS { same } else { free };
-        let place = if place < WAYS { place } else { first_forgotten(set, fingerprint, now, worth) };
+        let place = if place < WAYS { place } else { way_to_forget(set, fingerprint, now, worth) };
         let before = std::mem::replace(&mut set[place], pack(fingerprint, memory, last_use));
         (before != 0).then(|| unpack(before, now))
     }
 
-    /// What is remembered of a block.
+    /// The ghost of a block.
     pub(super) fn find(&self, fingerprint: u64, now: Timestamp) -> Option<Ghost> {
         let set = self.ghosts.get(self.set(fingerprint))?;
         set.iter().find(|ghost| **ghost >> 43 == tag(fingerprint)).map(|&ghost| unpack(ghost, now))
     }
 
-    /// Takes out what is remembered of a block that comes back.
+    /// Removes and returns the ghost of a returning block.
     pub(super) fn take(&mut self, fingerprint: u64, now: Timestamp) -> Option<Ghost> {
         let slot = self.set_mut(fingerprint)?.iter_mut().find(|ghost| **ghost >> 43 == tag(fingerprint))?;
         Some(unpack(std::mem::take(slot), now))
     }
 
-    /// Blocks there is room to remember.
+    /// Maximum number of ghosts at the current size.
     #[cfg(test)]
     pub(super) fn capacity(&self) -> usize {
         self.sets * WAYS
@@ -203,28 +207,28 @@ mod tests {
     }
 
     fn remember(ghosts: &mut Ghosts, block: u64, residents: usize) -> Option<Ghost> {
-        let memory = Memory { class: Class(block as u8 % 64), uses: 2, ..Memory::default() };
+        let memory = GhostHistory { class: ReuseClass(block as u8 % 64), uses: 2, ..GhostHistory::default() };
         let now = Timestamp(1 << 40);
         ghosts.remember(fingerprint(block), (memory, now), residents, now, |_, _| 1.0)
     }
 
     #[test]
-    fn sets_may_begin_anywhere_in_their_line() {
+    fn sets_survive_realignment() {
         let mut ghosts = Ghosts::default();
         (0..20).for_each(|block| assert_eq!(remember(&mut ghosts, block, 40), None));
         for first in [3, 7, 0, 5, 1] {
-            ghosts.move_to(first);
+            ghosts.realign(first);
             let known = ghosts.ghosts.iter().filter(|ghost| **ghost != 0).count();
             assert_eq!(known, 20, "at {first}");
         }
         for block in 0..20 {
             let known = ghosts.take(fingerprint(block), Timestamp(1 << 40)).map(|(memory, _)| memory.class);
-            assert_eq!(known, Some(Class(block as u8)));
+            assert_eq!(known, Some(ReuseClass(block as u8)));
         }
     }
 
     #[test]
-    fn every_set_is_a_line_of_its_own() {
+    fn every_set_is_one_cache_line() {
         let mut ghosts = Ghosts::default();
         for residents in 1..200 {
             remember(&mut ghosts, residents as u64, residents);

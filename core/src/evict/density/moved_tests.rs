@@ -1,5 +1,5 @@
-//! Blocks that come from another tier: no use of them is counted, their wait goes on, and what is known of their like says
-//! whether they are worth coming.
+//! Tests of blocks moved in from another tier: no use is counted, their wait continues, and their
+//! class predicts their reuse.
 
 use super::*;
 use crate::id::{Category, RequestKind};
@@ -10,8 +10,8 @@ fn traits() -> BlockTraits {
     BlockTraits { category: Category::default(), fingerprint: 77 << 43, ..BlockTraits::default() }
 }
 
-/// A policy whose block 1 was used at 10 s and left at 20 s.
-fn left() -> Density {
+/// A policy with a block 1 that was used at 10 s and left at 20 s.
+fn evicted_policy() -> Density {
     let mut density = Density::new();
     density.insert(BlockKey(1), traits(), Timestamp(10 * SECOND));
     density.settle(BlockKey(1), traits(), Timestamp(10 * SECOND));
@@ -21,44 +21,48 @@ fn left() -> Density {
 }
 
 #[test]
-fn coming_up_is_no_use_and_the_use_that_follows_is_one_since_the_one_before() {
-    let (mut up, mut used) = (left(), left());
-    up.moved_in(BlockKey(2), traits(), Timestamp(30 * SECOND));
+fn move_in_is_no_use() {
+    let (mut up, mut used) = (evicted_policy(), evicted_policy());
+    up.insert_moved(BlockKey(2), traits(), Timestamp(30 * SECOND));
     used.insert(BlockKey(2), traits(), Timestamp(30 * SECOND));
-    used.catch_up();
+    used.run_deferred();
     let of = |density: &Density| {
-        let resident = density.links.about(BlockKey(2));
+        let resident = density.links.data(BlockKey(2));
         (resident.uses(), resident.last_use(density.clock).0 / SECOND)
     };
-    assert_eq!(of(&used), (2, 29), "it came back by a use; times are kept in 131 ms");
+    assert_eq!(of(&used), (2, 29), "it returned by a use; times have steps of 131 ms");
     assert_eq!(of(&up), (1, 9));
     assert_eq!(up.len(), 1);
     up.park(BlockKey(2));
     up.access(BlockKey(2), traits(), Timestamp(40 * SECOND));
-    up.close_run();
-    assert_eq!(up.links.about(BlockKey(2)).uses(), 2);
+    up.finish_request();
+    assert_eq!(up.links.data(BlockKey(2)).uses(), 2);
     assert_eq!(up.victim(Timestamp(50 * SECOND), &|_| false), Some(BlockKey(2)));
 }
 
 #[test]
-fn a_block_that_nobody_remembers_comes_up_as_one_that_is_new() {
+fn unknown_block_moves_in_as_new() {
     let mut density = Density::new();
-    density.moved_in(BlockKey(3), traits(), Timestamp(SECOND));
-    assert_eq!((density.len(), density.links.about(BlockKey(3)).uses()), (1, 1));
+    density.insert_moved(BlockKey(3), traits(), Timestamp(SECOND));
+    assert_eq!((density.len(), density.links.data(BlockKey(3)).uses()), (1, 1));
 }
 
-/// A policy that heard of uses elsewhere for half an hour: text comes back after 10 s, calls of programs never do. The last
-/// block of either was used at the second that comes with it.
-fn informed() -> (Density, u64) {
+/// A policy that observed uses elsewhere for half an hour: text returns after 10 s, API calls never
+/// do. Also returns the second of the last use of either.
+fn trained_policy() -> (Density, u64) {
     let mut density = Density::new();
-    // Ghosts are as many as a tier's size allows.
+    // The tier's size bounds the number of ghosts.
     for key in 0..1024 {
-        density.moved_in(BlockKey(key), of(RequestKind::Agent, 10_000 + u64::from(key)), Timestamp(0));
+        density.insert_moved(
+            BlockKey(key),
+            traits_of(RequestKind::Agent, 10_000 + u64::from(key)),
+            Timestamp(0),
+        );
     }
     for second in 0..2000 {
         let now = Timestamp(second * SECOND);
         for (kind, block) in [(RequestKind::Text, second % 10), (RequestKind::Api, 100 + second)] {
-            density.pass(of(kind, block), now);
+            density.note_absent(traits_of(kind, block), now);
             density.advance(Timestamp(now.0 + SECOND / 2));
         }
         density.refit(Timestamp(now.0 + SECOND / 2));
@@ -66,8 +70,8 @@ fn informed() -> (Density, u64) {
     (density, 1999)
 }
 
-fn of(kind: RequestKind, block: u64) -> BlockTraits {
-    let category = Category { kind, turn: 2 };
+fn traits_of(kind: RequestKind, block: u64) -> BlockTraits {
+    let category = Category { kind, conversation_turn: 2 };
     BlockTraits {
         category,
         fingerprint: (block + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
@@ -76,28 +80,31 @@ fn of(kind: RequestKind, block: u64) -> BlockTraits {
 }
 
 #[test]
-fn what_comes_down_is_as_likely_to_be_used_as_its_like_were() {
-    let (mut density, end) = informed();
+fn moved_block_has_the_reuse_chance_of_its_class() {
+    let (mut density, end) = trained_policy();
     let now = Timestamp((end + 1) * SECOND);
-    let (text, call) = (of(RequestKind::Text, end % 10), of(RequestKind::Api, 100 + end));
-    let used = density.prospect(text, None, now);
-    let unused = density.prospect(call, None, now);
+    let (text, call) = (traits_of(RequestKind::Text, end % 10), traits_of(RequestKind::Api, 100 + end));
+    let used = density.reuse_prob_if_moved_in(text, None, now);
+    let unused = density.reuse_prob_if_moved_in(call, None, now);
     assert!(used > 0.9 && unused < 0.3 * used, "{used} and {unused}");
-    // So it is once they are here, and neither was used by coming.
-    density.moved_in(BlockKey(2000), text, now);
-    density.moved_in(BlockKey(2001), call, now);
-    let (used, unused) = (density.prospect_of(BlockKey(2000), now), density.prospect_of(BlockKey(2001), now));
+    // The same once they are resident; moving in was no use.
+    density.insert_moved(BlockKey(2000), text, now);
+    density.insert_moved(BlockKey(2001), call, now);
+    let (used, unused) =
+        (density.reuse_prob_if_kept(BlockKey(2000), now), density.reuse_prob_if_kept(BlockKey(2001), now));
     assert!(used > 0.9 && unused < 0.3 * used, "{used} and {unused}");
-    assert_eq!(density.links.about(BlockKey(2000)).last_use(density.clock).0 / SECOND, end);
+    assert_eq!(density.links.data(BlockKey(2000)).last_use(density.clock).0 / SECOND, end);
 }
 
 #[test]
-fn nobody_leaves_for_what_is_worth_less() {
-    let (mut density, end) = informed();
+fn no_block_leaves_for_a_less_valuable_one() {
+    let (mut density, end) = trained_policy();
     let now = Timestamp((end + 1) * SECOND);
-    let (text, call) = (of(RequestKind::Text, end % 10), of(RequestKind::Api, 100 + end));
-    density.moved_in(BlockKey(2000), text, now);
-    assert_eq!(density.prospect(call, Some(BlockKey(2000)), now), 0.0);
-    density.moved_in(BlockKey(2001), call, now);
-    assert!(density.prospect(of(RequestKind::Text, 50), Some(BlockKey(2001)), now) > 0.5);
+    let (text, call) = (traits_of(RequestKind::Text, end % 10), traits_of(RequestKind::Api, 100 + end));
+    density.insert_moved(BlockKey(2000), text, now);
+    assert_eq!(density.reuse_prob_if_moved_in(call, Some(BlockKey(2000)), now), 0.0);
+    density.insert_moved(BlockKey(2001), call, now);
+    assert!(
+        density.reuse_prob_if_moved_in(traits_of(RequestKind::Text, 50), Some(BlockKey(2001)), now) > 0.5
+    );
 }

@@ -1,9 +1,9 @@
-//! Tests of the policy as a whole: what it learns decides who leaves.
+//! Tests of the policy as a whole: learned statistics decide the victims.
 
 #![allow(clippy::unwrap_used)]
 
 use super::super::suite;
-use super::resident::{END, SHARED};
+use super::resident_block::{END, SHARED};
 use super::*;
 use crate::id::{Category, RequestKind};
 use std::collections::BTreeMap;
@@ -15,37 +15,38 @@ fn keeps_the_contract() {
     suite::policy_suite(|| Box::new(Density::new()));
 }
 
-/// A tier of a few blocks told as the book tells it: a request's new blocks come in, then all are touched from
-/// tail to head.
-struct Tier {
+/// A small tier that calls the policy like the tier book: new blocks of a request are inserted,
+/// then all are used from tail to head.
+struct MockTier {
     policy: Density,
-    room: usize,
+    capacity: usize,
     keys: BTreeMap<u64, BlockKey>,
     blocks: BTreeMap<BlockKey, u64>,
     free: Vec<BlockKey>,
-    /// Whether the policy is asked before a block leaves for another.
-    weighs: bool,
+    /// Whether admission is asked before an eviction.
+    asks_admission: bool,
 }
 
-impl Tier {
-    fn new(room: usize) -> Self {
-        let free = (0..room as u32).rev().map(BlockKey).collect();
-        Tier {
+impl MockTier {
+    fn new(capacity: usize) -> Self {
+        let free = (0..capacity as u32).rev().map(BlockKey).collect();
+        MockTier {
             policy: Density::new(),
-            room,
+            capacity,
             keys: Default::default(),
             blocks: Default::default(),
             free,
-            weighs: false,
+            asks_admission: false,
         }
     }
 
-    /// Serves a request for these blocks, the last partly filled if said so; gives the leading ones found.
+    /// Serves a request for these blocks, the last partly filled if `open`; returns the length of
+    /// the hit prefix.
     fn serve(&mut self, at_s: f64, kind: RequestKind, turn: u8, blocks: &[u64], open: bool) -> usize {
         let now = Timestamp((at_s * 1e6) as u64);
         self.policy.refit(now);
         let traits = |offset: usize| BlockTraits {
-            category: Category { kind, turn },
+            category: Category { kind, conversation_turn: turn },
             offset_blocks: offset as u32,
             bytes: 1,
             is_partial: open && offset + 1 == blocks.len(),
@@ -57,7 +58,7 @@ impl Tier {
             let names = &self.blocks;
             let key = self.free.pop().or_else(|| {
                 let key = self.policy.victim(now, &|key| blocks.contains(&names[&key]))?;
-                if self.weighs && !self.policy.admits(traits(offset), key, now) {
+                if self.asks_admission && !self.policy.admits(traits(offset), key, now) {
                     return None;
                 }
                 self.policy.remove(key);
@@ -72,7 +73,7 @@ impl Tier {
         }
         for (offset, block) in blocks.iter().enumerate().rev() {
             let Some(&key) = self.keys.get(block) else {
-                self.policy.pass(traits(offset), now);
+                self.policy.note_absent(traits(offset), now);
                 continue;
             };
             match held[offset] {
@@ -80,7 +81,7 @@ impl Tier {
                 false => self.policy.settle(key, traits(offset), now),
             }
         }
-        assert!(self.policy.len() <= self.room);
+        assert!(self.policy.len() <= self.capacity);
         hits
     }
 
@@ -91,7 +92,7 @@ impl Tier {
 
 #[test]
 fn a_partly_filled_tail_leaves_before_older_whole_blocks() {
-    let mut tier = Tier::new(6);
+    let mut tier = MockTier::new(6);
     tier.serve(0.0, RequestKind::Text, 1, &[1, 2, 3], false);
     tier.serve(1.0, RequestKind::Text, 1, &[4, 5, 6], true);
     tier.serve(2.0, RequestKind::Text, 1, &[7], false);
@@ -100,7 +101,7 @@ fn a_partly_filled_tail_leaves_before_older_whole_blocks() {
 
 #[test]
 fn the_tail_of_a_session_leaves_before_its_head() {
-    let mut tier = Tier::new(6);
+    let mut tier = MockTier::new(6);
     tier.serve(0.0, RequestKind::Text, 1, &[1, 2, 3], false);
     tier.serve(1.0, RequestKind::Text, 2, &[1, 2, 3, 4, 5], false);
     tier.serve(2.0, RequestKind::Text, 1, &[7, 8, 9], false);
@@ -108,16 +109,16 @@ fn the_tail_of_a_session_leaves_before_its_head() {
 }
 
 #[test]
-fn who_knows_nothing_evicts_the_longest_unused() {
-    let mut tier = Tier::new(3);
+fn untrained_policy_evicts_the_longest_unused() {
+    let mut tier = MockTier::new(3);
     for (at_s, block) in [1, 2, 3, 1, 4, 5].into_iter().enumerate() {
         tier.serve(at_s as f64, RequestKind::Text, 1, &[block], false);
     }
     assert!(tier.holds(1) && tier.holds(4) && tier.holds(5));
 }
 
-/// Sessions of one kind come back long after they were evicted, those of another never do.
-fn returning(tier: &mut Tier) {
+/// Sessions of one kind return long after their eviction, those of another never.
+fn serve_returning_sessions(tier: &mut MockTier) {
     for session in 0..400_u64 {
         let at_s = session as f64;
         let block = 10 + 10 * session;
@@ -131,29 +132,29 @@ fn returning(tier: &mut Tier) {
 }
 
 #[test]
-fn uses_after_a_block_left_are_counted_so_that_it_may_stay_next_time() {
-    // Room for 10 s of what comes: nothing that comes back is resident any more unless it is preferred.
-    let mut tier = Tier::new(60);
-    returning(&mut tier);
+fn uses_after_eviction_are_learned() {
+    // Capacity for 10 s of traffic: returning blocks are resident only if the policy prefers them.
+    let mut tier = MockTier::new(60);
+    serve_returning_sessions(&mut tier);
     let held = |offset: u64| (380..400).filter(|session| tier.holds(10 + 10 * session + offset)).count();
-    assert!(held(0) >= 15, "{} sessions that will come back are held", held(0));
-    assert!(held(2) <= 5, "{} sessions that will not are held", held(2));
+    assert!(held(0) >= 15, "{} sessions that return are held", held(0));
+    assert!(held(2) <= 5, "{} sessions that do not return are held", held(2));
 }
 
 #[test]
-fn what_is_remembered_is_bounded_by_what_was_resident() {
-    let mut tier = Tier::new(64);
+fn ghosts_are_bounded_by_residents() {
+    let mut tier = MockTier::new(64);
     for at in 0..20_000_u64 {
         tier.serve(at as f64, RequestKind::Text, 1, &[at * 2, at * 2 + 1], false);
     }
     assert!(tier.policy.ghosts.capacity() <= 64 * ghosts::PER_RESIDENT);
     let links = size_of::<u32>() * 2 + size_of::<bool>();
-    assert!(size_of::<Resident>() + links + ghosts::PER_RESIDENT * size_of::<u64>() <= 64);
+    assert!(size_of::<ResidentBlock>() + links + ghosts::PER_RESIDENT * size_of::<u64>() <= 64);
 }
 
 #[test]
 fn a_prompt_shared_by_sessions_outlives_their_own_blocks() {
-    let mut tier = Tier::new(40);
+    let mut tier = MockTier::new(40);
     for session in 0..200_u64 {
         let own = 1000 + 10 * session;
         let blocks: Vec<u64> = (0..4).chain(own..own + 9).collect();
@@ -165,24 +166,24 @@ fn a_prompt_shared_by_sessions_outlives_their_own_blocks() {
 }
 
 #[test]
-fn a_session_is_told_from_a_fork_where_no_turn_is_stated() {
-    let mut tier = Tier::new(40);
+fn sessions_and_forks_are_inferred() {
+    let mut tier = MockTier::new(40);
     tier.serve(0.0, RequestKind::Text, 0, &[1, 2, 3, 100], true);
     tier.serve(9.0, RequestKind::Text, 0, &[1, 2, 3, 4, 5, 101], true);
-    tier.policy.close_run();
-    let resident = |tier: &Tier, block| tier.policy.links.about(tier.keys[&block]);
+    tier.policy.finish_request();
+    let resident = |tier: &MockTier, block| tier.policy.links.data(tier.keys[&block]);
     assert!(!resident(&tier, 1).has(SHARED) && resident(&tier, 4).turn == 2);
     assert!(resident(&tier, 5).has(END) && !resident(&tier, 3).has(END));
     tier.serve(12.0, RequestKind::Text, 0, &[1, 2, 8], false);
-    tier.policy.close_run();
+    tier.policy.finish_request();
     assert!(resident(&tier, 2).has(SHARED) && !resident(&tier, 3).has(SHARED));
     assert_eq!(resident(&tier, 8).turn, 1);
 }
 
 #[test]
-fn where_every_use_takes_its_time_the_newest_leaves_and_the_waiting_stay() {
-    // Sessions come every second, and back after just 60 s; there is room for 30 s of them.
-    let mut tier = Tier::new(60);
+fn newest_leaves_if_reuse_comes_late() {
+    // Sessions arrive every second and return after exactly 60 s; capacity is 30 s of them.
+    let mut tier = MockTier::new(60);
     let mut hits = 0;
     for at in 0..3000_u64 {
         tier.serve(at as f64, RequestKind::Text, 1, &[at * 2, at * 2 + 1], false);
@@ -194,50 +195,50 @@ fn where_every_use_takes_its_time_the_newest_leaves_and_the_waiting_stay() {
 }
 
 #[test]
-fn blocks_before_a_shared_one_are_shared_even_if_they_came_back_unknown() {
-    let mut tier = Tier::new(40);
+fn blocks_before_a_shared_block_are_shared() {
+    let mut tier = MockTier::new(40);
     tier.serve(0.0, RequestKind::Api, 1, &[1, 2, 3, 50], false);
     tier.serve(1.0, RequestKind::Api, 1, &[1, 2, 3, 60], false);
-    // Block 1 leaves and is forgotten.
+    // Block 1 leaves, and its ghost is lost.
     let key = tier.keys.remove(&1).unwrap();
     tier.policy.remove(key);
     tier.blocks.remove(&key);
     tier.free.push(key);
-    tier.policy.catch_up();
+    tier.policy.run_deferred();
     tier.policy.ghosts = Ghosts::default();
-    tier.policy.alive = Alive::new();
+    tier.policy.open_waits = OpenWaits::new();
     for &key in tier.keys.values() {
-        tier.policy.alive.begin(tier.policy.links.about(key).class);
+        tier.policy.open_waits.begin(tier.policy.links.data(key).class);
     }
     tier.serve(2.0, RequestKind::Api, 1, &[1, 2, 3, 70], false);
-    tier.policy.close_run();
-    assert!(tier.policy.links.about(tier.keys[&1]).has(SHARED));
-    assert!(!tier.policy.links.about(tier.keys[&70]).has(SHARED));
+    tier.policy.finish_request();
+    assert!(tier.policy.links.data(tier.keys[&1]).has(SHARED));
+    assert!(!tier.policy.links.data(tier.keys[&70]).has(SHARED));
 }
 
 #[test]
 fn blocks_of_one_request_are_one_observation() {
-    let classes = Classes::default();
-    let class = |kind| Classes::coarse(kind, 1);
+    let classes = ReuseClasses::default();
+    let class = |kind| ReuseClasses::coarse(kind, 1);
     let (few, many, never) = (class(RequestKind::Text), class(RequestKind::File), class(RequestKind::Search));
     let mut evidence = Evidence::new();
     for class in [few, many, never] {
-        (0..1000).for_each(|_| evidence.exposed(class, 0, 100 * SECOND));
+        (0..1000).for_each(|_| evidence.add_exposure(class, 0, 100 * SECOND));
     }
-    // 500 blocks used again by one request, and by 500.
-    (0..500).for_each(|_| evidence.reused(few, 3 * SECOND));
-    evidence.clustered(few, 500);
-    (0..500).for_each(|_| evidence.reused(many, 3 * SECOND));
-    (0..500).for_each(|_| evidence.clustered(many, 1));
-    let mut tables = Tables::new();
+    // 500 blocks reused by one request, and by 500 requests.
+    (0..500).for_each(|_| evidence.add_reuse(few, 3 * SECOND));
+    evidence.add_cluster(few, 500);
+    (0..500).for_each(|_| evidence.add_reuse(many, 3 * SECOND));
+    (0..500).for_each(|_| evidence.add_cluster(many, 1));
+    let mut tables = ClassTables::new();
     evidence.fit(&classes, &mut tables);
-    let worth = |class: Class| f64::from(tables.values[class.at()][bands::band(2 * SECOND)]);
+    let worth = |class: ReuseClass| f64::from(tables.values[class.index()][bands::band(2 * SECOND)]);
     assert!(worth(many) > 2.0 * worth(few) && worth(few) > worth(never), "{} {}", worth(many), worth(few));
 }
 
-/// While another request holds the same blocks, each is parked as soon as it was told.
+/// While another request holds the same blocks, each is parked as soon as it is reported.
 #[test]
-fn what_others_hold_is_judged_with_the_rest_of_its_request() {
+fn parked_blocks_are_judged_with_their_request() {
     let serve = |parks: bool| {
         let mut policy = Density::new();
         let blocks = 20_u32;
@@ -257,10 +258,10 @@ fn what_others_hold_is_judged_with_the_rest_of_its_request() {
                     policy.park(BlockKey(offset));
                 }
             }
-            policy.close_run();
+            policy.finish_request();
             assert_eq!(policy.len(), blocks as usize);
         }
-        let ends = (0..blocks).filter(|&key| policy.links.about(BlockKey(key)).has(END)).count();
+        let ends = (0..blocks).filter(|&key| policy.links.data(BlockKey(key)).has(END)).count();
         assert_eq!(policy.victim(Timestamp(300 * SECOND), &|_| false).is_none(), parks);
         (ends, format!("{:?}", policy.evidence))
     };
@@ -269,9 +270,9 @@ fn what_others_hold_is_judged_with_the_rest_of_its_request() {
     assert_eq!(serve(true), alone);
 }
 
-/// What is remembered is looked up late, but as of its time: who does it at once counts the same and names the same.
+/// Deferred ghost work has the same counts and victims as immediate work.
 #[test]
-fn what_is_put_off_is_counted_as_if_done_at_once() {
+fn deferred_work_equals_immediate_work() {
     let serve = |at_once: bool| {
         let (mut policy, mut victims, mut state) = (Density::new(), Vec::new(), 11_u64);
         let mut random = |below: u64| {
@@ -282,7 +283,10 @@ fn what_is_put_off_is_counted_as_if_done_at_once() {
         for step in 0..40_000 {
             let key = BlockKey(random(64) as u32);
             let traits = BlockTraits {
-                category: Category { kind: RequestKind::from_u8(random(4) as u8), turn: random(4) as u8 },
+                category: Category {
+                    kind: RequestKind::from_u8(random(4) as u8),
+                    conversation_turn: random(4) as u8,
+                },
                 offset_blocks: random(20) as u32,
                 is_partial: random(8) == 0,
                 fingerprint: (random(300) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
@@ -297,7 +301,7 @@ fn what_is_put_off_is_counted_as_if_done_at_once() {
                 5 => policy.remove(key),
                 6 => now = Timestamp(now.0 + 1),
                 7..11 => policy.insert(key, traits, now),
-                11 => policy.pass(traits, now),
+                11 => policy.note_absent(traits, now),
                 _ => {
                     let victim = policy.victim(now, &|key| key.0 % 5 == step % 5);
                     victims.push(victim);
@@ -305,18 +309,18 @@ fn what_is_put_off_is_counted_as_if_done_at_once() {
                 }
             }
             if at_once {
-                policy.catch_up();
+                policy.run_deferred();
             }
         }
-        policy.catch_up();
+        policy.run_deferred();
         assert!(policy.ghosts.capacity() > 64 && victims.iter().flatten().count() > 5_000);
         (victims, format!("{:?}", policy.evidence))
     };
     assert_eq!(serve(false), serve(true));
 }
 
-/// One prompt of four blocks every second, and calls of eight blocks each of which nobody asks again.
-fn prompt_and_calls(tier: &mut Tier, from_s: u64, to_s: u64) -> usize {
+/// One prompt of four blocks every second, with calls of eight blocks each that never repeat.
+fn prompt_and_calls(tier: &mut MockTier, from_s: u64, to_s: u64) -> usize {
     let mut hits = 0;
     for second in from_s..to_s {
         let own = 1000 + second * 10;
@@ -327,22 +331,22 @@ fn prompt_and_calls(tier: &mut Tier, from_s: u64, to_s: u64) -> usize {
 }
 
 #[test]
-fn what_is_asked_for_once_is_not_let_in_for_what_is_asked_for_again() {
-    let mut tier = Tier { weighs: true, ..Tier::new(6) };
+fn one_time_blocks_do_not_evict_reused_ones() {
+    let mut tier = MockTier { asks_admission: true, ..MockTier::new(6) };
     prompt_and_calls(&mut tier, 0, 300);
-    let calls = |tier: &Tier| (1000..9000).filter(|&block| tier.holds(block)).collect::<Vec<_>>();
+    let calls = |tier: &MockTier| (1000..9000).filter(|&block| tier.holds(block)).collect::<Vec<_>>();
     let before = calls(&tier);
     assert!((1..=4).all(|block| tier.holds(block)) && before.len() <= 2, "{before:?}");
-    // A call that is far larger than the tier changes nothing.
+    // A call far larger than the tier changes no residency of the prompt.
     tier.serve(300.5, RequestKind::Api, 1, &(2000..2100).collect::<Vec<_>>(), false);
     assert!((1..=4).all(|block| tier.holds(block)));
 }
 
 #[test]
-fn who_was_turned_away_and_comes_again_is_let_in() {
-    let mut tier = Tier { weighs: true, ..Tier::new(6) };
+fn rejected_block_is_admitted_after_reuse() {
+    let mut tier = MockTier { asks_admission: true, ..MockTier::new(6) };
     prompt_and_calls(&mut tier, 0, 300);
-    // Another prompt, asked for ten times as often, takes the place of the first, which nobody asks for any more.
+    // A second prompt, used ten times as often, replaces the first, which is no longer used.
     let mut found = 0;
     for step in 0..600 {
         found =
@@ -352,10 +356,10 @@ fn who_was_turned_away_and_comes_again_is_let_in() {
 }
 
 #[test]
-fn what_is_passed_is_remembered_as_what_leaves() {
+fn absent_blocks_leave_ghosts() {
     let mut policy = Density::new();
     let traits = |offset: u32| BlockTraits {
-        category: Category { kind: RequestKind::Text, turn: 1 },
+        category: Category { kind: RequestKind::Text, conversation_turn: 1 },
         offset_blocks: offset,
         fingerprint: (u64::from(offset) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15),
         ..BlockTraits::default()
@@ -363,10 +367,10 @@ fn what_is_passed_is_remembered_as_what_leaves() {
     policy.insert(BlockKey(0), traits(0), Timestamp(0));
     let tell = |policy: &mut Density, second: u64| {
         let now = Timestamp(second * SECOND);
-        (1..4).rev().for_each(|offset| policy.pass(traits(offset), now));
+        (1..4).rev().for_each(|offset| policy.note_absent(traits(offset), now));
         policy.access(BlockKey(0), traits(0), now);
-        policy.close_run();
-        policy.catch_up();
+        policy.finish_request();
+        policy.run_deferred();
         [1, 2, 3].map(|offset| policy.ghosts.find(traits(offset).fingerprint, now).unwrap().0)
     };
     let first = tell(&mut policy, 1);

@@ -1,4 +1,4 @@
-//! Sequence numbers, epochs, and what each change does.
+//! Sequence numbers, epochs, and the effect of each change.
 
 use super::*;
 
@@ -19,14 +19,18 @@ fn numbers_start_at_one_and_have_no_gaps() {
 }
 
 #[test]
-fn a_gap_is_closed_by_clearing_and_saying_everything() {
+fn gap_is_closed_by_full_reannouncement() {
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored([1, 2, 3], Tier::Dram)]);
+    index.announce_next(1, vec![stored([1, 2, 3], Tier::Dram)]);
     assert_eq!(index.announce(1, 1, 3, vec![]), AnnounceOutcome::Gap { expected: Seq(2) });
-    index.say(1, vec![Change::Cleared, stored([1, 7], Tier::Ssd)]);
+    index.announce_next(1, vec![Change::Cleared, stored([1, 7], Tier::Ssd)]);
     assert_eq!(index.runs([1, 7]), [(0, 2, vec![(1, Tier::Ssd)])]);
-    assert_eq!((index.reach([2]), index.reach([3])), (0, 0));
-    assert_eq!(index.0.next_seq(NodeId(1)), Some((Epoch(1), Seq(3))), "clearing keeps epoch and number");
+    assert_eq!((index.prefix_blocks([2]), index.prefix_blocks([3])), (0, 0));
+    assert_eq!(
+        index.0.next_seq(NodeId(1)),
+        Some((Epoch(1), Seq(3))),
+        "clearing keeps epoch and sequence number"
+    );
 }
 
 #[test]
@@ -38,11 +42,11 @@ fn other_epochs_are_fenced() {
         assert_eq!(outcome, AnnounceOutcome::Fenced, "epoch {epoch}");
     }
     assert_eq!(index.announce(9, 1, 1, vec![]), AnnounceOutcome::Fenced, "unknown node");
-    assert_eq!(index.reach([1]), 0);
+    assert_eq!(index.prefix_blocks([1]), 0);
 }
 
 #[test]
-fn one_batch_answers_each_announcement_in_order() {
+fn batch_returns_one_outcome_per_announcement() {
     let mut index = Fixture::with_nodes(2);
     let answer = index.0.apply(&Command::Announce(vec![
         announcement(1, 1, 1, vec![stored([1], Tier::Dram)]),
@@ -63,34 +67,34 @@ fn one_batch_answers_each_announcement_in_order() {
             AnnounceOutcome::Duplicate { next: Seq(3) },
         ])
     );
-    assert_eq!([1, 2, 3, 4].map(|number| index.reach([number])), [1, 0, 0, 1]);
+    assert_eq!([1, 2, 3, 4].map(|number| index.prefix_blocks([number])), [1, 0, 0, 1]);
 }
 
 #[test]
 fn a_block_may_be_in_several_tiers_and_is_served_from_the_fastest() {
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored([1], Tier::Ssd), stored([1], Tier::Gpu), stored([1], Tier::Dram)]);
+    index.announce_next(1, vec![stored([1], Tier::Ssd), stored([1], Tier::Gpu), stored([1], Tier::Dram)]);
     assert_eq!(index.runs([1]), [(0, 1, vec![(1, Tier::Gpu)])]);
     assert_eq!(index.0.node(NodeId(1)).unwrap().tier_blocks, [1, 1, 1]);
-    assert_eq!(index.0.stats().copies, 1, "tiers are not counted apart");
-    index.say(1, vec![dropped([1], Tier::Gpu)]);
+    assert_eq!(index.0.stats().copies, 1, "a block in several tiers counts once");
+    index.announce_next(1, vec![dropped([1], Tier::Gpu)]);
     assert_eq!(index.runs([1]), [(0, 1, vec![(1, Tier::Dram)])]);
-    index.say(1, vec![dropped([1], Tier::Dram)]);
+    index.announce_next(1, vec![dropped([1], Tier::Dram)]);
     assert_eq!(index.runs([1]), [(0, 1, vec![(1, Tier::Ssd)])]);
-    index.say(1, vec![dropped([1], Tier::Ssd)]);
+    index.announce_next(1, vec![dropped([1], Tier::Ssd)]);
     assert_eq!(index.runs([1]), []);
     assert_eq!(index.0.stats().blocks, 0);
 }
 
 #[test]
-fn changes_said_twice_count_once() {
+fn repeated_changes_count_once() {
     let mut once = Fixture::with_nodes(1);
     let mut twice = Fixture::with_nodes(1);
     let changes =
         [stored([1, 2, 3], Tier::Dram), moved([2, 9], Tier::Dram, Tier::Ssd), dropped([3, 8], Tier::Dram)];
     for change in changes {
-        once.say(1, vec![change.clone()]);
-        twice.say(1, vec![change.clone(), change]);
+        once.announce_next(1, vec![change.clone()]);
+        twice.announce_next(1, vec![change.clone(), change]);
     }
     assert_eq!(once.0.snapshot(), twice.0.snapshot());
     assert_eq!(once.0.digest(), twice.0.digest());
@@ -98,22 +102,22 @@ fn changes_said_twice_count_once() {
 }
 
 #[test]
-fn a_move_says_where_the_block_is_now() {
+fn move_replaces_the_tier() {
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored([1, 2], Tier::Dram), stored([2], Tier::Ssd)]);
-    index.say(1, vec![moved([1, 2, 3], Tier::Dram, Tier::Ssd)]);
+    index.announce_next(1, vec![stored([1, 2], Tier::Dram), stored([2], Tier::Ssd)]);
+    index.announce_next(1, vec![moved([1, 2, 3], Tier::Dram, Tier::Ssd)]);
     assert_eq!(index.runs([1, 2, 3]), [(0, 3, vec![(1, Tier::Ssd)])]);
     assert_eq!(index.0.node(NodeId(1)).unwrap().tier_blocks, [3, 0, 0]);
-    index.say(1, vec![moved([1], Tier::Ssd, Tier::Ssd)]);
-    assert_eq!(index.reach([1]), 1, "a move to the same tier keeps the block");
+    index.announce_next(1, vec![moved([1], Tier::Ssd, Tier::Ssd)]);
+    assert_eq!(index.prefix_blocks([1]), 1, "a move to the same tier keeps the block");
 }
 
 #[test]
 fn repeated_blocks_in_one_run_count_once() {
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored([5, 5, 5], Tier::Dram)]);
+    index.announce_next(1, vec![stored([5, 5, 5], Tier::Dram)]);
     assert_eq!(index.0.node(NodeId(1)).unwrap().blocks, 1);
-    index.say(1, vec![dropped([5, 5], Tier::Dram)]);
+    index.announce_next(1, vec![dropped([5, 5], Tier::Dram)]);
     assert_eq!(index.0.node(NodeId(1)).unwrap().blocks, 0);
 }
 
@@ -121,10 +125,10 @@ fn repeated_blocks_in_one_run_count_once() {
 fn dropping_one_nodes_copy_leaves_the_others() {
     let mut index = Fixture::with_nodes(5);
     for node in [3, 1, 5, 2, 4] {
-        index.say(node, vec![stored([1], Tier::Dram)]);
+        index.announce_next(node, vec![stored([1], Tier::Dram)]);
     }
     for (gone, left) in [(3, vec![1, 2, 4, 5]), (1, vec![2, 4, 5]), (5, vec![2, 4]), (2, vec![4])] {
-        index.say(gone, vec![dropped([1], Tier::Dram)]);
+        index.announce_next(gone, vec![dropped([1], Tier::Dram)]);
         let holders: Vec<u32> = index.lookup([1]).runs[0].holders.iter().map(|one| one.node.0).collect();
         assert_eq!(holders, left);
     }

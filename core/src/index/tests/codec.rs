@@ -1,4 +1,4 @@
-//! Log records: they come back as they went, and no other bytes are taken for one.
+//! Log records: encoding and decoding are exact inverses, and all other bytes are refused.
 
 use proptest::prelude::*;
 
@@ -15,12 +15,12 @@ fn hex(bytes: &[u8]) -> String {
 
 proptest! {
     #[test]
-    fn a_record_comes_back_as_it_went(command in any_command()) {
+    fn records_round_trip(command in any_command()) {
         prop_assert_eq!(Command::decode(&command.encode()), Ok(command));
     }
 
     #[test]
-    fn a_record_cut_anywhere_is_refused(command in any_command()) {
+    fn truncated_records_are_refused(command in any_command()) {
         let record = command.encode();
         for end in 0..record.len() {
             prop_assert!(Command::decode(&record[..end]).is_err(), "{end} of {}", record.len());
@@ -28,17 +28,17 @@ proptest! {
     }
 
     #[test]
-    fn a_record_with_more_behind_it_is_refused(
+    fn trailing_bytes_are_refused(
         command in any_command(), more in prop::collection::vec(any::<u8>(), 1..40),
     ) {
         let record = [command.encode(), more].concat();
         prop_assert!(Command::decode(&record).is_err());
     }
 
-    /// Whatever is taken for a record is the one encoding of its command: two replicas cannot read
-    /// the same bytes differently, and no two records mean the same.
+    /// Every valid record is the one encoding of its command: two replicas cannot read the same
+    /// bytes differently, and no two records mean the same.
     #[test]
-    fn changed_bytes_are_refused_or_another_record(
+    fn mutated_records_are_refused_or_canonical(
         command in any_command(), changes in prop::collection::vec((any::<prop::sample::Index>(), 1u8..), 1..4),
     ) {
         let mut record = command.encode();
@@ -52,7 +52,7 @@ proptest! {
     }
 
     #[test]
-    fn any_bytes_are_refused_or_a_record(mut bytes in prop::collection::vec(any::<u8>(), 2..200), tag in 0u8..10) {
+    fn arbitrary_bytes_are_refused_or_canonical(mut bytes in prop::collection::vec(any::<u8>(), 2..200), tag in 0u8..10) {
         (bytes[0], bytes[1]) = (1, tag);
         if let Ok(command) = Command::decode(&bytes) {
             prop_assert_eq!(command.encode(), bytes);
@@ -62,7 +62,7 @@ proptest! {
 
 #[test]
 fn the_format_is_pinned() {
-    // If this changes, routers can no longer read their logs: take a new format number.
+    // If this changes, routers can no longer read their logs: raise the format number.
     let a = block(1);
     let command = Command::Announce(vec![
         announcement(
@@ -96,7 +96,7 @@ fn the_format_is_pinned() {
         (fence(5, 128), "0402058001"),
         (leave(0, 1), "04030001"),
         (Command::SetQuota { tenant: TenantId(1), bytes: Some(0) }, "0407010100"),
-        (Command::SetTtl { group: GroupId(1), ttl_ms: None }, "04080100"),
+        (Command::SetTtl { group: TtlGroupId(1), ttl_ms: None }, "04080100"),
         (Command::SetGeneration(Generation(300)), "040aac02"),
         (unpin(None), "040609036f707300"),
         (unpin(Some(300)), "040609036f707301ac02"),
@@ -124,10 +124,10 @@ fn a_run_costs_little_more_than_its_hashes() {
 }
 
 #[test]
-fn errors_say_where_and_why() {
+fn errors_name_position_and_reason() {
     let text = |bytes: &[u8]| decode_error(bytes).to_string();
     assert_eq!(text(&[]), "ends at byte 0, but 1 more bytes must follow");
-    assert_eq!(text(&[1, 1]), "format 1 is not known here, only 4: use the release that wrote it");
+    assert_eq!(text(&[1, 1]), "format 1 is unknown, this release reads 4: use the release that wrote it");
     assert_eq!(text(&[4, 99]), "command tag at byte 1 is 99, which is not valid");
     assert_eq!(text(&[4, 2, 5]), "ends at byte 3, but 1 more bytes must follow");
     assert_eq!(text(&[4, 2, 5, 1, 0, 0]), "ends at byte 4, but 2 more bytes follow");
@@ -138,8 +138,8 @@ fn errors_say_where_and_why() {
 }
 
 #[test]
-fn numbers_have_one_form() {
-    // 5 as two bytes, a number above 64 bits, and one that never ends.
+fn varints_have_one_encoding() {
+    // 5 as two bytes, a number above 64 bits, and an unterminated number.
     let longer = |number: &[u8]| [&[4, 2, 1], number].concat();
     assert_eq!(decode_error(&longer(&[0x85, 0])), CodecError::Invalid { what: "epoch", at: 3, got: 5 });
     let above = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x02];
@@ -153,8 +153,8 @@ fn numbers_have_one_form() {
 }
 
 #[test]
-fn counts_reserve_nothing() {
-    // Each claims far more than there is; reserving on its word would end the process.
+fn counts_do_not_reserve_memory() {
+    // Each count claims far more than is present; reserving memory for it would abort the process.
     let huge = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
     let claims: [(&str, Vec<u8>); 5] = [
         ("announcements", vec![4, 4]),
@@ -170,7 +170,7 @@ fn counts_reserve_nothing() {
 }
 
 #[test]
-fn heads_in_one_record_are_bounded() {
+fn headers_of_one_record_are_bounded() {
     // A change takes one byte here and sixty in memory.
     let mut record = vec![4, 4, 1, 1, 1, 1, 0x81, 0x80, 0x40];
     record.resize(record.len() + (1 << 20) + 1, 0);
@@ -178,7 +178,7 @@ fn heads_in_one_record_are_bounded() {
 }
 
 #[test]
-fn changes_have_one_form() {
+fn changes_have_one_encoding() {
     let change = |head: u8, rest: &[u8]| {
         let record = [&[4, 4, 1, 1, 1, 1, 1, head], rest].concat();
         Command::decode(&record).map(|_| ())
@@ -188,13 +188,13 @@ fn changes_have_one_form() {
     assert_eq!(change(1, &[0]), Ok(()));
     assert_eq!(change(1 | 3 << 2, &[0]), invalid("tier", 3), "there is no fourth tier");
     assert_eq!(change(2 | 3 << 4, &[0]), invalid("tier", 3));
-    assert_eq!(change(1 | 1 << 4, &[0]), invalid("change", 17), "stored goes to no tier");
+    assert_eq!(change(1 | 1 << 4, &[0]), invalid("change", 17), "stored has no target tier");
     assert_eq!(change(3 | 1 << 6, &[0]), invalid("change", 67), "dropped has no parent");
     assert_eq!(change(3 | 3 << 4, &[0]), Ok(()), "dropped has a cause");
     assert_eq!(change(1 << 2, &[0]), invalid("change", 4), "cleared has no tier");
-    assert_eq!(change(1 | 1 << 7, &[0]), invalid("parent", 128), "no hash stands before");
+    assert_eq!(change(1 | 1 << 7, &[0]), invalid("parent", 128), "no hash precedes it");
     assert_eq!(change(1 | 3 << 6, &[0]), invalid("parent", 192), "two parents");
-    // A parent written out though it is the hash before: the short form is the only one.
+    // An explicit parent that equals the previous hash: only the short form is valid.
     let a = block(1).0;
     let twice = [&[4, 4, 1, 1, 1, 1, 2, 1, 1, 1 | 1 << 6, 0][..], &a, &a].concat();
     assert_eq!(decode_error(&twice), CodecError::Invalid { what: "parent", at: 9, got: 64 });

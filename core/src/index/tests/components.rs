@@ -1,11 +1,11 @@
-//! Hybrid models: what a node must hold to go on with a prompt.
+//! Hybrid models: the blocks that a node needs to resume a prompt.
 
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 
-use super::random::{BLOCKS, Speakers, intents, request, tight};
-use super::reference::Reference;
+use super::random::{BLOCKS, Honesty, intents, request, tight};
+use super::reference::ReferenceIndex;
 use super::*;
 
 fn component(need: Need, hashes: &[BlockHash]) -> Component<'_> {
@@ -16,24 +16,28 @@ fn component(need: Need, hashes: &[BlockHash]) -> Component<'_> {
 fn each_need_has_its_own_rule() {
     // Node 1 holds blocks 0, 1, 2, 5, 6 of eight.
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored(0..8, Tier::Dram), dropped([3, 4, 7], Tier::Dram)]);
+    index.announce_next(1, vec![stored(0..8, Tier::Dram), dropped([3, 4, 7], Tier::Dram)]);
     let hashes = blocks(0..8);
     let reach = |need| index.0.resumable(&[component(need, &hashes)]);
     let one = |blocks| vec![(NodeId(1), blocks)];
     assert_eq!(reach(Need::Whole), one(3));
     assert_eq!(reach(Need::Window { blocks: 2 }), one(7));
-    assert_eq!(reach(Need::Window { blocks: 3 }), one(3), "two blocks are no window of three");
+    assert_eq!(reach(Need::Window { blocks: 3 }), one(3), "two blocks do not satisfy a window of three");
     assert_eq!(reach(Need::Window { blocks: 0 }), one(7));
-    assert_eq!(reach(Need::Window { blocks: 100 }), one(3), "a window longer than the prompt is all of it");
+    assert_eq!(
+        reach(Need::Window { blocks: 100 }),
+        one(3),
+        "a window longer than the prompt needs the whole prompt"
+    );
     assert_eq!(reach(Need::Last), one(7));
 }
 
 #[test]
-fn a_prefix_counts_when_every_component_has_what_it_needs() {
+fn prefix_needs_every_component() {
     let mut index = Fixture::with_nodes(2);
     let (full, state) = (blocks(0..10), blocks(100..110));
-    index.say(1, vec![stored(0..10, Tier::Dram), stored([103, 107], Tier::Ssd)]);
-    index.say(2, vec![stored(0..6, Tier::Dram), stored([109], Tier::Dram)]);
+    index.announce_next(1, vec![stored(0..10, Tier::Dram), stored([103, 107], Tier::Ssd)]);
+    index.announce_next(2, vec![stored(0..6, Tier::Dram), stored([109], Tier::Dram)]);
     let both = [component(Need::Whole, &full), component(Need::Last, &state)];
     assert_eq!(index.0.resumable(&both), [(NodeId(1), 8)], "node 2 has no state within its prefix");
     let shorter = [component(Need::Whole, &full[..5]), component(Need::Last, &state)];
@@ -43,9 +47,9 @@ fn a_prefix_counts_when_every_component_has_what_it_needs() {
 }
 
 #[test]
-fn a_fenced_node_resumes_nothing() {
+fn fenced_nodes_cannot_resume() {
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored(0..4, Tier::Dram)]);
+    index.announce_next(1, vec![stored(0..4, Tier::Dram)]);
     index.0.apply(&fence(1, 1));
     assert_eq!(index.0.resumable(&[component(Need::Last, &blocks(0..4))]), []);
 }
@@ -54,7 +58,7 @@ fn need() -> impl Strategy<Value = Need> {
     prop_oneof![Just(Need::Whole), (0..6u32).prop_map(|blocks| Need::Window { blocks }), Just(Need::Last)]
 }
 
-/// The rules, word by word.
+/// The rules, written out block by block.
 fn serves(need: Need, held: &dyn Fn(usize) -> bool, blocks: usize) -> bool {
     let from = match need {
         Need::Whole => 0,
@@ -65,13 +69,13 @@ fn serves(need: Need, held: &dyn Fn(usize) -> bool, blocks: usize) -> bool {
 }
 
 proptest! {
-    /// Whatever happened, each node resumes exactly as far as the rules say, block by block.
+    /// After any history, each node resumes exactly as far as the rules say.
     #[test]
-    fn it_resumes_as_far_as_the_rules_say(
-        intents in intents(Speakers::Honest),
+    fn resumable_matches_the_rules(
+        intents in intents(Honesty::Honest),
         prompts in prop::collection::vec((need(), request()), 1..4),
     ) {
-        let mut reference = Reference::new(tight());
+        let mut reference = ReferenceIndex::new(tight());
         let mut index = Index::new(tight());
         for intent in intents {
             let command = intent.command(&reference);

@@ -1,5 +1,5 @@
-//! Random lives of an index: it answers as the naive one does, and replicas that lived differently but
-//! applied the same log are the same to the byte.
+//! Random histories of an index: it answers like the naive reference, and replicas with different
+//! histories but equal logs are byte-equal.
 //!
 //! A failure prints the smallest sequence that shows it and the seed that repeats the run.
 
@@ -7,13 +7,13 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::prelude::*;
 
-use super::random::{BLOCKS, Intent, Speakers, begins_a_prefix, intents, names, request, tight};
-use super::reference::Reference;
+use super::random::{BLOCKS, Honesty, Intent, hashes_of, intents, request, starts_a_prefix, tight};
+use super::reference::ReferenceIndex;
 use super::*;
 
-/// Applies every intent to the reference and answers the commands it came to.
-fn log_of(intents: &[Intent]) -> Vec<Command> {
-    let mut reference = Reference::new(tight());
+/// Applies every intent to the reference and returns the resulting commands.
+fn commands_of(intents: &[Intent]) -> Vec<Command> {
+    let mut reference = ReferenceIndex::new(tight());
     let mut log = Vec::new();
     for intent in intents {
         let command = intent.command(&reference);
@@ -23,8 +23,8 @@ fn log_of(intents: &[Intent]) -> Vec<Command> {
     log
 }
 
-/// Keeps the blocks that were announced without a block before them, and that nothing since may have unlisted.
-fn note_beginnings(begun: &mut BTreeSet<BlockHash>, command: &Command, applied: &Applied) {
+/// Tracks blocks that were announced without a parent and that no later change may have unlisted.
+fn track_first_blocks(begun: &mut BTreeSet<BlockHash>, command: &Command, applied: &Applied) {
     let (Command::Announce(batch), Applied::Announced(outcomes)) = (command, applied) else { return };
     for (one, outcome) in batch.iter().zip(outcomes) {
         for change in &one.changes {
@@ -46,7 +46,7 @@ fn note_beginnings(begun: &mut BTreeSet<BlockHash>, command: &Command, applied: 
     }
 }
 
-fn changes_nothing(applied: &Applied) -> bool {
+fn is_without_effect(applied: &Applied) -> bool {
     match applied {
         Applied::Joined(_) | Applied::Done => false,
         Applied::Ignored | Applied::Refused(_) => true,
@@ -56,7 +56,7 @@ fn changes_nothing(applied: &Applied) -> bool {
     }
 }
 
-fn same_nodes(index: &Index, reference: &Reference) -> Result<(), TestCaseError> {
+fn same_nodes(index: &Index, reference: &ReferenceIndex) -> Result<(), TestCaseError> {
     prop_assert_eq!(index.nodes().count(), reference.nodes.len());
     for (state, (&id, expected)) in index.nodes().zip(&reference.nodes) {
         let in_tier = |tier| expected.blocks.values().filter(|tiers| tiers.contains(&tier)).count() as u64;
@@ -71,22 +71,22 @@ fn same_nodes(index: &Index, reference: &Reference) -> Result<(), TestCaseError>
     Ok(())
 }
 
-fn same_settings(index: &Index, reference: &Reference) -> Result<(), TestCaseError> {
+fn same_settings(index: &Index, reference: &ReferenceIndex) -> Result<(), TestCaseError> {
     prop_assert!(index.pins().eq(reference.pins.values()));
     prop_assert!(index.quotas().eq(reference.quotas.iter().map(|(&key, &value)| (TenantId(key), value))));
-    prop_assert!(index.ttls().eq(reference.ttls.iter().map(|(&key, &value)| (GroupId(key), value))));
+    prop_assert!(index.ttls().eq(reference.ttls.iter().map(|(&key, &value)| (TtlGroupId(key), value))));
     Ok(())
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases.max(384), ..ProptestConfig::default() })]
 
-    /// Every answer, count and lookup is that of the naive index, after every command.
+    /// Every answer, count and lookup equals the naive index, after every command.
     #[test]
-    fn it_answers_as_the_naive_index(intents in intents(Speakers::Honest), request in request()) {
-        let mut reference = Reference::new(tight());
+    fn answers_match_the_naive_index(intents in intents(Honesty::Honest), request in request()) {
+        let mut reference = ReferenceIndex::new(tight());
         let mut index = Index::new(tight());
-        let everything = names(0..BLOCKS);
+        let everything = hashes_of(0..BLOCKS);
         for intent in intents {
             let command = intent.command(&reference);
             prop_assert_eq!(index.apply(&command), reference.apply(&command), "{:?}", command);
@@ -94,8 +94,9 @@ proptest! {
             prop_assert_eq!(index.stats(), reference.stats());
             let expected = reference.longest_prefix(&request);
             let found = index.longest_prefix(&request);
-            // One that begins in the middle is answered only if somebody announced its first block that way.
-            let may_miss = !begins_a_prefix(request.first()) && found.runs.is_empty();
+            // A request from the middle of a prefix is answered only if a node announced its first
+            // block without a parent.
+            let may_miss = !starts_a_prefix(request.first()) && found.runs.is_empty();
             prop_assert!(may_miss || found == expected, "{:?} instead of {:?}", found, expected);
             for hash in &everything {
                 prop_assert_eq!(index.holders_of(*hash), reference.holders_of(*hash));
@@ -105,11 +106,11 @@ proptest! {
         }
     }
 
-    /// Whatever nodes say of the order of blocks, every block is known with exactly its holders; only how
-    /// long a prefix is may be misjudged.
+    /// Even if nodes lie about the order of blocks, every block has exactly its holders; only the
+    /// length of a prefix may be wrong.
     #[test]
-    fn liars_do_not_change_who_holds_a_block(intents in intents(Speakers::Liars), request in request()) {
-        let mut reference = Reference::new(tight());
+    fn liars_do_not_change_holders(intents in intents(Honesty::Liars), request in request()) {
+        let mut reference = ReferenceIndex::new(tight());
         let mut index = Index::new(tight());
         let mut begun = BTreeSet::new();
         for intent in intents {
@@ -118,10 +119,10 @@ proptest! {
             prop_assert_eq!(&applied, &reference.apply(&command), "{:?}", command);
             index.store.check();
             prop_assert_eq!(index.stats(), reference.stats());
-            for hash in &names(0..BLOCKS) {
+            for hash in &hashes_of(0..BLOCKS) {
                 prop_assert_eq!(index.holders_of(*hash), reference.holders_of(*hash));
             }
-            note_beginnings(&mut begun, &command, &applied);
+            track_first_blocks(&mut begun, &command, &applied);
             begun.retain(|hash| !reference.holders_of(*hash).is_empty());
             for hash in &begun {
                 let found = index.longest_prefix(&[*hash]).runs;
@@ -132,15 +133,15 @@ proptest! {
         }
     }
 
-    /// A replica that was restored half way and one that was not end in the same bytes, with the same
+    /// A replica that restored a snapshot half way and one that did not end byte-equal, with equal
     /// answers on the way.
     #[test]
     fn equal_logs_give_equal_bytes(
-        intents in intents(Speakers::Liars),
+        intents in intents(Honesty::Liars),
         half in any::<prop::sample::Index>(),
         request in request(),
     ) {
-        let log = log_of(&intents);
+        let log = commands_of(&intents);
         let half = half.index(log.len());
         let mut straight = Index::new(tight());
         let mut restored = Index::new(tight());
@@ -157,11 +158,11 @@ proptest! {
         prop_assert_eq!(restored.snapshot(), straight.snapshot());
     }
 
-    /// Quite another history that ends in the same state has the same digest, though its blocks lie
-    /// elsewhere.
+    /// A different history that ends in the same state has the same digest, despite another block
+    /// layout.
     #[test]
-    fn equal_states_give_equal_digests(intents in intents(Speakers::Liars)) {
-        let mut reference = Reference::new(tight());
+    fn equal_states_give_equal_digests(intents in intents(Honesty::Liars)) {
+        let mut reference = ReferenceIndex::new(tight());
         let mut index = Index::new(tight());
         for intent in intents {
             let command = intent.command(&reference);
@@ -172,15 +173,15 @@ proptest! {
         let mut other = Index::new(IndexLimits::default());
         for command in other_history {
             let applied = other.apply(&command);
-            prop_assert!(!changes_nothing(&applied), "{command:?}: {applied:?}");
+            prop_assert!(!is_without_effect(&applied), "{command:?}: {applied:?}");
         }
         prop_assert_eq!(other.digest(), index.digest());
     }
 
-    /// Along a life, two moments have equal digests exactly when they have equal states.
+    /// Two moments of one history have equal digests exactly if they have equal states.
     #[test]
-    fn digests_and_states_agree(intents in intents(Speakers::Liars)) {
-        let mut reference = Reference::new(tight());
+    fn digests_and_states_agree(intents in intents(Honesty::Liars)) {
+        let mut reference = ReferenceIndex::new(tight());
         let mut index = Index::new(tight());
         let mut by_state = BTreeMap::from([(reference.state(), index.digest())]);
         let mut by_digest = BTreeMap::from([(index.digest(), reference.state())]);
@@ -194,35 +195,36 @@ proptest! {
         }
     }
 
-    /// `Ignored`, a refusal, a duplicate, a gap or a fenced epoch leaves no trace; `Done` does.
+    /// `Ignored`, a refusal, a duplicate, a gap or a fenced epoch leaves the state unchanged;
+    /// `Done` changes it.
     #[test]
-    fn only_what_took_effect_leaves_a_trace(intents in intents(Speakers::Liars)) {
+    fn only_effective_commands_change_the_digest(intents in intents(Honesty::Liars)) {
         let mut index = Index::new(tight());
-        for command in log_of(&intents) {
+        for command in commands_of(&intents) {
             let before = index.digest();
             let applied = index.apply(&command);
             let unchanged = index.digest() == before;
-            prop_assert_eq!(changes_nothing(&applied), unchanged, "{:?}: {:?}", command, applied);
+            prop_assert_eq!(is_without_effect(&applied), unchanged, "{:?}: {:?}", command, applied);
         }
     }
 
     /// A log read back from its records leads to the same state.
     #[test]
-    fn a_log_survives_its_records(intents in intents(Speakers::Liars)) {
+    fn decoded_log_gives_the_same_state(intents in intents(Honesty::Liars)) {
         let mut said = Index::new(tight());
         let mut read = Index::new(tight());
-        for command in log_of(&intents) {
+        for command in commands_of(&intents) {
             said.apply(&command);
             read.apply(&Command::decode(&command.encode()).unwrap());
         }
         prop_assert_eq!(said.snapshot(), read.snapshot());
     }
 
-    /// What a lookup says of one node is what a lookup with that node alone would say.
+    /// The prefix that a lookup reports for one node equals a lookup of that node alone.
     #[test]
-    fn per_node_counts_what_one_node_could_serve(intents in intents(Speakers::Honest), request in request()) {
+    fn node_prefix_matches_a_lookup_of_that_node(intents in intents(Honesty::Honest), request in request()) {
         let mut index = Index::new(tight());
-        for command in log_of(&intents) {
+        for command in commands_of(&intents) {
             index.apply(&command);
         }
         let found = index.longest_prefix(&request);
@@ -230,8 +232,8 @@ proptest! {
         for node in nodes {
             let holds = |hash: &BlockHash| index.holders_of(*hash).iter().any(|holder| holder.node == node);
             let alone = request.iter().take_while(|hash| holds(hash)).count() as u32;
-            let may_miss = !begins_a_prefix(request.first()) && found.runs.is_empty();
-            prop_assert!(may_miss || found.per_node(node) == alone);
+            let may_miss = !starts_a_prefix(request.first()) && found.runs.is_empty();
+            prop_assert!(may_miss || found.node_prefix_blocks(node) == alone);
         }
         let mut offset = 0;
         for run in &found.runs {
@@ -245,14 +247,15 @@ proptest! {
 }
 
 #[test]
-fn random_lives_meet_what_they_should() {
-    // A property over sequences that never refuse, never go stale or never fold an epoch proves little.
+fn random_histories_cover_all_outcomes() {
+    // A property over sequences that never hit a refusal, a stale copy or a folded epoch would
+    // prove little.
     use proptest::strategy::{Strategy as _, ValueTree as _};
     let mut runner = proptest::test_runner::TestRunner::deterministic();
     let mut met: BTreeMap<&str, u32> = BTreeMap::new();
     for _ in 0..300 {
-        let intents = intents(Speakers::Honest).new_tree(&mut runner).unwrap().current();
-        let mut reference = Reference::new(tight());
+        let intents = intents(Honesty::Honest).new_tree(&mut runner).unwrap().current();
+        let mut reference = ReferenceIndex::new(tight());
         let mut index = Index::new(tight());
         for intent in intents {
             let command = intent.command(&reference);
@@ -284,13 +287,13 @@ fn random_lives_meet_what_they_should() {
                 },
             };
             *met.entry(kind).or_default() += 1;
-            *met.entry("stale").or_default() += u32::from(index.stale_holds() > 0);
+            *met.entry("stale").or_default() += u32::from(index.stale_copies() > 0);
             *met.entry("folded epoch").or_default() += u32::from(reference.floor > 0);
             *met.entry("shared block").or_default() += u32::from(index.stats().copies > index.stats().blocks);
-            let (stubs, apart, begun_within) = index.store.odd_octets();
+            let (stubs, apart, begun_within) = index.store.group_anomalies();
             *met.entry("stub").or_default() += u32::from(stubs > 0);
-            *met.entry("page that is no anchor").or_default() += u32::from(apart > 0);
-            *met.entry("run from the middle of an octet").or_default() += u32::from(begun_within > 0);
+            *met.entry("page that is not canonical").or_default() += u32::from(apart > 0);
+            *met.entry("run from the middle of a block group").or_default() += u32::from(begun_within > 0);
         }
     }
     let kinds = [
@@ -314,8 +317,8 @@ fn random_lives_meet_what_they_should() {
         "folded epoch",
         "shared block",
         "stub",
-        "page that is no anchor",
-        "run from the middle of an octet",
+        "page that is not canonical",
+        "run from the middle of a block group",
     ];
     for kind in kinds {
         assert!(met.get(kind).copied().unwrap_or(0) >= 10, "{kind} in {met:?}");

@@ -1,13 +1,13 @@
-//! The digest that a node keeps of itself is the one that the index keeps of it.
+//! The digest that a node keeps of itself equals the one that the index keeps of the node.
 
 use super::*;
 use crate::id::NodeId;
 use crate::index::digest;
 
-/// Numbers that look random (splitmix64).
-struct Random(u64);
+/// Pseudo-random numbers (SplitMix64).
+struct SplitMix64(u64);
 
-impl Random {
+impl SplitMix64 {
     fn below(&mut self, limit: u64) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let word = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -16,11 +16,11 @@ impl Random {
     }
 }
 
-/// Announces at random what a cache does: stores chains, moves and drops what it holds, in any order.
+/// Random announcements of a cache: stores chains, moves and drops held blocks, in any order.
 #[test]
 fn a_node_and_the_index_keep_one_digest() {
     for seed in 0..50 {
-        let mut random = Random(seed);
+        let mut random = SplitMix64(seed);
         let mut index = Fixture::with_nodes(1);
         let (mut held, mut sum, mut fresh) = (Vec::<(u64, Tier)>::new(), 0, 0);
         for _ in 0..60 {
@@ -48,11 +48,11 @@ fn a_node_and_the_index_keep_one_digest() {
                     }
                 }
             };
-            sum = digest::after(sum, &change);
-            index.say(1, vec![change]);
+            sum = digest::digest_after(sum, &change);
+            index.announce_next(1, vec![change]);
             assert_eq!(index.0.node(NodeId(1)).expect("joined").digest(), sum, "seed {seed}");
         }
-        let share = |(number, tier): &(u64, Tier)| digest::of_hold(block(*number), *tier);
+        let share = |(number, tier): &(u64, Tier)| digest::copy_digest(block(*number), *tier);
         let alone = held.iter().map(share).fold(0, u128::wrapping_add);
         assert_eq!(sum, alone, "seed {seed}");
     }

@@ -1,4 +1,5 @@
-//! Joining, fencing, leaving: epochs only grow, and what a dead epoch said is gone at once.
+//! Joining, fencing, leaving: epochs only grow, and an ended epoch's announcements stop counting at
+//! once.
 
 use super::*;
 use crate::index::nodes::DEPARTED_MAX;
@@ -13,39 +14,39 @@ fn each_join_takes_the_next_epoch() {
 }
 
 #[test]
-fn a_join_voids_what_the_node_said_before() {
+fn join_invalidates_earlier_announcements() {
     let mut index = Fixture::with_nodes(2);
-    index.say(1, vec![stored([1, 2], Tier::Dram)]);
-    index.say(2, vec![stored([2], Tier::Dram)]);
+    index.announce_next(1, vec![stored([1, 2], Tier::Dram)]);
+    index.announce_next(2, vec![stored([2], Tier::Dram)]);
     index.join(1);
-    assert_eq!((index.reach([1]), index.reach([2])), (0, 1));
-    index.say(1, vec![stored([1], Tier::Ssd)]);
-    assert_eq!(index.runs([1]), [(0, 1, vec![(1, Tier::Ssd)])], "no tier of the dead epoch comes back");
+    assert_eq!((index.prefix_blocks([1]), index.prefix_blocks([2])), (0, 1));
+    index.announce_next(1, vec![stored([1], Tier::Ssd)]);
+    assert_eq!(index.runs([1]), [(0, 1, vec![(1, Tier::Ssd)])], "no tier of the ended epoch comes back");
 }
 
 #[test]
 fn a_fenced_node_is_known_but_silent() {
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored([1], Tier::Dram)]);
+    index.announce_next(1, vec![stored([1], Tier::Dram)]);
     assert_eq!(index.0.apply(&fence(1, 1)), Applied::Done);
-    assert_eq!(index.reach([1]), 0);
+    assert_eq!(index.prefix_blocks([1]), 0);
     assert_eq!(index.announce(1, 1, 2, vec![stored([1], Tier::Dram)]), AnnounceOutcome::Fenced);
     assert!(!index.0.node(NodeId(1)).unwrap().live);
     assert_eq!(index.0.stats(), IndexStats { nodes: 1, ..IndexStats::default() });
     assert_eq!(index.join(1), Applied::Joined(Epoch(2)));
     assert!(index.0.node(NodeId(1)).unwrap().live);
-    assert_eq!(index.reach([1]), 0, "the new epoch starts empty");
+    assert_eq!(index.prefix_blocks([1]), 0, "the new epoch starts empty");
 }
 
 #[test]
 fn a_late_fence_or_leave_is_ignored() {
     let mut index = Fixture::with_nodes(1);
     index.join(1);
-    index.say(1, vec![stored([1], Tier::Dram)]);
+    index.announce_next(1, vec![stored([1], Tier::Dram)]);
     for command in [fence(1, 1), fence(1, 3), fence(2, 1), leave(1, 1), leave(1, 3), leave(2, 1)] {
         assert_eq!(index.0.apply(&command), Applied::Ignored, "{command:?}");
     }
-    assert_eq!(index.reach([1]), 1);
+    assert_eq!(index.prefix_blocks([1]), 1);
     assert_eq!(index.0.apply(&fence(1, 2)), Applied::Done);
     assert_eq!(index.0.apply(&fence(1, 2)), Applied::Ignored);
 }
@@ -54,10 +55,10 @@ fn a_late_fence_or_leave_is_ignored() {
 fn a_node_that_left_is_forgotten_but_not_its_epoch() {
     let mut index = Fixture::with_nodes(1);
     index.join(1);
-    index.say(1, vec![stored([1], Tier::Dram)]);
+    index.announce_next(1, vec![stored([1], Tier::Dram)]);
     assert_eq!(index.0.apply(&leave(1, 2)), Applied::Done);
     assert_eq!(index.0.nodes().count(), 0);
-    assert_eq!(index.reach([1]), 0);
+    assert_eq!(index.prefix_blocks([1]), 0);
     assert_eq!(index.announce(1, 2, 2, vec![]), AnnounceOutcome::Fenced);
     assert_eq!(index.join(1), Applied::Joined(Epoch(3)));
     assert_eq!(index.announce(1, 2, 1, vec![]), AnnounceOutcome::Fenced);
@@ -72,14 +73,14 @@ fn a_fenced_node_may_leave() {
 }
 
 #[test]
-fn the_slot_of_a_node_that_left_brings_nothing_back() {
+fn reused_slot_restores_no_blocks() {
     let mut index = Fixture::with_nodes(1);
-    index.say(1, vec![stored([1], Tier::Dram)]);
+    index.announce_next(1, vec![stored([1], Tier::Dram)]);
     index.0.apply(&leave(1, 1));
     index.join(2);
-    assert_eq!(index.reach([1]), 0);
+    assert_eq!(index.prefix_blocks([1]), 0);
     assert_eq!(index.0.node(NodeId(2)).unwrap().blocks, 0);
-    index.say(2, vec![stored([2], Tier::Dram)]);
+    index.announce_next(2, vec![stored([2], Tier::Dram)]);
     assert_eq!(index.runs([2]), [(0, 1, vec![(2, Tier::Dram)])]);
 }
 
@@ -113,7 +114,7 @@ fn nodes_of_another_identity_are_refused() {
     assert_eq!(index.0.snapshot(), before);
     let turncoat = NodeRecord { node: NodeId(1), ..stranger.clone() };
     assert!(matches!(index.0.apply(&Command::Join(turncoat)), Applied::Refused(_)));
-    // A fenced node still stands for the identity; when the last node has left, it is open again.
+    // A fenced node still fixes the identity; after the last node has left, any identity may join.
     index.0.apply(&fence(1, 1));
     assert!(matches!(index.0.apply(&Command::Join(stranger.clone())), Applied::Refused(_)));
     index.0.apply(&leave(1, 1));
@@ -144,21 +145,21 @@ fn admit(node: u32, epoch: u64) -> Command {
 }
 
 #[test]
-fn an_epoch_given_elsewhere_is_taken_over_and_an_older_one_is_not() {
+fn admit_accepts_only_newer_epochs() {
     let mut index = Fixture(Index::new(IndexLimits::default()));
     assert_eq!(index.0.apply(&admit(1, 3)), Applied::Done);
     assert_eq!(index.0.next_seq(NodeId(1)), Some((Epoch(3), Seq(1))));
-    index.say(1, vec![stored([1, 2], Tier::Dram)]);
+    index.announce_next(1, vec![stored([1, 2], Tier::Dram)]);
     for late in [1, 2, 3] {
         assert_eq!(index.0.apply(&admit(1, late)), Applied::Ignored, "epoch {late}");
     }
-    assert_eq!(index.reach([1]), 1);
+    assert_eq!(index.prefix_blocks([1]), 1);
     assert_eq!(index.0.apply(&admit(1, 5)), Applied::Done);
-    assert_eq!((index.reach([1]), index.0.next_seq(NodeId(1))), (0, Some((Epoch(5), Seq(1)))));
+    assert_eq!((index.prefix_blocks([1]), index.0.next_seq(NodeId(1))), (0, Some((Epoch(5), Seq(1)))));
     assert_eq!(index.0.apply(&fence(1, 5)), Applied::Done);
-    assert_eq!(index.0.apply(&admit(1, 5)), Applied::Ignored, "a fenced epoch stays over");
+    assert_eq!(index.0.apply(&admit(1, 5)), Applied::Ignored, "a fenced epoch stays ended");
     assert_eq!(index.0.apply(&leave(1, 5)), Applied::Done);
-    assert_eq!(index.0.apply(&admit(1, 5)), Applied::Ignored, "an epoch that left stays over");
+    assert_eq!(index.0.apply(&admit(1, 5)), Applied::Ignored, "the epoch of a node that left stays ended");
     assert_eq!(index.0.apply(&admit(1, 6)), Applied::Done);
     let turncoat = NodeRecord { identity: IdentityDigest([9; 16]), ..record(2) };
     let refused = index.0.apply(&Command::Admit { record: turncoat, epoch: Epoch(1) });

@@ -1,18 +1,20 @@
-//! The index against its promises: one file per promise, and what they share.
+//! Tests of the index, one file per property, and their shared helpers.
 //!
-//! `reference.rs` is the naive index that everything is compared with, and `fuzzing/` what fuzzers compare it by;
-//! for them alone (the feature `fuzzing`) there is nothing else here.
+//! `reference.rs` is the naive index for comparison; `fuzzing/` holds the fuzz targets. With the
+//! feature `fuzzing` alone, only these two are built.
 #![allow(clippy::unwrap_used)]
 #![cfg_attr(not(test), allow(dead_code))]
 
 #[cfg(test)]
 mod announce;
 #[cfg(test)]
-mod beside;
+mod block_groups;
 #[cfg(test)]
 mod codec;
 #[cfg(test)]
 mod components;
+#[cfg(test)]
+mod concurrent_snapshot;
 #[cfg(test)]
 mod determinism;
 #[cfg(test)]
@@ -26,8 +28,6 @@ mod limits;
 mod lookup;
 #[cfg(test)]
 mod membership;
-#[cfg(test)]
-mod octets;
 #[cfg(test)]
 mod operators;
 #[cfg(test)]
@@ -44,22 +44,22 @@ use super::command::*;
 use super::*;
 use crate::id::{BlockHash, Generation, IdentityDigest, InstanceId, PinId, Tier};
 
-/// First bytes of a snapshot in one piece, as these tests pin it.
+/// First bytes of a one-piece snapshot in these tests.
 const MAGIC: [u8; 8] = *b"kvfindex";
 
-/// Snapshots in one piece, which only tests want: magic, format, then each chunk after its length.
+/// One-piece snapshots for tests: magic, format, then each chunk after its length.
 impl Index {
     fn snapshot(&self) -> Vec<u8> {
-        in_one_piece(self.snapshot_chunks())
+        join_chunks(self.snapshot_chunks())
     }
 
-    /// The chunks of a snapshot that nobody writes beside.
+    /// The chunks of a snapshot without concurrent commands.
     fn snapshot_chunks(&self) -> Vec<Vec<u8>> {
         let mut index = self.clone();
         let mut cursor = index.prepare_snapshot();
         index.begin_snapshot(&cursor);
-        let mut chunks = vec![cursor.head()];
-        while !cursor.is_read() {
+        let mut chunks = vec![cursor.header()];
+        while !cursor.is_fully_read() {
             chunks.extend(index.snapshot_chunk(&mut cursor).unwrap());
         }
         chunks.push(cursor.end());
@@ -80,7 +80,7 @@ impl Index {
     }
 }
 
-fn in_one_piece(chunks: Vec<Vec<u8>>) -> Vec<u8> {
+fn join_chunks(chunks: Vec<Vec<u8>>) -> Vec<u8> {
     let mut out = [&MAGIC[..], &SNAPSHOT_FORMAT.to_le_bytes()].concat();
     for chunk in chunks {
         out.extend_from_slice(&(chunk.len() as u32).to_le_bytes());
@@ -89,9 +89,9 @@ fn in_one_piece(chunks: Vec<Vec<u8>>) -> Vec<u8> {
     out
 }
 
-/// A hash that keeps to no layout but the root, which is the same for all; numbers order as hashes do not, so that
-/// sorting is put to the test.
-fn loose(number: u64) -> BlockHash {
+/// A hash without our layout, except for the common root. Numbers and hashes sort differently, so
+/// that sorting is tested.
+fn raw_block(number: u64) -> BlockHash {
     let mut hash = [0; 16];
     hash[..8].copy_from_slice(&number.wrapping_mul(0x9E37_79B9_7F4A_7C15).to_le_bytes());
     hash[0] = 7;
@@ -99,22 +99,22 @@ fn loose(number: u64) -> BlockHash {
     BlockHash(hash)
 }
 
-/// The block with this number: at that position of one long chain.
+/// The block with this number, at that position of one long chain.
 fn block(number: u64) -> BlockHash {
-    loose(number).in_chain(7, loose(number & !7), number as usize)
+    raw_block(number).in_chain(7, raw_block(number & !7), number as usize)
 }
 
-/// Another block for the same position of the same octet as the block with this number.
-fn twin(number: u64) -> BlockHash {
-    loose(number + 1_000_000).in_chain(7, loose(number & !7), number as usize)
+/// Another block for the same position and block group as this block.
+fn sibling_block(number: u64) -> BlockHash {
+    raw_block(number + 1_000_000).in_chain(7, raw_block(number & !7), number as usize)
 }
 
-/// The block with this number in a tree of chains: at its depth, in the octet of whatever began there.
-fn in_tree(number: u64, parent_of: impl Fn(u64) -> Option<u64>) -> BlockHash {
+/// The block with this number in a tree of chains, at its depth, in the group of its ancestor.
+fn tree_block(number: u64, parent_of: impl Fn(u64) -> Option<u64>) -> BlockHash {
     let mut path: Vec<u64> = std::iter::successors(Some(number), |number| parent_of(*number)).collect();
     path.reverse();
     let position = path.len() - 1;
-    loose(number).in_chain(7, loose(path[position & !7]), position)
+    raw_block(number).in_chain(7, raw_block(path[position & !7]), position)
 }
 
 fn blocks(numbers: impl IntoIterator<Item = u64>) -> Vec<BlockHash> {
@@ -165,10 +165,10 @@ fn pin(number: u64, owner: &str, numbers: impl IntoIterator<Item = u64>) -> Pin 
 /// A run as `(start, len, [(node, tier)])`.
 type PlainRun = (u32, u32, Vec<(u32, Tier)>);
 
-/// An index with a few words to say things to it.
+/// An index with helpers for announcements and lookups.
 struct Fixture(Index);
 
-/// An announcement that was taken whole.
+/// The outcome of a completely applied announcement.
 fn applied(next: u64) -> AnnounceOutcome {
     AnnounceOutcome::Applied { next: Seq(next), unlisted: 0 }
 }
@@ -195,7 +195,7 @@ impl Fixture {
     }
 
     /// Announces under the current epoch and the expected number.
-    fn say(&mut self, node: u32, changes: Vec<Change>) {
+    fn announce_next(&mut self, node: u32, changes: Vec<Change>) {
         let (epoch, seq) = self.0.next_seq(NodeId(node)).unwrap();
         let outcome = self.announce(node, epoch.0, seq.0, changes);
         assert_eq!(outcome, applied(seq.0 + 1));
@@ -205,7 +205,7 @@ impl Fixture {
         self.0.longest_prefix(&blocks(numbers))
     }
 
-    /// Runs in plain numbers.
+    /// Runs as plain numbers.
     fn runs(&self, numbers: impl IntoIterator<Item = u64>) -> Vec<PlainRun> {
         let run = |run: &HolderRun| {
             let holders = run.holders.iter().map(|holder| (holder.node.0, holder.tier)).collect();
@@ -214,8 +214,8 @@ impl Fixture {
         self.lookup(numbers).runs.iter().map(run).collect()
     }
 
-    /// Blocks from the start that somebody holds.
-    fn reach(&self, numbers: impl IntoIterator<Item = u64>) -> u32 {
+    /// Length of the prefix that has holders.
+    fn prefix_blocks(&self, numbers: impl IntoIterator<Item = u64>) -> u32 {
         self.lookup(numbers).union_blocks()
     }
 }

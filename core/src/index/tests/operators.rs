@@ -7,7 +7,7 @@ fn quota(tenant: u32, bytes: Option<u64>) -> Command {
 }
 
 fn ttl(group: u32, ttl_ms: Option<u64>) -> Command {
-    Command::SetTtl { group: GroupId(group), ttl_ms }
+    Command::SetTtl { group: TtlGroupId(group), ttl_ms }
 }
 
 fn unpin(number: u64, owner: &str) -> Command {
@@ -28,7 +28,7 @@ fn a_pin_lasts_until_its_owner_ends_it() {
 }
 
 #[test]
-fn a_pin_said_again_changes_nothing_and_another_one_is_refused() {
+fn repeated_pin_is_ignored_and_conflicting_pin_refused() {
     let mut index = Fixture::with_nodes(0);
     let first = pin(1, "ops", [1, 2]);
     index.0.apply(&Command::Pin(first.clone()));
@@ -41,7 +41,7 @@ fn a_pin_said_again_changes_nothing_and_another_one_is_refused() {
 }
 
 #[test]
-fn the_owner_changes_how_firmly_and_until_when() {
+fn owner_changes_kind_and_end() {
     let mut index = Fixture::with_nodes(0);
     let first = pin(1, "ops", [1, 2]);
     index.0.apply(&Command::Pin(first.clone()));
@@ -57,11 +57,11 @@ fn the_owner_changes_how_firmly_and_until_when() {
 }
 
 #[test]
-fn a_pin_that_was_renewed_meanwhile_is_not_ended_as_one_that_is_over() {
+fn renewed_pin_is_not_ended_as_expired() {
     let mut index = Fixture::with_nodes(0);
     let until = |ends_ms| Pin { ends_ms: Some(ends_ms), ..pin(1, "ops", [1]) };
     let over = Command::Unpin { pin: PinId(1), owner: "ops".to_owned(), ends_ms: Some(5) };
-    assert!(until(5).is_over(5) && !until(5).is_over(4) && !pin(1, "ops", [1]).is_over(u64::MAX));
+    assert!(until(5).is_expired(5) && !until(5).is_expired(4) && !pin(1, "ops", [1]).is_expired(u64::MAX));
     index.0.apply(&Command::Pin(until(5)));
     index.0.apply(&Command::Pin(until(9)));
     assert_eq!(index.0.apply(&over), Applied::Ignored);
@@ -69,7 +69,7 @@ fn a_pin_that_was_renewed_meanwhile_is_not_ended_as_one_that_is_over() {
     index.0.apply(&Command::Pin(until(5)));
     assert_eq!(index.0.apply(&over), Applied::Done);
     index.0.apply(&Command::Pin(until(9)));
-    assert_eq!(index.0.apply(&unpin(1, "ops")), Applied::Done, "the owner need not know the end");
+    assert_eq!(index.0.apply(&unpin(1, "ops")), Applied::Done, "the owner may omit the end");
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn pins_outlive_nodes() {
 }
 
 #[test]
-fn quotas_and_times_to_live_are_set_replaced_and_lifted() {
+fn quotas_and_ttls_are_set_replaced_and_removed() {
     let mut index = Fixture::with_nodes(0);
     assert_eq!(index.0.apply(&quota(2, Some(10))), Applied::Done);
     assert_eq!(index.0.apply(&quota(1, Some(0))), Applied::Done);
@@ -91,13 +91,13 @@ fn quotas_and_times_to_live_are_set_replaced_and_lifted() {
     assert_eq!(index.0.apply(&quota(1, None)), Applied::Done);
     assert_eq!(index.0.apply(&quota(1, None)), Applied::Ignored);
     assert_eq!(index.0.apply(&ttl(4, Some(5_000))), Applied::Done);
-    assert_eq!(index.0.ttls().collect::<Vec<_>>(), [(GroupId(4), 5_000)]);
+    assert_eq!(index.0.ttls().collect::<Vec<_>>(), [(TtlGroupId(4), 5_000)]);
     assert_eq!(index.0.apply(&ttl(4, None)), Applied::Done);
     assert_eq!((index.0.stats().quotas, index.0.stats().ttls), (1, 0));
 }
 
 #[test]
-fn refusals_say_what_to_do() {
+fn refusals_name_the_remedy() {
     let text = Refusal::NotOwner { pin: PinId(3), owner: "ops".to_owned() }.to_string();
     assert_eq!(text, "pin-3 belongs to \"ops\": only its owner may end it");
     let text = Refusal::PinExists(PinId(3)).to_string();

@@ -1,17 +1,17 @@
-//! Random command sequences: what is drawn is an intent, turned into a command against the state of
-//! the moment, so that most commands mean something and the rest are late, early or wrong.
+//! Random command sequences. An intent is drawn and turned into a command for the current state, so
+//! most commands are valid and the rest are late, early or wrong.
 
 use proptest::prelude::*;
 
-use super::reference::Reference;
+use super::reference::ReferenceIndex;
 use super::*;
 
-/// Nodes drawn: more than the limits of [`tight`] let in.
+/// Nodes drawn: more than the limits of [`tight`] admit.
 pub(super) const NODES: u32 = 6;
-/// Blocks drawn: few enough to meet again, enough that the sweep does not see all at once.
+/// Blocks drawn: few enough to repeat, enough that the sweep does not reach all at once.
 pub(super) const BLOCKS: u64 = 64;
 
-/// Limits that random sequences run into.
+/// Limits that random sequences exceed.
 pub(super) fn tight() -> IndexLimits {
     IndexLimits {
         nodes_max: 4,
@@ -27,14 +27,14 @@ pub(super) fn tight() -> IndexLimits {
     }
 }
 
-/// Something that a node or an operator may want.
+/// An intent of a node or an operator.
 #[derive(Clone, Debug)]
 pub(super) enum Intent {
     Join { node: u32, stranger: bool },
     Admit { node: u32, stranger: bool, ahead: i64 },
     Fence { node: u32, late: u64 },
     Leave { node: u32, late: u64 },
-    Announce(Vec<Said>),
+    Announce(Vec<AnnounceIntent>),
     Pin(Pin),
     Unpin { pin: u64, owner: String, ends_ms: Option<u64> },
     SetQuota { tenant: u32, bytes: Option<u64> },
@@ -42,9 +42,9 @@ pub(super) enum Intent {
     SetGeneration { ahead: u32 },
 }
 
-/// One announcement, relative to what is expected of the node.
+/// One announcement, relative to the node's expected epoch and number.
 #[derive(Clone, Debug)]
-pub(super) struct Said {
+pub(super) struct AnnounceIntent {
     node: u32,
     late_epochs: u64,
     seq_offset: i64,
@@ -52,8 +52,8 @@ pub(super) struct Said {
 }
 
 impl Intent {
-    /// The command it is now.
-    pub(super) fn command(&self, now: &Reference) -> Command {
+    /// The command for the current state.
+    pub(super) fn command(&self, now: &ReferenceIndex) -> Command {
         let epoch = |node: u32, late: u64| {
             let known = now.nodes.get(&node).map_or(1, |known| known.epoch);
             Epoch(known.saturating_sub(late))
@@ -74,7 +74,7 @@ impl Intent {
             Intent::Leave { node, late } => Command::Leave { node: NodeId(node), epoch: epoch(node, late) },
             Intent::Announce(said) => {
                 let mut batch: Vec<Announcement> = Vec::new();
-                for Said { node, late_epochs, seq_offset, changes } in said {
+                for AnnounceIntent { node, late_epochs, seq_offset, changes } in said {
                     let earlier = batch.iter().filter(|one| one.node.0 == node).count() as u64;
                     let next = now.nodes.get(&node).map_or(1, |known| known.next) + earlier;
                     let seq = next.saturating_add_signed(seq_offset);
@@ -85,7 +85,7 @@ impl Intent {
             Intent::Pin(pin) => Command::Pin(pin),
             Intent::Unpin { pin, owner, ends_ms } => Command::Unpin { pin: PinId(pin), owner, ends_ms },
             Intent::SetQuota { tenant, bytes } => Command::SetQuota { tenant: TenantId(tenant), bytes },
-            Intent::SetTtl { group, ttl_ms } => Command::SetTtl { group: GroupId(group), ttl_ms },
+            Intent::SetTtl { group, ttl_ms } => Command::SetTtl { group: TtlGroupId(group), ttl_ms },
             Intent::SetGeneration { ahead } => Command::SetGeneration(Generation(now.generation + ahead)),
         }
     }
@@ -95,8 +95,8 @@ fn tier() -> impl Strategy<Value = Tier> {
     prop::sample::select(Tier::ALL.to_vec())
 }
 
-/// The block before this one in the only prefix that it ends: a trunk of 24, a branch off it, a branch
-/// off that, both in the middle of an octet, and three prefixes of their own.
+/// The parent of a block: a trunk of 24, a branch off it, a branch off that, both inside a block
+/// group, and three separate prefixes.
 fn parent_of(number: u64) -> Option<u64> {
     match number {
         0 | 44 | 48 | 56 => None,
@@ -106,24 +106,24 @@ fn parent_of(number: u64) -> Option<u64> {
     }
 }
 
-/// The hash of a block. One prefix keeps to no layout, and the octets of two others are those of the trunk, as it
-/// happens: its second, which the trunk alone has, and its first, which the branch has, too.
-pub(super) fn name(number: u64) -> BlockHash {
+/// The hash of a block. One prefix has no layout. Two others share groups of the trunk: its second,
+/// which only the trunk has, and its first, which the branch has too.
+pub(super) fn hash_of(number: u64) -> BlockHash {
     match number {
-        44..48 => loose(number),
-        48..56 => loose(number).in_chain(7, name(8), number as usize),
-        56..64 => loose(number).in_chain(7, name(0), number as usize),
-        _ => in_tree(number, parent_of),
+        44..48 => raw_block(number),
+        48..56 => raw_block(number).in_chain(7, hash_of(8), number as usize),
+        56..64 => raw_block(number).in_chain(7, hash_of(0), number as usize),
+        _ => tree_block(number, parent_of),
     }
 }
 
-pub(super) fn names(numbers: impl IntoIterator<Item = u64>) -> Vec<BlockHash> {
-    numbers.into_iter().map(name).collect()
+pub(super) fn hashes_of(numbers: impl IntoIterator<Item = u64>) -> Vec<BlockHash> {
+    numbers.into_iter().map(hash_of).collect()
 }
 
-/// Whether a request that begins with this block begins where its prefix does.
-pub(super) fn begins_a_prefix(first: Option<&BlockHash>) -> bool {
-    (0..BLOCKS).any(|number| parent_of(number).is_none() && first == Some(&name(number)))
+/// Whether a request with this first block starts at the start of its prefix.
+pub(super) fn starts_a_prefix(first: Option<&BlockHash>) -> bool {
+    (0..BLOCKS).any(|number| parent_of(number).is_none() && first == Some(&hash_of(number)))
 }
 
 /// The prefix that ends with a block.
@@ -133,42 +133,42 @@ fn path_to(number: u64) -> Vec<u64> {
     path
 }
 
-/// The last blocks of a prefix, with the one before them.
-fn stretch(end: u64, len: usize) -> (Option<BlockHash>, Vec<BlockHash>) {
+/// The last blocks of a prefix, with their parent.
+fn prefix_tail(end: u64, len: usize) -> (Option<BlockHash>, Vec<BlockHash>) {
     let path = path_to(end);
     let start = path.len().saturating_sub(len);
-    (start.checked_sub(1).map(|before| name(path[before])), names(path[start..].iter().copied()))
+    (start.checked_sub(1).map(|before| hash_of(path[before])), hashes_of(path[start..].iter().copied()))
 }
 
-/// Stretches of a prefix from either end, as policies evict them, and scattered blocks.
+/// Parts of a prefix from either end, as policies evict them, and scattered blocks.
 fn some_blocks() -> impl Strategy<Value = Vec<BlockHash>> {
     prop_oneof![
-        (0..BLOCKS, 0..9usize).prop_map(|(end, len)| stretch(end, len).1),
-        (0..BLOCKS, 0..9usize).prop_map(|(end, len)| stretch(end, len).1.into_iter().rev().collect()),
-        prop::collection::vec(0..BLOCKS, 0..5).prop_map(names),
+        (0..BLOCKS, 0..9usize).prop_map(|(end, len)| prefix_tail(end, len).1),
+        (0..BLOCKS, 0..9usize).prop_map(|(end, len)| prefix_tail(end, len).1.into_iter().rev().collect()),
+        prop::collection::vec(0..BLOCKS, 0..5).prop_map(hashes_of),
     ]
 }
 
-/// What a node stores: a stretch of a prefix, sometimes without a word on what was before it. Liars name
-/// any blocks in any order.
-fn stored_blocks(who: Speakers) -> impl Strategy<Value = (Option<BlockHash>, Vec<BlockHash>)> {
+/// Blocks that a node stores: part of a prefix, sometimes without its parent. Liars name any blocks
+/// in any order.
+fn stored_blocks(who: Honesty) -> impl Strategy<Value = (Option<BlockHash>, Vec<BlockHash>)> {
     let told = (0..BLOCKS, 0..13usize, prop::bool::weighted(0.8)).prop_map(|(end, len, told)| {
-        let (parent, blocks) = stretch(end, len);
+        let (parent, blocks) = prefix_tail(end, len);
         (parent.filter(|_| told), blocks)
     });
-    let lie = (prop::option::of((0..BLOCKS).prop_map(name)), some_blocks());
-    let lies = u32::from(who == Speakers::Liars) * 4;
+    let lie = (prop::option::of((0..BLOCKS).prop_map(hash_of)), some_blocks());
+    let lies = u32::from(who == Honesty::Liars) * 4;
     prop_oneof![4 => told, lies => lie]
 }
 
-/// Whether what nodes store is always a prefix.
+/// Whether nodes always announce true prefixes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Speakers {
+pub(super) enum Honesty {
     Honest,
     Liars,
 }
 
-fn change(who: Speakers) -> impl Strategy<Value = Change> {
+fn change(who: Honesty) -> impl Strategy<Value = Change> {
     prop_oneof![
         6 => (stored_blocks(who), tier())
             .prop_map(|((parent, blocks), tier)| Change::Stored { parent, blocks, tier }),
@@ -184,13 +184,10 @@ fn rarely(others: std::ops::Range<i64>) -> impl Strategy<Value = i64> {
     prop_oneof![9 => Just(0), 1 => others]
 }
 
-fn said(who: Speakers) -> impl Strategy<Value = Said> {
+fn announce_intent(who: Honesty) -> impl Strategy<Value = AnnounceIntent> {
     let changes = prop::collection::vec(change(who), 0..4);
-    (0..NODES, rarely(0..2), rarely(-2..3), changes).prop_map(|(node, late, seq_offset, changes)| Said {
-        node,
-        late_epochs: late as u64,
-        seq_offset,
-        changes,
+    (0..NODES, rarely(0..2), rarely(-2..3), changes).prop_map(|(node, late, seq_offset, changes)| {
+        AnnounceIntent { node, late_epochs: late as u64, seq_offset, changes }
     })
 }
 
@@ -202,12 +199,13 @@ fn pin_kind() -> impl Strategy<Value = PinKind> {
     prop::sample::select(vec![PinKind::Hard, PinKind::Soft])
 }
 
-fn intent(who: Speakers) -> impl Strategy<Value = Intent> {
+fn intent(who: Honesty) -> impl Strategy<Value = Intent> {
     let late = || rarely(0..2).prop_map(|late| late as u64);
     let value = || prop::option::weighted(0.7, 0..4u64);
     let end = || prop::option::of(0..3u64);
-    // Few blocks, so that a pin is also said again with another kind or end.
-    let pinned = || prop_oneof![1 => some_blocks(), 1 => (0..2u64).prop_map(|start| names(start..start + 2))];
+    // Few blocks, so that a pin repeats with another kind or end.
+    let pinned =
+        || prop_oneof![1 => some_blocks(), 1 => (0..2u64).prop_map(|start| hashes_of(start..start + 2))];
     let pin =
         (0..5u64, owner(), pinned(), pin_kind(), end()).prop_map(|(pin, owner, blocks, kind, ends_ms)| {
             Intent::Pin(Pin { pin: PinId(pin), owner, blocks, kind, ends_ms })
@@ -219,7 +217,7 @@ fn intent(who: Speakers) -> impl Strategy<Value = Intent> {
             .prop_map(|(node, stranger, ahead)| Intent::Admit { node, stranger, ahead }),
         1 => (0..NODES, late()).prop_map(|(node, late)| Intent::Fence { node, late }),
         2 => (0..NODES, late()).prop_map(|(node, late)| Intent::Leave { node, late }),
-        16 => prop::collection::vec(said(who), 1..4).prop_map(Intent::Announce),
+        16 => prop::collection::vec(announce_intent(who), 1..4).prop_map(Intent::Announce),
         3 => pin,
         2 => (0..5u64, owner(), end()).prop_map(|(pin, owner, ends_ms)| Intent::Unpin { pin, owner, ends_ms }),
         1 => (0..4u32, value()).prop_map(|(tenant, bytes)| Intent::SetQuota { tenant, bytes }),
@@ -228,23 +226,23 @@ fn intent(who: Speakers) -> impl Strategy<Value = Intent> {
     ]
 }
 
-/// A life of an index: a few nodes join, then anything happens.
-pub(super) fn intents(who: Speakers) -> impl Strategy<Value = Vec<Intent>> {
+/// A history of an index: a few nodes join, then anything happens.
+pub(super) fn intents(who: Honesty) -> impl Strategy<Value = Vec<Intent>> {
     (0..5u32, prop::collection::vec(intent(who), 1..80)).prop_map(|(joined, later)| {
         let joins = (0..joined).map(|node| Intent::Join { node, stranger: false });
         joins.chain(later).collect()
     })
 }
 
-/// A request: a prefix, or the part of one that another router did not find.
+/// A request: a prefix, or a part from its middle.
 pub(super) fn request() -> impl Strategy<Value = Vec<BlockHash>> {
     prop_oneof![
-        3 => (0..BLOCKS).prop_map(|end| names(path_to(end))),
-        1 => (0..BLOCKS, 0..20usize).prop_map(|(end, len)| stretch(end, len).1),
+        3 => (0..BLOCKS).prop_map(|end| hashes_of(path_to(end))),
+        1 => (0..BLOCKS, 0..20usize).prop_map(|(end, len)| prefix_tail(end, len).1),
     ]
 }
 
-/// Any command at all, of any size of number, for the codec.
+/// Any command with numbers of any size, for the codec.
 pub(super) fn any_command() -> impl Strategy<Value = Command> {
     let hash = || any::<[u8; 16]>().prop_map(BlockHash);
     let hashes = move || prop::collection::vec(hash(), 0..6);
@@ -291,12 +289,12 @@ pub(super) fn any_command() -> impl Strategy<Value = Command> {
         1 => (any::<u32>(), value())
             .prop_map(|(tenant, bytes)| Command::SetQuota { tenant: TenantId(tenant), bytes }),
         1 => (any::<u32>(), value())
-            .prop_map(|(group, ttl_ms)| Command::SetTtl { group: GroupId(group), ttl_ms }),
+            .prop_map(|(group, ttl_ms)| Command::SetTtl { group: TtlGroupId(group), ttl_ms }),
         1 => any::<u32>().prop_map(|to| Command::SetGeneration(Generation(to))),
     ]
 }
 
-/// Makes every second run continue the one before, as a node's runs do.
+/// Makes every second run continue the previous one, as in real announcements.
 fn chained(mut changes: Vec<Change>) -> Vec<Change> {
     let mut last = None;
     for (place, change) in changes.iter_mut().enumerate() {

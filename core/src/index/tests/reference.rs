@@ -1,5 +1,5 @@
-//! The index as one would write it without a thought for speed: ordered maps, nothing lazy. It shares
-//! no code with the real one but the command list.
+//! A naive reference index: ordered maps, computed eagerly. It shares only the command list with
+//! the real index.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ pub(super) struct ReferenceNode {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Reference {
+pub(super) struct ReferenceIndex {
     pub(super) limits: IndexLimits,
     pub(super) nodes: BTreeMap<u32, ReferenceNode>,
     pub(super) departed: BTreeMap<u32, u64>,
@@ -29,14 +29,14 @@ pub(super) struct Reference {
     pub(super) generation: u32,
 }
 
-type Answer = Result<Applied, Refusal>;
+type ApplyResult = Result<Applied, Refusal>;
 
 fn limit(what: &str, got: usize, limit: u64) -> Result<(), Refusal> {
     let got = got as u64;
     if got > limit { Err(Refusal::OverLimit { what: what.to_owned(), got, limit }) } else { Ok(()) }
 }
 
-fn set(map: &mut BTreeMap<u32, u64>, key: u32, value: Option<u64>, what: &str, most: u32) -> Answer {
+fn set(map: &mut BTreeMap<u32, u64>, key: u32, value: Option<u64>, what: &str, most: u32) -> ApplyResult {
     let mut wanted = map.clone();
     match value {
         Some(value) => wanted.insert(key, value),
@@ -52,7 +52,7 @@ fn set(map: &mut BTreeMap<u32, u64>, key: u32, value: Option<u64>, what: &str, m
     Ok(Applied::Done)
 }
 
-impl Reference {
+impl ReferenceIndex {
     pub(super) fn new(limits: IndexLimits) -> Self {
         Self {
             limits,
@@ -70,7 +70,7 @@ impl Reference {
         self.try_apply(command).unwrap_or_else(Applied::Refused)
     }
 
-    fn try_apply(&mut self, command: &Command) -> Answer {
+    fn try_apply(&mut self, command: &Command) -> ApplyResult {
         let limits = self.limits;
         match command {
             Command::Join(record) => self.join(record),
@@ -110,7 +110,7 @@ impl Reference {
         }
     }
 
-    fn admit(&mut self, record: &NodeRecord, epoch: u64) -> Answer {
+    fn admit(&mut self, record: &NodeRecord, epoch: u64) -> ApplyResult {
         self.check_identity(record)?;
         let id = record.node.0;
         let known = self.nodes.get(&id).map(|node| node.epoch).or(self.departed.get(&id).copied());
@@ -130,7 +130,7 @@ impl Reference {
         Ok(())
     }
 
-    fn join(&mut self, record: &NodeRecord) -> Answer {
+    fn join(&mut self, record: &NodeRecord) -> ApplyResult {
         self.check_identity(record)?;
         let id = record.node.0;
         let last = self.nodes.get(&id).map(|node| node.epoch);
@@ -176,7 +176,7 @@ impl Reference {
         Applied::Done
     }
 
-    fn announce(&mut self, batch: &[Announcement]) -> Answer {
+    fn announce(&mut self, batch: &[Announcement]) -> ApplyResult {
         let mut changes = batch.len();
         let mut named = 0;
         for change in batch.iter().flat_map(|one| &one.changes) {
@@ -212,7 +212,7 @@ impl Reference {
         AnnounceOutcome::Applied { next: Seq(node.next), unlisted }
     }
 
-    fn pin(&mut self, pin: &Pin) -> Answer {
+    fn pin(&mut self, pin: &Pin) -> ApplyResult {
         limit("blocks of one pin", pin.blocks.len(), self.limits.pin_blocks_max.into())?;
         match self.pins.get(&pin.pin.0) {
             Some(known) if known == pin => return Ok(Applied::Ignored),
@@ -238,7 +238,7 @@ impl Reference {
         self.nodes.iter().filter_map(hold).collect()
     }
 
-    /// Who holds a block.
+    /// The holders of a block.
     pub(super) fn holders_of(&self, hash: BlockHash) -> SmallVec<[Holder; 4]> {
         self.longest_prefix(&[hash]).runs.pop().map_or_else(SmallVec::new, |run| run.holders)
     }
@@ -275,15 +275,15 @@ impl Reference {
         }
     }
 
-    /// The logical state as text: equal exactly when two states are.
+    /// The logical state as text: equal exactly if two states are equal.
     pub(super) fn state(&self) -> String {
         let Self { limits: _, nodes, departed, floor, pins, quotas, ttls, generation } = self;
         format!("{nodes:?} {departed:?} {floor} {pins:?} {quotas:?} {ttls:?} {generation}")
     }
 
-    /// Another history that ends in the same state: nodes join in reverse order, every block is said
-    /// on its own and dropped once on the way. Nothing when epochs were folded into the floor, which
-    /// no short history repeats.
+    /// Another history that ends in the same state: nodes join in reverse order, and every block is
+    /// announced alone and dropped once on the way. `None` if epochs were folded into the floor,
+    /// because no short history repeats that.
     pub(super) fn other_history(&self) -> Option<Vec<Command>> {
         if self.floor > 0 {
             return None;
@@ -297,13 +297,13 @@ impl Reference {
         }
         for (&id, node) in self.nodes.iter().rev() {
             log.extend((0..node.epoch).map(|_| Command::Join(node.record.clone())));
-            node.say_blocks(id, &mut log);
+            node.announce_blocks(id, &mut log);
             log.extend((!node.live).then(|| fence(id, node.epoch)));
         }
         log.extend(self.pins.values().rev().cloned().map(Command::Pin));
         let quota = |(&tenant, &bytes)| Command::SetQuota { tenant: TenantId(tenant), bytes: Some(bytes) };
         log.extend(self.quotas.iter().rev().map(quota));
-        let ttl = |(&group, &ttl_ms)| Command::SetTtl { group: GroupId(group), ttl_ms: Some(ttl_ms) };
+        let ttl = |(&group, &ttl_ms)| Command::SetTtl { group: TtlGroupId(group), ttl_ms: Some(ttl_ms) };
         log.extend(self.ttls.iter().rev().map(ttl));
         Some(log)
     }
@@ -319,7 +319,7 @@ impl ReferenceNode {
         self.blocks.clear();
     }
 
-    /// Answers how many blocks found no room.
+    /// Returns the number of blocks not listed for lack of space.
     fn change(&mut self, change: &Change, room: usize) -> u64 {
         let mut unlisted = 0;
         match change {
@@ -355,7 +355,7 @@ impl ReferenceNode {
     }
 
     /// Exactly `next - 1` announcements that end in this node's blocks.
-    fn say_blocks(&self, id: u32, log: &mut Vec<Command>) {
+    fn announce_blocks(&self, id: u32, log: &mut Vec<Command>) {
         let mut changes = vec![Change::Cleared];
         for (&hash, tiers) in self.blocks.iter().rev() {
             let blocks = || vec![hash];

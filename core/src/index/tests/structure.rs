@@ -1,108 +1,117 @@
-//! What every part of the index must say of every other.
+//! Consistency checks between all parts of the index.
 //!
-//! Not here: what it answers (the other files).
+//! Not here: the answers of the index (the other files).
 
 use std::collections::BTreeMap;
 
-use crate::index::run::Hold;
-use crate::index::store::{At, Store};
+use crate::index::run::Extent;
+use crate::index::store::{RunPosition, Store};
 
 impl Store {
-    /// Whether the block before one in its run is listed.
-    fn follows_listed(&self, at: At) -> bool {
-        let before = at.offset.checked_sub(1).and_then(|before| self.runs.get(at.run).place(before));
-        before.is_some_and(|before| self.pages.is_live(before))
+    /// Whether the previous block of the run is listed.
+    fn follows_listed(&self, at: RunPosition) -> bool {
+        let before = at.offset.checked_sub(1).and_then(|before| self.runs.get(at.run).page_slot(before));
+        before.is_some_and(|before| self.pages.is_listed(before))
     }
 
-    /// How many stubs there are, pages of runs that are no anchors, and runs that begin in the middle of an octet.
-    pub(in crate::index) fn odd_octets(&self) -> (usize, usize, usize) {
-        let stubs = self.pages.stubs().count();
-        let runs = || (0..self.runs.used()).map(|number| self.runs.get(number));
+    /// Numbers of tombstone pages, of run pages that are not canonical, and of runs that start
+    /// inside a block group.
+    pub(in crate::index) fn group_anomalies(&self) -> (usize, usize, usize) {
+        let stubs = self.pages.tombstones().count();
+        let runs = || (0..self.runs.number_limit()).map(|number| self.runs.get(number));
         let pages = runs().flat_map(|run| run.pages().flatten());
-        let apart = pages.filter(|page| !self.pages.is_anchor(*page)).count();
+        let apart = pages.filter(|page| !self.pages.is_canonical(*page)).count();
         (stubs, apart, runs().filter(|run| run.start() > 0).count())
     }
 
-    /// Panics unless every part agrees with every other.
+    /// Panics unless all parts are consistent.
     pub(in crate::index) fn check(&self) {
         let (mut listed, mut held, mut heads) = (0, 0, 0);
-        for number in 0..self.runs.used() {
+        for number in 0..self.runs.number_limit() {
             let run = self.runs.get(number);
             if run.end() == 0 {
-                assert!(run.holds().is_empty());
+                assert!(run.extents().is_empty());
                 continue;
             }
             let gaps = run.uncovered(run.start(), run.end());
             let mut live = 0;
             for offset in run.start()..run.end() {
                 let is_held = !gaps.iter().any(|(from, to)| (*from..*to).contains(&offset));
-                let at = At { run: number, offset };
+                let at = RunPosition { run: number, offset };
                 let is_head = self.check_block(at, is_held);
                 (live, heads) = (live + u32::from(is_held), heads + usize::from(is_head));
             }
-            assert!(!run.holds().is_empty() && live > 0, "run {number} has neither holds nor blocks");
-            assert!(run.holds().iter().all(|hold| u32::from(hold.from) >= run.start()), "{run:?}");
-            assert!(gaps.iter().all(|(_, to)| *to < run.end()), "the end is held");
+            assert!(!run.extents().is_empty() && live > 0, "run {number} has neither extents nor blocks");
+            assert!(run.extents().iter().all(|hold| u32::from(hold.from) >= run.start()), "{run:?}");
+            assert!(gaps.iter().all(|(_, to)| *to < run.end()), "the end of the run has no holder");
             listed += u64::from(live);
-            held += run.holds().iter().map(Hold::blocks).sum::<u64>();
+            held += run.extents().iter().map(Extent::blocks).sum::<u64>();
         }
-        assert_eq!((self.places.len(), self.held(), self.heads.len()), (listed, held, heads));
-        self.check_octets();
+        assert_eq!(
+            (self.locations.len(), self.total_copies(), self.entry_points.len()),
+            (listed, held, heads)
+        );
+        self.check_block_groups();
     }
 
-    /// Answers whether the block is a head.
-    fn check_block(&self, at: At, is_held: bool) -> bool {
-        let At { run: number, offset } = at;
+    /// Returns whether the block is an entry point.
+    fn check_block(&self, at: RunPosition, is_held: bool) -> bool {
+        let RunPosition { run: number, offset } = at;
         let run = self.runs.get(number);
-        let Some(place) = run.place(offset) else {
-            assert!(!is_held, "{offset} of run {number} is held and has no page");
+        let Some(place) = run.page_slot(offset) else {
+            assert!(!is_held, "{offset} of run {number} has a holder and no page");
             return false;
         };
-        let is_head = self.pages.heads(place.page()) & 1 << place.slot() != 0;
+        let is_head = self.pages.entry_points(place.page()) & 1 << place.slot() != 0;
         let hash = self.pages.hash(place);
         assert_eq!(self.pages.locate(place), (number, offset));
-        assert_eq!(self.pages.is_live(place), is_held, "{offset} of run {number}: {run:?}");
-        assert_eq!(hash.nth_of_octet() as u32, place.slot());
-        let found = self.places.find(hash, &self.pages);
+        assert_eq!(self.pages.is_listed(place), is_held, "{offset} of run {number}: {run:?}");
+        assert_eq!(hash.position_in_group() as u32, place.slot());
+        let found = self.locations.find(hash, &self.pages);
         assert_eq!(found == Some(place), is_held, "{offset} of run {number}: {found:?}");
-        let found = self.heads.find(hash);
+        let found = self.entry_points.find(hash);
         assert_eq!(found == Some(at), is_head, "{offset} of run {number}: {found:?}");
-        assert!(is_held || !is_head, "{offset} of run {number} is unlisted and a head");
+        assert!(is_held || !is_head, "{offset} of run {number} is unlisted and an entry point");
         assert!(!is_held || is_head || self.follows_listed(at), "{offset} of run {number}");
         is_head
     }
 
-    /// Each octet in use has one anchor, which counts the other pages; one that lists nothing has some.
-    fn check_octets(&self) {
+    /// Each block group in use has one canonical page, which counts the other pages; a tombstone
+    /// page has at least one other.
+    fn check_block_groups(&self) {
         let mut others: BTreeMap<u64, u32> = BTreeMap::new();
         let (mut anchors, mut blocks_apart) = (BTreeMap::new(), 0);
-        let numbers: Vec<u32> = (0..self.runs.used())
+        let numbers: Vec<u32> = (0..self.runs.number_limit())
             .flat_map(|number| self.runs.get(number).pages().flatten().collect::<Vec<_>>())
             .collect();
         for page in &numbers {
-            let octet = self.pages.octet(*page);
-            assert_ne!(self.pages.live(*page), 0, "page {page} is in a run and lists nothing");
-            if self.pages.is_anchor(*page) {
-                assert_eq!(anchors.insert(octet, *page), None, "octet {octet:x} has two anchors");
+            let octet = self.pages.block_group(*page);
+            assert_ne!(self.pages.listed(*page), 0, "page {page} is in a run and lists no block");
+            if self.pages.is_canonical(*page) {
+                assert_eq!(anchors.insert(octet, *page), None, "group {octet:x} has two canonical pages");
             } else {
                 *others.entry(octet).or_default() += 1;
-                blocks_apart += u64::from(self.pages.live(*page).count_ones());
+                blocks_apart += u64::from(self.pages.listed(*page).count_ones());
             }
         }
-        let stubs: Vec<u32> = self.pages.stubs().collect();
-        assert_eq!(self.places.stubs() as usize, stubs.len());
+        let stubs: Vec<u32> = self.pages.tombstones().collect();
+        assert_eq!(self.locations.tombstones() as usize, stubs.len());
         for stub in &stubs {
-            assert!(self.pages.is_anchor(*stub), "page {stub} lists nothing and is no anchor");
-            assert!(self.pages.others(*stub) > 0, "stub {stub} is of no use");
-            let octet = self.pages.octet(*stub);
-            assert_eq!(anchors.insert(octet, *stub), None, "octet {octet:x} has two anchors");
+            assert!(self.pages.is_canonical(*stub), "page {stub} lists no block and is not canonical");
+            assert!(self.pages.siblings(*stub) > 0, "no page depends on tombstone page {stub}");
+            let octet = self.pages.block_group(*stub);
+            assert_eq!(anchors.insert(octet, *stub), None, "group {octet:x} has two canonical pages");
         }
         for (octet, anchor) in &anchors {
-            assert_eq!(self.places.anchor(*octet, &self.pages), Some(*anchor));
-            assert_eq!(self.pages.others(*anchor), others.remove(octet).unwrap_or(0), "of {octet:x}");
+            assert_eq!(self.locations.canonical_page(*octet, &self.pages), Some(*anchor));
+            assert_eq!(
+                self.pages.siblings(*anchor),
+                others.remove(octet).unwrap_or(0),
+                "other pages of {octet:x}"
+            );
         }
-        assert!(others.is_empty(), "octets without an anchor: {others:x?}");
-        assert_eq!(self.places.entries(), anchors.len() as u64 + blocks_apart);
+        assert!(others.is_empty(), "groups without a canonical page: {others:x?}");
+        assert_eq!(self.locations.entries(), anchors.len() as u64 + blocks_apart);
         assert_eq!(self.pages.used() as usize, numbers.len() + stubs.len());
     }
 }

@@ -1,9 +1,9 @@
-//! Tests of the pipeline: each rule beside a naive one that is too simple to be wrong.
+//! Tests of the pipeline: each rule against a naive model.
 #![allow(clippy::unwrap_used)]
 
 mod efficiency;
+mod overlap;
 mod preload;
-mod race;
 mod world;
 
 use super::*;

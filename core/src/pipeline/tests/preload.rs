@@ -1,9 +1,9 @@
-//! Preloading against a job that is played layer by layer.
+//! Preloading against a simulation of a job, layer by layer.
 
 use super::*;
 use proptest::prelude::*;
 
-/// Bytes of a slice of one nanosecond's load: so that every figure of a small job is a whole number.
+/// Bytes of a slice that loads in one nanosecond, so that all numbers of a small job are integers.
 const SLICE_BYTES: u32 = 10;
 
 /// A job of `layers` layers that load in `load` nanoseconds each and compute in `compute`.
@@ -17,12 +17,12 @@ fn even(layers: u32, load: u64, compute: u64) -> Preload {
         prefill_ns_per_token: compute * layers64,
         new_tokens: 1,
     };
-    assert_eq!(work.load_ns(), load * layers64, "choose figures that divide");
+    assert_eq!(work.load_ns(), load * layers64, "pick numbers that divide evenly");
     Preload::new(work, &vec![SLICE_BYTES; layers as usize], 1, u64::MAX)
 }
 
-/// The same played: layer after layer loads, one after the other computes once it is there.
-fn played(layers: &[u64], compute: u64, ahead: usize) -> u64 {
+/// Simulation: layers load one after the other, and each is computed once it is loaded.
+fn simulated_ns(layers: &[u64], compute: u64, ahead: usize) -> u64 {
     let (mut there, mut done) = (0, 0);
     for (at, load) in layers.iter().enumerate() {
         if at >= ahead {
@@ -35,7 +35,7 @@ fn played(layers: &[u64], compute: u64, ahead: usize) -> u64 {
 }
 
 #[test]
-fn every_small_job_ends_when_it_would_if_played() {
+fn small_jobs_match_the_simulation() {
     for layers in 1..=8u32 {
         for (load, compute) in
             (0..=48).step_by(4).flat_map(|load| (0..=9).map(move |compute| (load, compute)))
@@ -43,7 +43,7 @@ fn every_small_job_ends_when_it_would_if_played() {
             let plan = even(layers, load, compute);
             let loads = vec![load; layers as usize];
             for ahead in 0..=layers {
-                let expected = played(&loads, compute, ahead as usize);
+                let expected = simulated_ns(&loads, compute, ahead as usize);
                 assert_eq!(
                     plan.finish_ns(ahead),
                     expected,
@@ -55,7 +55,7 @@ fn every_small_job_ends_when_it_would_if_played() {
 }
 
 #[test]
-fn behind_the_buffer_of_the_formula_compute_waits_for_one_layer_at_most() {
+fn formula_buffer_waits_for_at_most_one_layer() {
     for layers in 1..=16u32 {
         for (load, compute) in
             (4..=400).step_by(20).flat_map(|load| (1..=99).step_by(7).map(move |c| (load, c)))
@@ -67,20 +67,21 @@ fn behind_the_buffer_of_the_formula_compute_waits_for_one_layer_at_most() {
             let hiding = plan.hiding_layers();
             assert!((plan.buffer_layers()..=plan.buffer_layers() + 1).contains(&hiding), "{load} {compute}");
             assert_eq!(plan.finish_ns(hiding), whole);
-            assert!(hiding == 0 || plan.finish_ns(hiding - 1) > whole, "the least");
+            assert!(hiding == 0 || plan.finish_ns(hiding - 1) > whole, "it is the least number");
             if load <= compute {
                 assert_eq!(plan.buffer_layers(), 0, "loading is the faster");
             }
-            // From the first byte on, without a buffer: the bound and one layer.
-            assert!(plan.finish_ns(0) <= plan.bound_ns() + load.min(compute), "{load} {compute}");
-            assert!(plan.finish_ns(0) >= plan.bound_ns());
+            // From the first byte without a buffer: the bound plus one layer.
+            assert!(plan.finish_ns(0) <= plan.lower_bound_ns() + load.min(compute), "{load} {compute}");
+            assert!(plan.finish_ns(0) >= plan.lower_bound_ns());
         }
     }
 }
 
 #[test]
-fn the_formula_is_the_papers() {
-    // 25 GB/s, 20 µs a token to load, 100 µs to compute, 8,000 and 1,000 tokens: 60 ms of loading too much.
+fn formula_matches_the_paper() {
+    // 25 GB/s, 20 µs a token to load, 100 µs to compute, 8,000 and 1,000 tokens: loading takes 60
+    // ms longer.
     let work = PreloadWork {
         bytes_per_s: 25_000_000_000,
         load_ns_per_token: 20_000,
@@ -109,7 +110,7 @@ fn work() -> impl Strategy<Value = (PreloadWork, Vec<u32>, u32, u64)> {
 
 proptest! {
     #[test]
-    fn a_buffer_is_whole_layers_and_within_its_bytes((work, slices, blocks, bytes_max) in work()) {
+    fn buffer_is_whole_layers_within_its_limit((work, slices, blocks, bytes_max) in work()) {
         let plan = Preload::new(work, &slices, blocks, bytes_max);
         prop_assert!(plan.buffer_bytes() <= bytes_max);
         let layer = |at: u32| u64::from(slices[at as usize]) * u64::from(blocks);
@@ -118,9 +119,9 @@ proptest! {
         let (wanted, all) = (work.read_buffer_bytes(), plan.layers());
         let is_enough = plan.buffer_bytes() >= wanted;
         let is_bounded = plan.buffer_layers() < all && naive(plan.buffer_layers() + 1) > bytes_max;
-        prop_assert!(is_enough || is_bounded || plan.buffer_layers() == all, "as much as wanted, or as may be");
+        prop_assert!(is_enough || is_bounded || plan.buffer_layers() == all, "the wanted size, or the limit");
         let last = plan.buffer_layers().checked_sub(1);
-        prop_assert!(last.is_none_or(|fewer| naive(fewer) < wanted), "no layer more than wanted");
+        prop_assert!(last.is_none_or(|fewer| naive(fewer) < wanted), "no more layers than wanted");
         for at in 0..all {
             prop_assert_eq!(plan.may_load(at, false), at < plan.buffer_layers());
             prop_assert!(plan.may_load(at, true));
@@ -128,9 +129,9 @@ proptest! {
     }
 
     #[test]
-    fn slices_come_once_each_by_layer_and_in_time((work, slices, blocks, bytes_max) in work()) {
+    fn slices_load_once_in_layer_order((work, slices, blocks, bytes_max) in work()) {
         let plan = Preload::new(work, &slices, blocks, bytes_max);
-        let slots: Vec<Slot> = plan.slots().collect();
+        let slots: Vec<SliceSlot> = plan.slots().collect();
         let order: Vec<(u32, u32)> = slots.iter().map(|slot| (slot.layer, slot.block)).collect();
         let naive: Vec<(u32, u32)> =
             (0..plan.layers()).flat_map(|layer| (0..blocks).map(move |block| (layer, block))).collect();

@@ -1,4 +1,4 @@
-//! Prompt hashes: fixed answers, a slow reference, and the promise that any difference that matters
+//! Tests of prompt hashes: known answers, a slow reference, and that every relevant difference
 //! changes the hash.
 #![allow(clippy::unwrap_used)]
 
@@ -9,10 +9,10 @@ use proptest::prelude::*;
 use super::*;
 use crate::id::BlockHash;
 
-mod octets;
+mod block_groups;
 mod reference;
 
-use reference::Reference;
+use reference::ReferenceHasher;
 
 const SALT: [u8; 32] = [7; 32];
 
@@ -30,7 +30,7 @@ fn blocks_of(block_tokens: u32) -> PrefixHasher {
 
 /// The hasher at every level this machine has.
 fn levels(hasher: &PrefixHasher) -> Vec<PrefixHasher> {
-    Level::ALL.into_iter().filter_map(|level| hasher.clone().at_level(level)).collect()
+    SimdLevel::ALL.into_iter().filter_map(|level| hasher.clone().at_level(level)).collect()
 }
 
 fn texts(hashes: &[BlockHash]) -> Vec<String> {
@@ -38,7 +38,7 @@ fn texts(hashes: &[BlockHash]) -> Vec<String> {
 }
 
 /// Every manifest that differs from the default in exactly one field.
-fn neighbours() -> Vec<IdentityManifest> {
+fn one_field_variants() -> Vec<IdentityManifest> {
     let base = IdentityManifest::default;
     let other = || "other".to_owned();
     vec![
@@ -58,9 +58,9 @@ fn neighbours() -> Vec<IdentityManifest> {
 }
 
 #[test]
-fn manifests_differ_in_the_fields_in_which_they_do() {
+fn differences_name_the_differing_fields() {
     let base = IdentityManifest::default();
-    let all = neighbours();
+    let all = one_field_variants();
     let fields = all.iter().map(|other| match &other.differences(&base)[..] {
         [one] => one.field,
         others => panic!("{others:?}"),
@@ -124,7 +124,7 @@ fn known_answers() {
                 "0178fc63af4df9697fb194bbe3c37053",
                 "0179fc63afb467255197d9dbeb6f03f2"
             ],
-            "the end of an octet and the next one"
+            "the end of a block group and the next one"
         );
     }
 }
@@ -132,25 +132,27 @@ fn known_answers() {
 #[test]
 fn every_machine_has_the_portable_level_and_takes_the_fastest() {
     let found = levels(&hasher());
-    assert_eq!(found.first().map(PrefixHasher::level), Some(Level::Portable));
+    assert_eq!(found.first().map(PrefixHasher::level), Some(SimdLevel::Portable));
     assert_eq!(found.last().map(PrefixHasher::level), Some(hasher().level()));
 }
 
 #[test]
 fn the_cipher_is_aes() {
-    // FIPS 197, appendix C.1. Keys equal to the words make every product zero, so the state stays.
+    // FIPS 197, appendix C.1. Keys equal to the words make every product zero, so the state stays
+    // unchanged.
     let state = u128::from_le_bytes(std::array::from_fn(|position| 0x11 * position as u8));
-    let mut keys = keys::Keys::new(&IdentityManifest::default(), &SALT);
+    let mut keys = keys::HashKeys::new(&IdentityManifest::default(), &SALT);
     (keys.first, keys.second) = ([[0; 2]; 32], [[0; 2]; 32]);
     let key = std::array::from_fn(|position| position as u8);
     let image = u128::from_be_bytes(0x69c4_e0d8_6a7b_0430_d8cd_b780_70b4_c55a_u128.to_le_bytes());
-    for kernel in Level::ALL.into_iter().filter_map(|level| kernel::Kernel::at(level, &key)) {
+    for kernel in SimdLevel::ALL.into_iter().filter_map(|level| kernel::Kernel::at(level, &key)) {
         for lines_each in [1, 2] {
-            // As many blocks as there are lanes, and one more.
+            // As many blocks as lanes, and one more.
             let (lines, mut hashes) = ([[0; 16]; 10], [BlockHash::default(); 5]);
-            let blocks = keys::Blocks { slot: 0, lines_each, lines: &lines[..5 * lines_each] };
+            let blocks =
+                keys::BlockBatch { slot: 0, lines_per_block: lines_each, lines: &lines[..5 * lines_each] };
             kernel.absorb(&keys, blocks, &mut Chain::new(state), &mut hashes);
-            let expected = std::array::from_fn(|position| reference::laid_out(&[image; 5], position));
+            let expected = std::array::from_fn(|position| reference::hash_with_header(&[image; 5], position));
             assert_eq!(hashes, expected, "{:?}", kernel.level());
         }
     }
@@ -161,7 +163,7 @@ fn every_field_of_the_manifest_matters() {
     let mut digests = BTreeSet::from([IdentityManifest::default().digest()]);
     let mut firsts = BTreeSet::from([hasher().blocks(&[1])]);
     let mut ids = BTreeSet::from([hasher().chain_ids(&[1])]);
-    for manifest in neighbours() {
+    for manifest in one_field_variants() {
         let hasher = PrefixHasher::new(&manifest, &SALT);
         assert!(digests.insert(manifest.digest()), "{manifest:?}");
         assert!(firsts.insert(hasher.blocks(&[1])), "{manifest:?}");
@@ -170,7 +172,7 @@ fn every_field_of_the_manifest_matters() {
 }
 
 #[test]
-fn text_cannot_wander_between_fields() {
+fn text_cannot_shift_between_fields() {
     let split = |model: &str, weights: &str| {
         let (model, weights_digest) = (model.to_owned(), weights.to_owned());
         IdentityManifest { model, weights_digest, ..IdentityManifest::default() }.digest()
@@ -180,7 +182,7 @@ fn text_cannot_wander_between_fields() {
 }
 
 #[test]
-fn a_partly_filled_tail_is_a_block_of_its_own() {
+fn partly_filled_tail_has_its_own_hash() {
     let hasher = blocks_of(4);
     let tokens: Vec<u32> = (100..110).collect();
     let blocks = hasher.blocks(&tokens);
@@ -209,8 +211,8 @@ fn a_tail_of_zeros_is_not_a_shorter_tail() {
 }
 
 #[test]
-fn kinds_of_block_do_not_meet() {
-    // A whole block, a tail and a trace id made of the same bits.
+fn block_kinds_have_distinct_hashes() {
+    // A whole block, a tail and a trace id with the same bits.
     for hasher in [blocks_of(1), blocks_of(2), blocks_of(16)] {
         let all = [hasher.blocks(&[5])[0], hasher.blocks(&[5, 0])[0], hasher.chain_ids(&[5])[0]];
         let distinct = BTreeSet::from(all).len();
@@ -228,7 +230,8 @@ fn the_same_trace_id_after_another_prefix_is_another_block() {
 
 #[test]
 fn order_matters_across_segments() {
-    // Two blocks 512 tokens apart have the same keys; only the step between segments tells them apart.
+    // Two blocks 512 tokens apart have the same keys; only the step between segments distinguishes
+    // them.
     let hasher = blocks_of(16);
     let tokens: Vec<u32> = (0..2048).collect();
     let mut swapped = tokens.clone();
@@ -247,7 +250,7 @@ fn blocks_of_one_chain_carry_the_tag_of_its_first() {
         assert!(blocks.iter().all(|block| block.root_tag() == blocks[0].root_tag()));
         let ids = hasher.chain_ids(&(0..200).collect::<Vec<_>>());
         assert!(ids.iter().all(|block| block.root_tag() == ids[0].root_tag()));
-        // A longer or shorter prompt of the same first block has the same tag.
+        // A longer or shorter prompt with the same first block has the same tag.
         assert_eq!(hasher.blocks(&tokens[..20])[1].root_tag(), blocks[0].root_tag());
     }
 }
@@ -259,7 +262,7 @@ fn tags_spread_evenly_over_roots() {
     for root in 0..51_200 {
         counts[usize::from(hasher.blocks(&[root; 16])[0].root_tag())] += 1;
     }
-    // Each expects 200 with a standard deviation of 14; six of them either way.
+    // Each expects 200 with a standard deviation of 14; allows six in either direction.
     assert!(counts.iter().all(|count| (115..285).contains(count)), "{counts:?}");
 }
 
@@ -272,12 +275,12 @@ fn shards_divide_the_tags() {
         let (least, most) = (counts.iter().min().unwrap(), counts.iter().max().unwrap());
         assert!(most - least <= i32::from(256 % shards != 0), "{shards}: {counts:?}");
     }
-    assert_eq!(shard_of(255, u16::MAX), 65_280, "more shards than tags: within bounds all the same");
+    assert_eq!(shard_of(255, u16::MAX), 65_280, "more shards than tags must stay within bounds");
     assert_eq!(shard_of(255, 0), 1);
 }
 
 #[test]
-fn a_geometry_that_no_model_has_is_refused() {
+fn impossible_geometry_is_refused() {
     let base = IdentityManifest::default;
     assert_eq!(base().validate(), Ok(()));
     for good in [1, 2, 16, 512] {
@@ -301,7 +304,7 @@ fn a_geometry_that_no_model_has_is_refused() {
 }
 
 #[test]
-fn block_sizes_that_no_model_has_are_hashed_and_share_nothing() {
+fn invalid_block_sizes_have_distinct_hashes() {
     let tokens: Vec<u32> = (0..1200).collect();
     let sizes = [0, 1, 3, 17, 511, 512, 513, u32::MAX];
     let firsts: BTreeSet<BlockHash> = sizes.iter().map(|&size| blocks_of(size).blocks(&tokens)[0]).collect();
@@ -311,7 +314,7 @@ fn block_sizes_that_no_model_has_are_hashed_and_share_nothing() {
 }
 
 #[test]
-fn debug_output_keeps_secrets_to_itself() {
+fn debug_output_omits_secrets() {
     assert_eq!(format!("{:?}", hasher()), "PrefixHasher { block_tokens: 512, .. }");
     assert_eq!(format!("{:?}", hasher().start()), "Chain { .. }");
 }
@@ -321,7 +324,7 @@ fn tokens() -> impl Strategy<Value = Vec<u32>> {
 }
 
 proptest! {
-    /// Changing one token changes its block and every later one, and no earlier one.
+    /// Changing one token changes its block and every later one, but no earlier one.
     #[test]
     fn a_token_changes_everything_after_it(
         tokens in tokens(), place in any::<prop::sample::Index>(), flip in 1u32.., size in 0u32..8,
@@ -338,7 +341,7 @@ proptest! {
         }
     }
 
-    /// Longer prompts keep the hashes of the full blocks of shorter ones, and nothing else.
+    /// Longer prompts share exactly the hashes of full blocks with shorter ones.
     #[test]
     fn full_blocks_are_shared_with_every_extension(tokens in tokens(), more in tokens(), size in 0u32..8) {
         let hasher = blocks_of(1 << size);
@@ -350,54 +353,54 @@ proptest! {
         }
     }
 
-    /// Every level gives what the slow reference gives, for every block size and length.
+    /// Every level equals the slow reference, for every block size and length.
     #[test]
     fn all_levels_equal_the_reference(
         tokens in prop::collection::vec(any::<u32>(), 0..1300), block_tokens in 1u32..=512,
     ) {
-        // Few blocks at a time: the reference takes the square of their number.
+        // Few blocks: the reference takes quadratic time.
         let manifest = small_blocks(block_tokens);
         let tokens = &tokens[..tokens.len().min(100 * block_tokens as usize)];
-        let expected = Reference::new(&manifest, &SALT).blocks(tokens);
+        let expected = ReferenceHasher::new(&manifest, &SALT).blocks(tokens);
         for hasher in levels(&PrefixHasher::new(&manifest, &SALT)) {
             prop_assert_eq!(&hasher.blocks(tokens), &expected, "{:?}", hasher.level());
         }
     }
 
-    /// The same for the sizes that engines use.
+    /// Like `all_levels_equal_the_reference`, for the block sizes of engines.
     #[test]
     fn all_levels_equal_the_reference_at_powers_of_two(
         tokens in prop::collection::vec(any::<u32>(), 0..2500), size in 3u32..=9,
     ) {
         let manifest = small_blocks(1 << size);
-        let expected = Reference::new(&manifest, &SALT).blocks(&tokens);
+        let expected = ReferenceHasher::new(&manifest, &SALT).blocks(&tokens);
         for hasher in levels(&PrefixHasher::new(&manifest, &SALT)) {
             prop_assert_eq!(&hasher.blocks(&tokens), &expected, "{:?}", hasher.level());
         }
     }
 
-    /// The same for trace ids.
+    /// Like `all_levels_equal_the_reference`, for trace ids.
     #[test]
     fn trace_ids_equal_the_reference(ids in prop::collection::vec(any::<u64>(), 0..150)) {
-        let expected = Reference::new(&IdentityManifest::default(), &SALT).chain_ids(&ids);
+        let expected = ReferenceHasher::new(&IdentityManifest::default(), &SALT).chain_ids(&ids);
         for hasher in levels(&hasher()) {
             prop_assert_eq!(&hasher.chain_ids(&ids), &expected, "{:?}", hasher.level());
         }
     }
 
-    /// The field of each level is the one written on paper.
+    /// The field of each level equals schoolbook multiplication.
     #[test]
     fn products_equal_the_schoolbook(left in any::<u128>(), right in any::<u128>()) {
         let expected = reference::multiply(left, right);
         prop_assert_eq!(field::multiply(left, right), expected);
-        for kernel in Level::ALL.into_iter().filter_map(|level| kernel::Kernel::at(level, &[0; 16])) {
+        for kernel in SimdLevel::ALL.into_iter().filter_map(|level| kernel::Kernel::at(level, &[0; 16])) {
             prop_assert_eq!(kernel.multiply(left, right), expected, "{:?}", kernel.level());
         }
     }
 
-    /// A chain that is extended piece by piece gives the hashes of the whole prompt.
+    /// A chain extended in pieces gives the hashes of the whole prompt.
     #[test]
-    fn pieces_give_the_hashes_of_the_whole(
+    fn extending_in_pieces_gives_equal_hashes(
         tokens in prop::collection::vec(any::<u32>(), 0..2500),
         pieces in prop::collection::vec(0usize..300, 0..20),
         block_tokens in prop_oneof![1u32..=512, Just(1), Just(8), Just(16), Just(32), Just(64)],
@@ -417,7 +420,7 @@ proptest! {
     }
 
     #[test]
-    fn a_chain_goes_on_from_behind_each_of_its_blocks(
+    fn chain_continues_after_each_block(
         tokens in prop::collection::vec(any::<u32>(), 0..300),
         more in prop::collection::vec(any::<u32>(), 1..40),
         size in 0u32..7,
@@ -449,7 +452,7 @@ proptest! {
         prop_assert_ne!(hasher().blocks(&tokens), theirs.blocks(&tokens));
     }
 
-    /// Different token lists of one block never meet, whatever their lengths.
+    /// Different token lists within one block have different hashes, whatever their lengths.
     #[test]
     fn different_tokens_have_different_hashes(a in tokens(), b in tokens()) {
         let hasher = hasher();

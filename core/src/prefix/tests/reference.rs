@@ -1,13 +1,13 @@
-//! The prompt hash as the decision record writes it, bit by bit and power by power: slow and plain.
+//! The prompt hash as ADR 0016 defines it, bit by bit and power by power: slow and simple.
 //!
-//! Shares nothing with the product but the digest of the manifest and the package for AES.
+//! Shares only the digest of the manifest and the crate for AES with the product code.
 
 use aes::cipher::{BlockEncrypt, KeyInit};
 
 use crate::id::BlockHash;
 use crate::prefix::IdentityManifest;
 
-/// Multiplication as one learns it: shift, add, and subtract the modulus when it fits.
+/// Schoolbook multiplication: shift, add, and subtract the modulus on overflow.
 pub(crate) fn multiply(left: u128, right: u128) -> u128 {
     let mut product = 0u128;
     for bit in (0..128).rev() {
@@ -27,8 +27,8 @@ fn power(base: u128, exponent: usize) -> u128 {
     (0..exponent).fold(1, |product, _| multiply(product, base))
 }
 
-/// The hash of one block of a chain, from the images of all of them: bit by bit, where each comes from.
-pub(crate) fn laid_out(images: &[u128], position: usize) -> BlockHash {
+/// The hash of one block of a chain, from the images of all blocks, bit by bit.
+pub(crate) fn hash_with_header(images: &[u128], position: usize) -> BlockHash {
     let (octet, nth) = (position / 8 * 8, position as u128 % 8);
     let bit = |number: usize| match number {
         0..8 => images[0] >> number & 1,
@@ -39,8 +39,8 @@ pub(crate) fn laid_out(images: &[u128], position: usize) -> BlockHash {
     BlockHash((0..128).fold(0u128, |hash, number| hash | bit(number) << number).to_le_bytes())
 }
 
-/// The keys, as they come off the stream.
-pub(crate) struct Reference {
+/// The keys in the order of the key stream.
+pub(crate) struct ReferenceHasher {
     cipher: aes::Aes128,
     step: u128,
     tail: u128,
@@ -49,7 +49,7 @@ pub(crate) struct Reference {
     block_tokens: usize,
 }
 
-impl Reference {
+impl ReferenceHasher {
     pub(crate) fn new(manifest: &IdentityManifest, salt: &[u8; 32]) -> Self {
         let mut deriving = blake3::Hasher::new_derive_key("kvfleet 2026-11 prompt hash keys, octets");
         deriving.update(&[&manifest.full_digest()[..], &salt[..]].concat());
@@ -97,10 +97,10 @@ impl Reference {
             self.cipher.encrypt_block(&mut image);
             images.push(u128::from_le_bytes(image.into()));
         }
-        (0..images.len()).map(|position| laid_out(&images, position)).collect()
+        (0..images.len()).map(|position| hash_with_header(&images, position)).collect()
     }
 
-    /// Sum of the products of a block whose first line has the keys of line `slot`.
+    /// Sum of the products of a block; `slot` is the key index of its first line.
     fn sum(&self, block: &[u32], slot: usize) -> u128 {
         let mut sum = 0;
         for (number, line) in block.chunks(16).enumerate() {

@@ -1,12 +1,17 @@
-//! Plans against brute force: every number of tokens is tried as the end of the fetch, with times worked
-//! out anew from the sources, in exact fractions of a nanosecond where it matters.
+//! Plans against brute force: every number of tokens is tried as the end of the fetch, with times
+//! computed again from the sources.
 
 use proptest::prelude::*;
 
 use super::*;
 
 /// Cost in µs of fetching `cut` tokens by the plan that fetches everything, and computing the rest.
-fn cost_of_cut(request: &RouteRequest, profile: &HardwareProfile, legs: &[(Lane, u64)], cut: u64) -> f64 {
+fn cost_of_cut(
+    request: &RouteRequest,
+    profile: &HardwareProfile,
+    legs: &[(PathSpeed, u64)],
+    cut: u64,
+) -> f64 {
     let (mut transfer_ns, mut left) = (0.0, cut);
     for &(lane, tokens) in legs {
         let moved = left.min(tokens);
@@ -24,33 +29,35 @@ fn cost_of_cut(request: &RouteRequest, profile: &HardwareProfile, legs: &[(Lane,
     (transfer_ns + prefill_ns) / 1e3
 }
 
-/// The way of a block of this tier over a link, said once more and not by the profile: what lies on a GPU is copied to
-/// the node's DRAM before it travels, so all three take their time and the narrowest sets the rate.
-fn way(profile: &HardwareProfile, tier: Tier, link: Lane) -> Lane {
-    let legs = match tier {
+/// Speed of reading a block of this tier over a link, independent of the profile's code: GPU blocks
+/// are copied to the node's DRAM before they travel. So all three latencies add up and the
+/// narrowest sets the rate.
+fn block_speed(profile: &HardwareProfile, tier: Tier, link: PathSpeed) -> PathSpeed {
+    let steps = match tier {
         Tier::Gpu => vec![profile.gpu, profile.dram, link],
         Tier::Dram => vec![profile.dram, link],
         Tier::Ssd => vec![profile.ssd, link],
     };
-    Lane {
-        latency_ns: legs.iter().map(|lane| lane.latency_ns).sum(),
-        bytes_per_s: legs.iter().map(|lane| lane.bytes_per_s).min().unwrap(),
+    PathSpeed {
+        latency_ns: steps.iter().map(|lane| lane.latency_ns).sum(),
+        bytes_per_s: steps.iter().map(|lane| lane.bytes_per_s).min().unwrap(),
     }
 }
 
-fn ways() -> impl Strategy<Value = Lane> {
+fn path_speeds() -> impl Strategy<Value = PathSpeed> {
     (0u64..2_000_000, 100_000u64..100_000_000)
-        .prop_map(|(latency_ns, bytes_per_s)| Lane { latency_ns, bytes_per_s })
+        .prop_map(|(latency_ns, bytes_per_s)| PathSpeed { latency_ns, bytes_per_s })
 }
 
-/// Least time in ns to the end of these runs over all choices of one holder for each, worked out by trying them all.
-fn least_ns(runs: &[(u32, Vec<(u32, Tier)>)], profile: &HardwareProfile, links: &[Lane; 4]) -> f64 {
+/// Least time in ns to the end of these runs over all choices of one holder for each, by
+/// enumeration.
+fn least_ns(runs: &[(u32, Vec<(u32, Tier)>)], profile: &HardwareProfile, links: &[PathSpeed; 4]) -> f64 {
     let mut all: Vec<(Option<(u32, Tier)>, f64)> = vec![(None, 0.0)];
     for (len, holders) in runs {
         let tokens = u64::from(len * BLOCK_TOKENS);
         let further = all.iter().flat_map(|&(last, ns)| {
             holders.iter().map(move |&(node, tier)| {
-                let lane = way(profile, tier, links[node as usize - 1]);
+                let lane = block_speed(profile, tier, links[node as usize - 1]);
                 let stream = (tokens * profile.kv_bytes_per_token) as f64 * 1e9 / lane.bytes_per_s as f64;
                 let latency = if last == Some((node, tier)) { 0 } else { lane.latency_ns };
                 (Some((node, tier)), ns + latency as f64 + stream)
@@ -64,11 +71,11 @@ fn least_ns(runs: &[(u32, Vec<(u32, Tier)>)], profile: &HardwareProfile, links: 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// One run a node, alternating so that every run is its own source; no instance has a node.
+    /// One run per node, alternating so that every run is its own source; no instance has a node.
     #[test]
-    fn no_cut_at_any_token_beats_the_plan(
-        runs in prop::collection::vec((1u32..6, ways(), prop::sample::select(Tier::ALL.to_vec())), 0..6),
-        tiers in (ways(), ways(), ways()),
+    fn no_cut_beats_the_plan(
+        runs in prop::collection::vec((1u32..6, path_speeds(), prop::sample::select(Tier::ALL.to_vec())), 0..6),
+        tiers in (path_speeds(), path_speeds(), path_speeds()),
         tail in 0u32..25,
         linear in 1_000u64..200_000,
         quadratic in 0u64..5_000_000,
@@ -83,7 +90,7 @@ proptest! {
         };
         let mut fleet = Fleet::new(profile);
         fleet.put_instance(Instance { node: None, ..instance(1) });
-        fleet.set_nodes((1u32..).zip(&runs).map(|(n, run)| LiveNode { afar: lanes(Some(run.1), [None; 3]), ..live(n) }).collect());
+        fleet.set_nodes((1u32..).zip(&runs).map(|(n, run)| LiveNode { remote_stats: link_speeds(Some(run.1), [None; 3]), ..live(n) }).collect());
         let held: u32 = runs.iter().map(|run| run.0).sum();
         let holders: Vec<_> = (1u32..).zip(&runs).map(|(n, run)| (run.0, vec![(n, run.2)])).collect();
         let matched = prefix(&holders.iter().map(|(len, at)| (*len, at.as_slice())).collect::<Vec<_>>());
@@ -91,16 +98,16 @@ proptest! {
         let input_tokens = held * BLOCK_TOKENS + tail;
         let request = RouteRequest { input_tokens, ..request(blocks) };
         let decision = chosen(&request, &matched, &fleet);
-        let leg = |&(len, link, tier): &(u32, Lane, Tier)| (way(&profile, tier, link), u64::from(len * BLOCK_TOKENS));
+        let leg = |&(len, link, tier): &(u32, PathSpeed, Tier)| (block_speed(&profile, tier, link), u64::from(len * BLOCK_TOKENS));
         let legs: Vec<_> = runs.iter().map(leg).collect();
         let ours = decision.predicted.ttft_us() as f64;
         for cut in 0..=u64::from(held * BLOCK_TOKENS) {
             let theirs = cost_of_cut(&request, &profile, &legs, cut);
-            // Both of our parts are rounded up to whole microseconds, each leg to a nanosecond.
+            // Both of our parts are rounded up to whole microseconds, each source to a nanosecond.
             prop_assert!(ours <= theirs + 2.1, "cut at {cut} tokens: {theirs} µs, planned {ours} µs");
         }
         let planned = cost_of_cut(&request, &profile, &legs, u64::from(decision.fetch_blocks * BLOCK_TOKENS));
-        prop_assert!((ours - planned).abs() <= 2.1, "predicted {ours} µs, worked out {planned} µs");
+        prop_assert!((ours - planned).abs() <= 2.1, "predicted {ours} µs, computed {planned} µs");
     }
 
     /// Each run is held by some of four nodes; no instance has a node.
@@ -108,7 +115,7 @@ proptest! {
     fn no_choice_of_sources_beats_the_plan(
         runs in prop::collection::vec(
             (1u32..6, prop::collection::btree_map(1u32..5, prop::sample::select(Tier::ALL.to_vec()), 1..5)), 0..5),
-        links in prop::array::uniform4(ways()),
+        links in prop::array::uniform4(path_speeds()),
         tail in 0u32..25,
         linear in 1_000u64..200_000,
         number in any::<u64>(),
@@ -118,7 +125,7 @@ proptest! {
             runs.into_iter().map(|(len, holders)| (len, holders.into_iter().collect())).collect();
         let mut fleet = Fleet::new(profile);
         fleet.put_instance(Instance { node: None, ..instance(1) });
-        let node = |n: u32| LiveNode { afar: lanes(Some(links[n as usize - 1]), [None; 3]), ..live(n) };
+        let node = |n: u32| LiveNode { remote_stats: link_speeds(Some(links[n as usize - 1]), [None; 3]), ..live(n) };
         fleet.set_nodes((1..=4).map(node).collect());
         let matched = prefix(&runs.iter().map(|(len, at)| (*len, at.as_slice())).collect::<Vec<_>>());
         let held: u32 = runs.iter().map(|run| run.0).sum();
@@ -133,18 +140,18 @@ proptest! {
             let theirs = (least_ns(&runs[..end], &profile, &links) + prefill_ns) / 1e3;
             prop_assert!(ours <= theirs + 2.1, "to the end of {end} runs: {theirs} µs, planned {ours} µs");
         }
-        // What is predicted is what the sources come to, each of them once.
+        // The prediction equals the sum over the sources, each counted once.
         let mut fetched = 0;
         let mut transfer_ns = 0.0;
         for source in &decision.sources {
             prop_assert_eq!(source.start_blocks, fetched);
             fetched += source.len_blocks;
-            let lane = way(&profile, source.tier, links[source.node.0 as usize - 1]);
+            let lane = block_speed(&profile, source.tier, links[source.node.0 as usize - 1]);
             let bytes = u64::from(source.len_blocks * BLOCK_TOKENS) * profile.kv_bytes_per_token;
             transfer_ns += lane.latency_ns as f64 + bytes as f64 * 1e9 / lane.bytes_per_s as f64;
         }
         prop_assert_eq!(fetched, decision.fetch_blocks);
         let transfer = decision.predicted.transfer_us as f64;
-        prop_assert!((transfer - transfer_ns / 1e3).abs() <= 1.1, "{transfer} µs, worked out {transfer_ns} ns");
+        prop_assert!((transfer - transfer_ns / 1e3).abs() <= 1.1, "{transfer} µs, computed {transfer_ns} ns");
     }
 }

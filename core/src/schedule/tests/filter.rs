@@ -1,4 +1,4 @@
-//! Who is left out, and what is answered when nobody is left.
+//! Filtered instances, and the rejection if none is left.
 
 use super::*;
 
@@ -21,7 +21,7 @@ fn route(fleet: &Fleet) -> Result<Decision, Rejection> {
 }
 
 #[test]
-fn both_limits_include_their_own_value() {
+fn limits_are_inclusive() {
     let tick = Duration::from_micros(1);
     for (instance, taken) in [
         (aged(1, REPORT_STALE_AFTER), true),
@@ -34,7 +34,7 @@ fn both_limits_include_their_own_value() {
 }
 
 #[test]
-fn what_was_routed_since_the_report_counts_against_the_queue_limit() {
+fn routed_tokens_count_against_the_queue_limit() {
     let mut fleet = of(&[queued(1, QUEUE_TOKENS_MAX)]);
     fleet.load_mut(InstanceId(1)).unwrap().routed_tokens = 1;
     assert!(route(&fleet).is_err());
@@ -47,36 +47,37 @@ fn a_report_from_the_future_is_fresh() {
 }
 
 #[test]
-fn an_instance_that_says_nothing_for_a_while_is_taken_where_it_is_worth_it() {
+fn silent_instance_is_chosen_only_if_worth_its_cost() {
     let chosen = |silent_ms, tokens| {
         let silent = aged(1, Duration::from_millis(silent_ms));
         let decision = route(&of(&[silent, queued(2, tokens)])).unwrap();
-        let said = decision.reasons.iter().map(Reason::to_string).find(|said| said.contains("said nothing"));
+        let said =
+            decision.reasons.iter().map(Reason::to_string).find(|said| said.contains("last report is old"));
         (decision.instance.0, said)
     };
-    // A report that is late is none to think about, and one second of silence is worth three quarters of one.
+    // One late report has no cost; one second of silence costs three quarters of a second.
     assert_eq!(chosen(400, 100), (1, None));
-    let spared = "instance-1 would cost less and has said nothing for a while: 750000 us count against it";
+    let spared = "instance-1 would cost less, but its last report is old: 750000 us are added to its cost";
     assert_eq!(chosen(1_000, 100), (2, Some(spared.to_owned())));
     let (instance, said) = chosen(1_000, 100_000);
     assert_eq!(
         (instance, said.as_deref()),
-        (1, Some("it has said nothing for a while: 750000 us count against it"))
+        (1, Some("its last report is old: 750000 us are added to its cost"))
     );
-    // Where it is the router that hears nothing, all are alike.
+    // If the router itself hears no reports, all instances have the same cost.
     let all = of(&[1, 2].map(|n| aged(n, Duration::from_secs(1))));
     let costs: Vec<_> = route(&all).unwrap().candidates.iter().map(Candidate::cost_us).collect();
     assert_eq!(costs[0], costs[1]);
 }
 
 #[test]
-fn a_stale_instance_is_left_out_and_named() {
+fn stale_instance_is_filtered_and_reported() {
     let fleet = of(&[aged(1, Duration::from_secs(3)), queued(2, 1_000_000), queued(3, u64::MAX)]);
     let decision = route(&fleet).unwrap();
     assert_eq!(decision.instance, InstanceId(2));
     let filtered: Vec<_> = decision.candidates.iter().map(|c| (c.instance.0, c.filtered)).collect();
-    let stale = Filtered::Stale { age: Duration::from_secs(3) };
-    let full = Filtered::QueueFull { tokens: u64::MAX };
+    let stale = FilterReason::Stale { age: Duration::from_secs(3) };
+    let full = FilterReason::QueueFull { tokens: u64::MAX };
     assert_eq!(filtered, [(2, None), (1, Some(stale)), (3, Some(full))]);
     assert_eq!(stale.to_string(), "no report for 3000 ms");
     assert_eq!(full.to_string(), format!("{} tokens are queued", u64::MAX));
@@ -89,27 +90,30 @@ fn a_stale_instance_is_left_out_and_named() {
 }
 
 #[test]
-fn who_cannot_run_a_request_is_left_out_and_it_is_said_why() {
+fn unfit_instance_is_filtered_with_reason() {
     let fleet = of(&[1, 2, 3, 4].map(instance));
-    let unfit = [(InstanceId(1), Unfit::Model), (InstanceId(3), Unfit::Context)];
-    // What an instance cannot run counts before who asked left it out besides.
-    let eligible =
-        Eligible { among: Some(&[InstanceId(2), InstanceId(3)]), unfit: &unfit, ..Eligible::default() };
-    let decision = choose_among(&request(4), &PrefixMatch::default(), eligible, &fleet, NOW).unwrap();
+    let unfit = [(InstanceId(1), UnfitReason::Model), (InstanceId(3), UnfitReason::Context)];
+    // An instance that cannot run the request counts as unfit even if the caller also excluded it.
+    let eligible = InstanceFilter {
+        candidates: Some(&[InstanceId(2), InstanceId(3)]),
+        unfit: &unfit,
+        ..InstanceFilter::default()
+    };
+    let decision = choose_filtered(&request(4), &PrefixMatch::default(), eligible, &fleet, NOW).unwrap();
     let filtered = decision.candidates.iter().map(|c| c.filtered.map(|why| why.to_string()));
-    let said = ["it serves other models", "its context is too short", "left out by whoever asked"];
+    let said = ["it serves other models", "its context is too short", "excluded by the caller"];
     assert_eq!(filtered.collect::<Vec<_>>()[1..], said.map(|why| Some(why.to_owned())));
     let reasons: Vec<_> = decision.reasons.iter().map(Reason::to_string).collect();
-    let said = "left out 1 instances that serve other models, and 1 whose context is too short";
+    let said = "left out 1 instances that serve other models, and 1 with a context that is too short";
     assert!(reasons.contains(&said.to_owned()), "{reasons:?}");
-    let none = [1, 2, 3, 4].map(|n| (InstanceId(n), Unfit::Model));
-    let eligible = Eligible { unfit: &none, ..Eligible::default() };
-    let rejection = choose_among(&request(4), &PrefixMatch::default(), eligible, &fleet, NOW).unwrap_err();
+    let none = [1, 2, 3, 4].map(|n| (InstanceId(n), UnfitReason::Model));
+    let eligible = InstanceFilter { unfit: &none, ..InstanceFilter::default() };
+    let rejection = choose_filtered(&request(4), &PrefixMatch::default(), eligible, &fleet, NOW).unwrap_err();
     assert_eq!(rejection.reason, RejectReason::NoneEligible { instances: 4 });
 }
 
 #[test]
-fn rejections_say_why_and_when_to_come_back() {
+fn rejections_give_reason_and_retry_hint() {
     let cases: &[(&[Instance], &str, Duration)] = &[
         (&[], "no instance has reported to this router: start one; ask again in 200 ms", RETRY_UNREPORTED),
         (
@@ -142,7 +146,7 @@ fn rejections_say_why_and_when_to_come_back() {
 }
 
 #[test]
-fn limits_are_the_fleets() {
+fn limits_come_from_the_fleet() {
     let mut fleet = of(&[aged(1, Duration::from_millis(500))]);
     fleet.limits.report_stale_after = Duration::from_millis(499);
     assert!(matches!(route(&fleet).unwrap_err().reason, RejectReason::AllStale { instances: 1, .. }));
@@ -154,7 +158,7 @@ fn limits_are_the_fleets() {
 }
 
 #[test]
-fn a_fleet_keeps_one_record_an_instance_in_order() {
+fn fleet_keeps_one_ordered_entry_per_instance() {
     let mut fleet = of(&[instance(3), instance(1), queued(3, 5)]);
     let ids = |fleet: &Fleet| fleet.instances().iter().map(|i| i.id.0).collect::<Vec<_>>();
     assert_eq!(ids(&fleet), [1, 3]);
@@ -166,7 +170,7 @@ fn a_fleet_keeps_one_record_an_instance_in_order() {
 }
 
 #[test]
-fn a_node_named_twice_counts_in_its_latest_epoch() {
+fn duplicate_node_counts_in_its_latest_epoch() {
     let mut fleet = Fleet::new(ROUND);
     fleet.set_nodes(vec![live(2), LiveNode { epoch: Epoch(4), ..live(1) }, live(1)]);
     let nodes: Vec<_> = fleet.nodes().iter().map(|n| (n.node.0, n.epoch.0)).collect();

@@ -1,22 +1,23 @@
-//! Tests of routing: how fleets and prefixes are written down, then tables, brute force and properties.
+//! Tests of routing: builders for fleets and prefixes; then tables, brute force and properties in
+//! submodules.
 #![allow(clippy::unwrap_used)]
 
 mod brute;
-mod coming;
-mod computing;
-mod decoding;
+mod decode_forecast;
+mod disaggregation;
 mod filter;
-mod guessed;
-mod loads;
-mod measured;
-mod moved;
-mod pairs;
+mod in_flight_prefixes;
+mod inferred_prefixes;
+mod load;
+mod measured_prices;
 mod plans;
+mod prefill_model;
 mod profiles;
 mod properties;
+mod queue_order;
+mod reassignment;
 mod resident;
 mod ties;
-mod turns;
 
 use std::sync::Arc;
 
@@ -24,9 +25,9 @@ use super::*;
 use crate::id::{Epoch, InstanceId};
 use crate::index::HolderRun;
 
-/// A speed at which every number of a test can be checked by hand: 100 µs a token, no attention term, a
-/// step of 1 ms, 1,000 bytes a token; GPU 5 µs + 1 µs a token, DRAM 10 µs + 10 µs, SSD 100 µs + 50 µs, network
-/// 20 µs + 20 µs.
+/// A profile for which every number can be checked by hand: 100 µs a token, no attention term, a
+/// step of 1 ms, 1,000 bytes a token. GPU 5 µs + 1 µs a token, DRAM 10 µs + 10 µs, SSD 100 µs + 50
+/// µs, network 20 µs + 20 µs.
 pub(super) const ROUND: HardwareProfile = HardwareProfile {
     name: "round",
     prefill_ns_per_token: 100_000,
@@ -35,15 +36,15 @@ pub(super) const ROUND: HardwareProfile = HardwareProfile {
     step_ns: 1_000_000,
     step_ns_per_running: 10_000,
     kv_bytes_per_token: 1_000,
-    gpu: Lane { latency_ns: 5_000, bytes_per_s: 1_000_000_000 },
-    dram: Lane { latency_ns: 10_000, bytes_per_s: 100_000_000 },
-    ssd: Lane { latency_ns: 100_000, bytes_per_s: 20_000_000 },
-    network: Lane { latency_ns: 20_000, bytes_per_s: 50_000_000 },
+    gpu: PathSpeed { latency_ns: 5_000, bytes_per_s: 1_000_000_000 },
+    dram: PathSpeed { latency_ns: 10_000, bytes_per_s: 100_000_000 },
+    ssd: PathSpeed { latency_ns: 100_000, bytes_per_s: 20_000_000 },
+    network: PathSpeed { latency_ns: 20_000, bytes_per_s: 50_000_000 },
 };
 
 pub(super) const NOW: Timestamp = Timestamp(10_000_000);
 /// Now, just after a report.
-pub(super) const TOLD: Moment = Moment { now: NOW, reported_at: NOW };
+pub(super) const JUST_REPORTED: LoadInstant = LoadInstant { now: NOW, reported_at: NOW };
 pub(super) const BLOCK_TOKENS: u32 = 10;
 
 /// A request of `blocks` full blocks.
@@ -59,8 +60,8 @@ pub(super) fn request(blocks: u32) -> RouteRequest {
         output_tokens: 0,
         ttft_max_us: 0,
         tbt_max_us: 0,
-        standing: Default::default(),
-        is_text: false,
+        queue_priority: Default::default(),
+        is_untokenized: false,
     }
 }
 
@@ -68,7 +69,7 @@ pub(super) fn holder(node: u32, tier: Tier) -> Holder {
     Holder { node: NodeId(node), epoch: Epoch(1), tier }
 }
 
-/// Runs by length and holders, one behind the other.
+/// Consecutive runs by length and holders.
 pub(super) fn prefix(runs: &[(u32, &[(u32, Tier)])]) -> PrefixMatch {
     let mut start_blocks = 0;
     let mut all = Vec::new();
@@ -85,8 +86,8 @@ pub(super) fn instance(n: u32) -> Instance {
     Instance {
         id: InstanceId(n),
         node: Some(NodeId(n)),
-        fetches: true,
-        orders: false,
+        can_fetch: true,
+        orders_by_deadline: false,
         load: Load::default(),
         reported_at: NOW,
         joined_at: None,
@@ -100,20 +101,20 @@ pub(super) fn live(node: u32) -> LiveNode {
         weight: 1,
         blocks: 0,
         block_bytes: 0,
-        afar: None,
-        near: None,
+        remote_stats: None,
+        local_stats: None,
     }
 }
 
-/// What was measured of everything together and of each tier, over paths that nobody told.
-pub(super) fn lanes(link: Option<Lane>, tiers: [Option<Lane>; 3]) -> Option<Arc<LinkLanes>> {
-    let of = |tier, lane: Option<Lane>| lane.map(|lane| (LinkKey { path: None, tier }, lane));
+/// Measured speeds of the link and of each tier, over unknown paths.
+pub(super) fn link_speeds(link: Option<PathSpeed>, tiers: [Option<PathSpeed>; 3]) -> Option<Arc<LinkSpeeds>> {
+    let of = |tier, lane: Option<PathSpeed>| lane.map(|lane| (LinkKey { path: None, tier }, lane));
     let all = [of(None, link)].into_iter().chain(Tier::ALL.map(|tier| of(Some(tier), tiers[tier as usize])));
-    let lanes = all.flatten().fold(LinkLanes::default(), |lanes, (key, lane)| lanes.with(key, lane));
+    let lanes = all.flatten().fold(LinkSpeeds::default(), |lanes, (key, lane)| lanes.with_speed(key, lane));
     (!lanes.is_empty()).then(|| Arc::new(lanes))
 }
 
-/// `count` idle instances, each with a live node of the same number, counted from 1.
+/// `count` idle instances from 1, each with a live node of the same number.
 pub(super) fn fleet(count: u32) -> Fleet {
     let mut fleet = Fleet::new(ROUND);
     fleet.set_nodes((1..=count).map(live).collect());

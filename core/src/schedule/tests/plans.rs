@@ -1,4 +1,4 @@
-//! What is fetched from whom, and what the prediction says: one line a case.
+//! Sources and predictions of plans: one line per case.
 
 use super::*;
 
@@ -6,26 +6,33 @@ const DRAM: Tier = Tier::Dram;
 const SSD: Tier = Tier::Ssd;
 const GPU: Tier = Tier::Gpu;
 
-struct Case {
+struct PlanCase {
     name: &'static str,
     blocks: u32,
     runs: &'static [(u32, &'static [(u32, Tier)])],
-    /// Where it must run, what it must fetch, and (queue, transfer, prefill) in µs.
+    /// Expected instance, sources, and (queue, transfer, prefill) in µs.
     instance: u32,
     sources: &'static [(u32, u32, u32)],
     predicted: (u64, u64, u64),
 }
 
-/// A fleet of three idle instances; instances 2 and 3 have 30 tokens (3,000 µs) queued, so that where
-/// nothing speaks for another one, instance 1 is taken.
-fn three() -> Fleet {
+/// A fleet of three instances; 2 and 3 have 30 tokens (3,000 µs) queued, so instance 1 is chosen by
+/// default.
+fn fleet_of_three() -> Fleet {
     let busy = Load::reported(30, 0, 0);
     with_load(with_load(fleet(3), 2, busy), 3, busy)
 }
 
-const CASES: &[Case] = &[
-    Case { name: "nothing held", blocks: 4, runs: &[], instance: 1, sources: &[], predicted: (0, 0, 5_000) },
-    Case {
+const CASES: &[PlanCase] = &[
+    PlanCase {
+        name: "nothing held",
+        blocks: 4,
+        runs: &[],
+        instance: 1,
+        sources: &[],
+        predicted: (0, 0, 5_000),
+    },
+    PlanCase {
         // 40 tokens at 10 µs + 10; the step remains.
         name: "all in own DRAM",
         blocks: 4,
@@ -34,8 +41,8 @@ const CASES: &[Case] = &[
         sources: &[(1, 0, 4)],
         predicted: (0, 410, 1_000),
     },
-    Case {
-        // Over the network the narrower lane counts, latencies add up: 30 + 40 x 20.
+    PlanCase {
+        // Over the network the narrower path counts, latencies add up: 30 + 40 x 20.
         name: "all on another node, its instance is busy: copy the prefix",
         blocks: 4,
         runs: &[(4, &[(2, DRAM)])],
@@ -43,8 +50,8 @@ const CASES: &[Case] = &[
         sources: &[(2, 0, 4)],
         predicted: (0, 830, 1_000),
     },
-    Case {
-        // Fetching 20 blocks from afar costs 4,030, waiting at their node 3,000 + 2,010.
+    PlanCase {
+        // Fetching 20 blocks from another node costs 4,030; waiting at their node 3,000 + 2,010.
         name: "a longer transfer still beats the queue",
         blocks: 20,
         runs: &[(20, &[(2, DRAM)])],
@@ -52,8 +59,8 @@ const CASES: &[Case] = &[
         sources: &[(2, 0, 20)],
         predicted: (0, 4_030, 1_000),
     },
-    Case {
-        // From afar 8,030, at its node 3,000 + 4,010.
+    PlanCase {
+        // Fetching costs 8,030; at their node 3,000 + 4,010.
         name: "the queue beats a transfer that is long enough",
         blocks: 40,
         runs: &[(40, &[(2, DRAM)])],
@@ -61,7 +68,7 @@ const CASES: &[Case] = &[
         sources: &[(2, 0, 40)],
         predicted: (0, 4_010, 1_000),
     },
-    Case {
+    PlanCase {
         name: "the rest is computed",
         blocks: 6,
         runs: &[(2, &[(1, DRAM)])],
@@ -69,7 +76,7 @@ const CASES: &[Case] = &[
         sources: &[(1, 0, 2)],
         predicted: (0, 210, 5_000),
     },
-    Case {
+    PlanCase {
         // Own SSD: 100 + 40 x 50; another node's DRAM would be 830.
         name: "own node first, although another is faster",
         blocks: 4,
@@ -78,7 +85,7 @@ const CASES: &[Case] = &[
         sources: &[(1, 0, 4)],
         predicted: (0, 2_100, 1_000),
     },
-    Case {
+    PlanCase {
         name: "of two others the faster tier",
         blocks: 4,
         runs: &[(4, &[(2, SSD), (3, DRAM)])],
@@ -86,8 +93,9 @@ const CASES: &[Case] = &[
         sources: &[(3, 0, 4)],
         predicted: (0, 830, 1_000),
     },
-    Case {
-        // A node copies it to DRAM first: 5 + 10 and the narrower of 1 and 10 a token. The GPU alone would be 45.
+    PlanCase {
+        // A node copies it to DRAM first: 5 + 10 and the slower of 1 and 10 a token. The GPU alone
+        // would be 45.
         name: "all on the own node's GPU",
         blocks: 4,
         runs: &[(4, &[(1, GPU)])],
@@ -95,8 +103,8 @@ const CASES: &[Case] = &[
         sources: &[(1, 0, 4)],
         predicted: (0, 415, 1_000),
     },
-    Case {
-        // 5 + 30 + 40 x 20 and 30 + 40 x 20: what lies in DRAM need not be copied there.
+    PlanCase {
+        // 5 + 30 + 40 x 20 and 30 + 40 x 20: blocks in DRAM need no copy there.
         name: "of two others the one that has it in DRAM, not the one that has it on a GPU",
         blocks: 4,
         runs: &[(4, &[(2, GPU), (3, DRAM)])],
@@ -104,7 +112,7 @@ const CASES: &[Case] = &[
         sources: &[(3, 0, 4)],
         predicted: (0, 830, 1_000),
     },
-    Case {
+    PlanCase {
         name: "a GPU before an SSD",
         blocks: 4,
         runs: &[(4, &[(2, SSD), (3, GPU)])],
@@ -112,7 +120,7 @@ const CASES: &[Case] = &[
         sources: &[(3, 0, 4)],
         predicted: (0, 835, 1_000),
     },
-    Case {
+    PlanCase {
         name: "own head, foreign tail",
         blocks: 4,
         runs: &[(2, &[(1, DRAM), (2, DRAM)]), (2, &[(2, DRAM)])],
@@ -120,7 +128,7 @@ const CASES: &[Case] = &[
         sources: &[(1, 0, 2), (2, 2, 2)],
         predicted: (0, 210 + 430, 1_000),
     },
-    Case {
+    PlanCase {
         // One source over two runs: its latency once.
         name: "runs of one holder are one source",
         blocks: 4,
@@ -129,7 +137,7 @@ const CASES: &[Case] = &[
         sources: &[(2, 0, 4)],
         predicted: (0, 830, 1_000),
     },
-    Case {
+    PlanCase {
         name: "the same node in two tiers is two sources",
         blocks: 4,
         runs: &[(2, &[(1, DRAM)]), (2, &[(1, SSD)])],
@@ -137,7 +145,7 @@ const CASES: &[Case] = &[
         sources: &[(1, 0, 2), (1, 2, 2)],
         predicted: (0, 210 + 1_100, 1_000),
     },
-    Case {
+    PlanCase {
         name: "blocks behind the request's last one are not asked for",
         blocks: 3,
         runs: &[(8, &[(1, DRAM)])],
@@ -148,9 +156,9 @@ const CASES: &[Case] = &[
 ];
 
 #[test]
-fn plans_are_as_written() {
+fn plans_match_the_table() {
     for case in CASES {
-        let decision = chosen(&request(case.blocks), &prefix(case.runs), &three());
+        let decision = chosen(&request(case.blocks), &prefix(case.runs), &fleet_of_three());
         let predicted = decision.predicted;
         assert_eq!(decision.instance, InstanceId(case.instance), "{}", case.name);
         assert_eq!(sources(&decision), case.sources, "{}", case.name);
@@ -163,70 +171,78 @@ fn plans_are_as_written() {
     }
 }
 
-/// One instance with a node, and a foreign node 2 whose link is `bytes_per_s`.
+/// One instance with a node, and a remote node 2 with a link of `bytes_per_s`.
 fn slow_link(bytes_per_s: u64) -> Fleet {
     let mut fleet = fleet(1);
-    let link = Some(Lane { latency_ns: 20_000, bytes_per_s });
-    fleet.set_nodes(vec![live(1), LiveNode { afar: lanes(link, [None; 3]), ..live(2) }]);
+    let link = Some(PathSpeed { latency_ns: 20_000, bytes_per_s });
+    fleet.set_nodes(vec![live(1), LiveNode { remote_stats: link_speeds(link, [None; 3]), ..live(2) }]);
     fleet
 }
 
 #[test]
-fn a_tail_that_is_slower_to_fetch_than_to_compute_is_cut() {
+fn slow_tail_is_recomputed() {
     let matched = prefix(&[(2, &[(1, DRAM)]), (2, &[(2, DRAM)])]);
-    // 5 MB/s is 200 µs a token, twice the time of computing it.
+    // 5 MB/s is 200 µs a token, twice the time to compute it.
     let decision = chosen(&request(4), &matched, &slow_link(5_000_000));
     assert_eq!(sources(&decision), [(1, 0, 2)]);
     assert_eq!((decision.fetch_blocks, decision.recompute_blocks), (2, 2));
     assert!(decision.reasons.contains(&Reason::RecomputeCheaper { blocks: 2 }), "{:?}", decision.reasons);
-    // 20 MB/s is 50 µs a token: now it pays.
+    // 20 MB/s is 50 µs a token: fetching is faster.
     let decision = chosen(&request(4), &matched, &slow_link(20_000_000));
     assert_eq!(sources(&decision), [(1, 0, 2), (2, 2, 2)]);
 }
 
 #[test]
-fn blocks_are_priced_by_what_was_measured_of_their_tier_then_of_their_node_then_by_the_profile() {
-    let way = |latency_ns, bytes_per_s| Some(Lane { latency_ns, bytes_per_s });
-    // DRAM comes fast, SSD slowly: 5 MB/s is 200 µs a token, twice the time of computing it.
+fn prices_fall_back_from_tier_to_node_to_profile() {
+    let way = |latency_ns, bytes_per_s| Some(PathSpeed { latency_ns, bytes_per_s });
+    // DRAM is fast, SSD slow: 5 MB/s is 200 µs a token, twice the time to compute it.
     let (slow, fast) = (way(20_000, 5_000_000), way(20_000, 100_000_000));
     let transfer = |tier: Tier, link, tiers| {
         let mut fleet = fleet(1);
-        fleet.set_nodes(vec![live(1), LiveNode { afar: lanes(link, tiers), ..live(2) }]);
+        fleet.set_nodes(vec![live(1), LiveNode { remote_stats: link_speeds(link, tiers), ..live(2) }]);
         let decision = chosen(&request(4), &prefix(&[(4, &[(2, tier)])]), &fleet);
         (decision.fetch_blocks, decision.predicted.transfer_us)
     };
     let measured = [slow, fast, None];
-    assert_eq!(transfer(SSD, None, measured), (0, 0), "computed sooner");
+    assert_eq!(transfer(SSD, None, measured), (0, 0), "computing is faster");
     assert_eq!(transfer(DRAM, None, measured), (4, 20 + 40 * 10));
-    assert_eq!(transfer(DRAM, way(1_000_000, 1), measured), (4, 420), "the link is in it already");
-    // What is not measured of a tier is the profile's, over the link that was, where no slow SSD is in it.
+    assert_eq!(transfer(DRAM, way(1_000_000, 1), measured), (4, 420), "the link is included already");
+    // An unmeasured tier is the profile's, over the measured link if no slow SSD is in it.
     assert_eq!(transfer(DRAM, slow, [None; 3]), (0, 0));
     assert_eq!(transfer(DRAM, slow, [slow, None, None]), transfer(DRAM, None, [None; 3]));
     assert_eq!(transfer(DRAM, None, [slow, None, None]), transfer(DRAM, None, [None; 3]));
-    assert_eq!(transfer(GPU, slow, measured), transfer(GPU, fast, [None; 3]), "as its DRAM comes");
-    assert_eq!(transfer(SSD, slow, [None, slow, fast]), transfer(SSD, fast, [None; 3]), "as the best came");
-    // Of two nodes the one is taken whose tier is faster, whatever their tiers are called.
+    assert_eq!(transfer(GPU, slow, measured), transfer(GPU, fast, [None; 3]), "at the speed of its DRAM");
+    assert_eq!(
+        transfer(SSD, slow, [None, slow, fast]),
+        transfer(SSD, fast, [None; 3]),
+        "at the best measured speed"
+    );
+    // Of two nodes the one with the faster tier is chosen, whatever the tiers are.
     let mut two = fleet_with_nodes([[fast, None, None], [None, slow, None]]);
     two.put_instance(Instance { node: None, ..instance(1) });
     let decision = chosen(&request(4), &prefix(&[(4, &[(1, SSD), (2, DRAM)])]), &two);
     assert_eq!(sources(&decision), [(1, 0, 4)]);
 }
 
-fn fleet_with_nodes(tiers: [[Option<Lane>; 3]; 2]) -> Fleet {
+fn fleet_with_nodes(tiers: [[Option<PathSpeed>; 3]; 2]) -> Fleet {
     let mut fleet = fleet(1);
     fleet.set_nodes(
-        (1..).zip(tiers).map(|(node, tiers)| LiveNode { afar: lanes(None, tiers), ..live(node) }).collect(),
+        (1..)
+            .zip(tiers)
+            .map(|(node, tiers)| LiveNode { remote_stats: link_speeds(None, tiers), ..live(node) })
+            .collect(),
     );
     fleet
 }
 
 #[test]
-fn a_slow_middle_is_fetched_for_the_sake_of_what_lies_behind() {
-    // Middle run of 1 block: 30 + 10 x 200 = 2,030 to save 1,000. Behind it 8 own blocks that save 8,000.
+fn slow_middle_run_is_fetched_for_later_runs() {
+    // A middle run of 1 block costs 30 + 10 x 200 = 2,030 and saves 1,000. Eight own blocks after
+    // it save 8,000.
     let matched = prefix(&[(1, &[(2, DRAM)]), (8, &[(1, DRAM)])]);
     let decision = chosen(&request(9), &matched, &slow_link(5_000_000));
     assert_eq!(sources(&decision), [(2, 0, 1), (1, 1, 8)]);
-    // With one own block behind it, it does not pay: nothing is fetched.
+    // With one own block after it, it does not pay: no block is fetched.
     let matched = prefix(&[(1, &[(2, DRAM)]), (1, &[(1, DRAM)])]);
     let decision = chosen(&request(2), &matched, &slow_link(5_000_000));
     assert_eq!(sources(&decision), []);
@@ -234,24 +250,24 @@ fn a_slow_middle_is_fetched_for_the_sake_of_what_lies_behind() {
 }
 
 #[test]
-fn a_link_that_carries_nothing_is_never_used() {
+fn zero_bandwidth_link_is_never_used() {
     let decision = chosen(&request(4), &prefix(&[(4, &[(2, DRAM)])]), &slow_link(0));
     assert_eq!(sources(&decision), []);
     assert_eq!(decision.recompute_tokens, 40);
 }
 
 #[test]
-fn at_equal_time_the_blocks_are_fetched() {
+fn equal_time_prefers_fetching() {
     let mut fleet = fleet(1);
-    // A token costs the same either way, and the lane has no latency.
-    fleet.profile.dram = Lane { latency_ns: 0, bytes_per_s: 10_000_000 };
+    // A token costs the same either way, and the path has no latency.
+    fleet.profile.dram = PathSpeed { latency_ns: 0, bytes_per_s: 10_000_000 };
     let decision = chosen(&request(4), &prefix(&[(4, &[(1, DRAM)])]), &fleet);
     assert_eq!(decision.fetch_blocks, 4);
     assert_eq!(decision.predicted.ttft_us(), 4_000 + 1_000);
 }
 
 #[test]
-fn a_partly_filled_tail_moves_its_tokens_only() {
+fn partial_block_moves_its_tokens_only() {
     let request = RouteRequest { input_tokens: 33, ..request(4) };
     let decision = chosen(&request, &prefix(&[(4, &[(1, DRAM)])]), &fleet(1));
     assert_eq!(decision.predicted.transfer_us, 10 + 330);
@@ -259,7 +275,7 @@ fn a_partly_filled_tail_moves_its_tokens_only() {
 }
 
 #[test]
-fn tokens_behind_the_last_block_are_computed() {
+fn tokens_after_the_last_block_are_computed() {
     let request = RouteRequest { input_tokens: 55, ..request(4) };
     let decision = chosen(&request, &prefix(&[(4, &[(1, DRAM)])]), &fleet(1));
     assert_eq!(decision.recompute_tokens, 15);
@@ -267,14 +283,14 @@ fn tokens_behind_the_last_block_are_computed() {
 }
 
 #[test]
-fn an_empty_prompt_is_routed_and_costs_a_step() {
+fn empty_prompt_costs_one_step() {
     let decision = chosen(&request(0), &PrefixMatch::default(), &fleet(2));
     assert_eq!(decision.predicted.ttft_us(), 1_000);
     assert_eq!((decision.fetch_blocks, decision.recompute_blocks), (0, 0));
 }
 
 #[test]
-fn an_instance_without_a_node_fetches_from_afar() {
+fn instance_without_a_node_fetches_remotely() {
     let mut fleet = fleet(1);
     fleet.put_instance(Instance { node: None, ..instance(1) });
     let decision = chosen(&request(4), &prefix(&[(4, &[(1, DRAM)])]), &fleet);
@@ -285,20 +301,20 @@ fn an_instance_without_a_node_fetches_from_afar() {
 }
 
 #[test]
-fn holders_that_are_not_live_end_the_prefix() {
+fn dead_holders_end_the_prefix() {
     let matched = prefix(&[(2, &[(1, DRAM)]), (2, &[(2, DRAM)]), (2, &[(1, DRAM)])]);
     let mut one = fleet(1);
     let decision = chosen(&request(6), &matched, &one);
     assert_eq!(sources(&decision), [(1, 0, 2)], "node 2 is not listed");
-    assert!(decision.reasons.contains(&Reason::HolderGone { blocks: 4 }), "{:?}", decision.reasons);
+    assert!(decision.reasons.contains(&Reason::HolderLost { blocks: 4 }), "{:?}", decision.reasons);
     one.set_nodes(vec![live(1), LiveNode { epoch: Epoch(2), ..live(2) }]);
-    assert_eq!(sources(&chosen(&request(6), &matched, &one)), [(1, 0, 2)], "node 2 has started anew");
+    assert_eq!(sources(&chosen(&request(6), &matched, &one)), [(1, 0, 2)], "node 2 has restarted");
     one.set_nodes(vec![live(1), live(2)]);
     assert_eq!(sources(&chosen(&request(6), &matched, &one)), [(1, 0, 2), (2, 2, 2), (1, 4, 2)]);
 }
 
 #[test]
-fn runs_that_leave_a_gap_or_repeat_are_not_followed() {
+fn gaps_and_repeats_end_the_prefix() {
     let held = |start_blocks, len_blocks| HolderRun {
         start_blocks,
         len_blocks,
@@ -317,7 +333,7 @@ fn runs_that_leave_a_gap_or_repeat_are_not_followed() {
 }
 
 #[test]
-fn equal_holders_take_turns_by_request() {
+fn equal_holders_are_spread_by_request() {
     let mut fleet = fleet(9);
     for n in 2..=9 {
         fleet.remove_instance(InstanceId(n));
@@ -335,23 +351,23 @@ fn equal_holders_take_turns_by_request() {
 }
 
 #[test]
-fn saves_go_to_the_own_node_then_by_the_ring_then_nowhere() {
+fn saves_go_to_own_node_then_ring_then_none() {
     let mut fleet = fleet(1);
     let matched = PrefixMatch::default();
     let save_to = |fleet: &Fleet| chosen(&request(4), &matched, fleet).save_to;
     assert_eq!(save_to(&fleet), Some(holder(1, DRAM)));
     fleet.set_nodes(vec![live(2)]);
     assert_eq!(save_to(&fleet), Some(holder(2, DRAM)), "own node is dead");
-    assert!(chosen(&request(4), &matched, &fleet).reasons.contains(&Reason::SavedByRing { node: NodeId(2) }));
+    assert!(chosen(&request(4), &matched, &fleet).reasons.contains(&Reason::SaveOnRing { node: NodeId(2) }));
     fleet.set_nodes(vec![LiveNode { weight: 0, ..live(1) }, live(2)]);
-    assert_eq!(save_to(&fleet), Some(holder(2, DRAM)), "own node takes nothing");
+    assert_eq!(save_to(&fleet), Some(holder(2, DRAM)), "own node accepts no blocks");
     fleet.set_nodes(Vec::new());
     assert_eq!(save_to(&fleet), None);
-    assert!(chosen(&request(4), &matched, &fleet).reasons.contains(&Reason::NowhereToSave));
+    assert!(chosen(&request(4), &matched, &fleet).reasons.contains(&Reason::NoSaveTarget));
 }
 
 #[test]
-fn the_ring_keeps_one_prefix_together_until_its_node_is_overfull() {
+fn ring_keeps_a_prefix_together_until_overload() {
     let mut fleet = fleet(1);
     fleet.put_instance(Instance { node: None, ..instance(1) });
     let with = |fleet: &mut Fleet, full: Option<NodeId>| {
@@ -366,16 +382,17 @@ fn the_ring_keeps_one_prefix_together_until_its_node_is_overfull() {
 }
 
 #[test]
-fn the_decision_tells_why_in_words() {
+fn decision_reasons_are_readable() {
     let matched = prefix(&[(2, &[(1, DRAM)]), (2, &[(2, DRAM)])]);
     let said = |matched: &PrefixMatch| -> Vec<_> {
-        chosen(&request(4), matched, &three()).reasons.iter().map(Reason::to_string).collect()
+        chosen(&request(4), matched, &fleet_of_three()).reasons.iter().map(Reason::to_string).collect()
     };
     let by_ttft = "least predicted TTFT of 3 instances, next best 3000 us later";
     assert_eq!(said(&PrefixMatch::default()), [by_ttft, "no live node holds the first block"]);
-    // At the others a part of the wait is hidden by the transfer, and counts for those that come later.
+    // At the others the transfer hides a part of the wait, which still counts as a delay to later
+    // requests.
     let expected = [
-        "least cost of 3 instances (TTFT, what others wait longer, slow starts, silence), next best 3000 us more",
+        "least cost of 3 instances (TTFT, delay to others, slow start, stale reports), next best 3000 us more",
         "own node holds the first 2 blocks to fetch",
         "2 blocks come from other nodes",
     ];
@@ -383,18 +400,19 @@ fn the_decision_tells_why_in_words() {
 }
 
 #[test]
-fn what_moves_is_priced_by_the_bytes_that_a_node_says_its_blocks_have() {
-    // A block of ten tokens has 10,000 bytes by the profile: 10 µs and 100 µs a block out of the own node's DRAM, against 1,000 µs to compute it.
+fn transfer_uses_the_reported_block_size() {
+    // By the profile a block of ten tokens has 10,000 bytes: 10 µs and 100 µs a block from own
+    // DRAM, against 1,000 µs to compute it.
     let planned = |block_bytes: u64| {
         let mut fleet = fleet(1);
         fleet.set_nodes(vec![LiveNode { block_bytes, ..live(1) }]);
         let decision = choose(&request(4), &prefix(&[(4, &[(1, Tier::Dram)])]), &fleet, NOW).unwrap();
-        (decision.fetch_blocks, decision.parts.transfer_us)
+        (decision.fetch_blocks, decision.uncorrected.transfer_us)
     };
     assert_eq!(planned(0), (4, 410));
     assert_eq!(planned(10_000), (4, 410));
     assert_eq!(planned(20_000), (4, 810));
-    // Ten times as many take as long as computing does, and are fetched; any more are not.
+    // Ten times as many bytes take as long as computing, and are fetched; more are not.
     assert_eq!(planned(99_000), (4, 3_970));
     assert_eq!(planned(110_000), (0, 0));
 }

@@ -1,4 +1,4 @@
-//! The named profiles: that they are found, that they are sane, and the arithmetic on them.
+//! The named profiles: lookup, plausibility, and arithmetic.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn names_are_unique_and_found() {
 }
 
 #[test]
-fn nearer_and_faster_tiers_are_nearer_and_faster() {
+fn faster_tiers_have_lower_latency_and_more_bandwidth() {
     for profile in PROFILES {
         for (slow, fast) in [(profile.ssd, profile.dram), (profile.dram, profile.gpu)] {
             assert!(
@@ -25,9 +25,9 @@ fn nearer_and_faster_tiers_are_nearer_and_faster() {
     }
 }
 
-/// A node has no other way out of its GPU than by a copy to DRAM.
+/// A node reads its GPU only by a copy to DRAM.
 #[test]
-fn a_gpu_is_read_no_sooner_than_dram_and_sooner_than_ssd() {
+fn gpu_reads_are_between_dram_and_ssd() {
     for profile in PROFILES {
         let [ssd, dram, gpu] = Tier::ALL.map(|tier| profile.tier(tier));
         assert!(dram.latency_ns < gpu.latency_ns && gpu.latency_ns < ssd.latency_ns, "{}", profile.name);
@@ -36,7 +36,7 @@ fn a_gpu_is_read_no_sooner_than_dram_and_sooner_than_ssd() {
 }
 
 #[test]
-fn a_long_held_prefix_is_worth_fetching_everywhere() {
+fn long_held_prefix_is_fetched_under_every_profile() {
     for &profile in PROFILES {
         let mut fleet = fleet(2);
         fleet.profile = profile;
@@ -48,10 +48,10 @@ fn a_long_held_prefix_is_worth_fetching_everywhere() {
     }
 }
 
-/// Replays count cache hits under this profile, so it must never prefer to recompute a held block, not
-/// even a tail of one token alone on the slowest tier of another node.
+/// Replays count cache hits under this profile, so it must always fetch a held block. That includes
+/// a tail of one token alone on the slowest tier of another node.
 #[test]
-fn the_emulated_profile_fetches_whatever_is_held() {
+fn emulated_profile_fetches_every_held_block() {
     let mut fleet = fleet(2);
     fleet.profile = HardwareProfile::by_name("laptop-emulated").unwrap();
     fleet.put_instance(Instance { node: None, ..instance(1) });
@@ -78,7 +78,7 @@ fn prefill_has_a_linear_and_a_quadratic_part() {
 }
 
 #[test]
-fn prefill_in_two_parts_takes_as_long_as_in_one() {
+fn split_prefill_takes_the_same_time() {
     let profile = HardwareProfile::by_name("h100-8b").unwrap();
     for cut in [0, 2, 4_096, 131_000, 131_072] {
         let parts = profile.prefill_ns(0, cut) + profile.prefill_ns(cut, 131_072 - cut);
@@ -88,7 +88,7 @@ fn prefill_in_two_parts_takes_as_long_as_in_one() {
 
 #[test]
 fn streams_round_up_and_never_overflow() {
-    let lane = |bytes_per_s| Lane { latency_ns: 0, bytes_per_s };
+    let lane = |bytes_per_s| PathSpeed { latency_ns: 0, bytes_per_s };
     for (bytes_per_s, tokens, ns) in [
         (1_000_000_000, 0, 0),
         (1_000_000_000, 3, 3_000),
@@ -102,14 +102,14 @@ fn streams_round_up_and_never_overflow() {
 }
 
 #[test]
-fn a_lane_through_another_adds_latency_and_takes_the_narrower_rate() {
-    let (a, b) = (Lane { latency_ns: 1, bytes_per_s: 10 }, Lane { latency_ns: 2, bytes_per_s: 5 });
-    assert_eq!(a.through(b), Lane { latency_ns: 3, bytes_per_s: 5 });
+fn chained_paths_add_latency_and_take_the_narrower_rate() {
+    let (a, b) = (PathSpeed { latency_ns: 1, bytes_per_s: 10 }, PathSpeed { latency_ns: 2, bytes_per_s: 5 });
+    assert_eq!(a.through(b), PathSpeed { latency_ns: 3, bytes_per_s: 5 });
     assert_eq!(b.through(a), a.through(b));
 }
 
 #[test]
-fn machines_of_another_time_decide_alike_and_take_as_much_more() {
+fn scaled_profile_scales_all_times() {
     for profile in PROFILES {
         assert_eq!(profile.scaled(1.0), *profile);
         let slow = profile.scaled(10.0);
@@ -118,6 +118,6 @@ fn machines_of_another_time_decide_alike_and_take_as_much_more() {
         assert_eq!(slow.stream_ns(slow.network, 512).div_ceil(10), profile.stream_ns(profile.network, 512));
         assert_eq!(slow.kv_bytes_per_token, profile.kv_bytes_per_token);
         let slowest = profile.scaled(1e30);
-        assert_eq!((slowest.dram.bytes_per_s, slowest.step_ns), (1, u64::MAX), "something comes through");
+        assert_eq!((slowest.dram.bytes_per_s, slowest.step_ns), (1, u64::MAX), "some bandwidth remains");
     }
 }

@@ -1,4 +1,4 @@
-//! What holds for every request, prefix and fleet.
+//! Properties of every request, prefix and fleet.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ fn tiers() -> impl Strategy<Value = Tier> {
     prop::sample::select(&Tier::ALL[..])
 }
 
-/// Holders of nodes 0..8 in epochs 1 and 2, so that some are dead and some of an older epoch.
+/// Holders on nodes 0..8 in epochs 1 and 2: some are dead, some have an older epoch.
 pub(super) fn prefixes() -> impl Strategy<Value = PrefixMatch> {
     let holder = (0u32..8, 1u64..3, tiers()).prop_map(|(node, epoch, tier)| Holder {
         node: NodeId(node),
@@ -48,12 +48,13 @@ fn instances() -> impl Strategy<Value = Vec<Instance>> {
         let made = |(id, node, load, reported_at): (u32, Option<u32>, Load, u64)| Instance {
             id: InstanceId(id),
             node: node.map(NodeId),
-            fetches: true,
-            orders: id % 2 == 0,
+            can_fetch: true,
+            orders_by_deadline: id % 2 == 0,
             load,
             // Two in three are fresh.
             reported_at: if reported_at % 3 == 0 { Timestamp(reported_at) } else { NOW },
-            // Who joined is weighed against the others: what is one alone is another matter there.
+            // A slow start is weighed against other instances, so it would differ for an instance
+            // alone.
             joined_at: None,
         };
         all.into_iter().map(made).collect()
@@ -65,18 +66,24 @@ fn nodes() -> impl Strategy<Value = Vec<LiveNode>> {
     let tiers = [link.clone(), link.clone(), link.clone()];
     let node = (0u32..8, 1u64..3, 0u32..3, 0u64..1_000, link, tiers);
     prop::collection::vec(node, 0..8).prop_map(|all| {
-        let lane = |(latency_ns, bytes_per_s)| Lane { latency_ns, bytes_per_s };
-        type Way = Option<(u64, u64)>;
-        let made =
-            |(node, epoch, weight, blocks, link, tiers): (u32, u64, u32, u64, Way, [Way; 3])| LiveNode {
-                node: NodeId(node),
-                epoch: Epoch(epoch),
-                weight,
-                blocks,
-                block_bytes: blocks * 1_000,
-                afar: lanes(link.map(lane), tiers.map(|tier| tier.map(lane))),
-                near: None,
-            };
+        let lane = |(latency_ns, bytes_per_s)| PathSpeed { latency_ns, bytes_per_s };
+        type OptionalSpeed = Option<(u64, u64)>;
+        let made = |(node, epoch, weight, blocks, link, tiers): (
+            u32,
+            u64,
+            u32,
+            u64,
+            OptionalSpeed,
+            [OptionalSpeed; 3],
+        )| LiveNode {
+            node: NodeId(node),
+            epoch: Epoch(epoch),
+            weight,
+            blocks,
+            block_bytes: blocks * 1_000,
+            remote_stats: link_speeds(link.map(lane), tiers.map(|tier| tier.map(lane))),
+            local_stats: None,
+        };
         all.into_iter().map(made).collect()
     })
 }
@@ -102,7 +109,7 @@ pub(super) fn requests() -> impl Strategy<Value = RouteRequest> {
     )
 }
 
-/// One of the fleet alone, so that its cost can be asked for.
+/// A fleet of one instance, to get its cost.
 pub(super) fn alone(fleet: &Fleet, instance: Instance) -> Fleet {
     let mut one = Fleet::new(fleet.profile);
     one.set_nodes(fleet.nodes().to_vec());
@@ -114,11 +121,11 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
     #[test]
-    fn the_chosen_one_is_never_beaten(request in requests(), matched in prefixes(), fleet in fleets()) {
+    fn chosen_instance_has_the_least_cost(request in requests(), matched in prefixes(), fleet in fleets()) {
         let answer = choose(&request, &matched, &fleet, NOW);
         let open = |one: &&Instance| choose(&request, &matched, &alone(&fleet, **one), NOW).is_ok();
         let Ok(decision) = answer else {
-            prop_assert_eq!(fleet.instances().iter().find(open), None, "rejected though one is open");
+            prop_assert_eq!(fleet.instances().iter().find(open), None, "rejected although one may be chosen");
             return Ok(());
         };
         for &one in fleet.instances() {
@@ -134,7 +141,7 @@ proptest! {
     }
 
     #[test]
-    fn choosing_twice_gives_the_same(request in requests(), matched in prefixes(), fleet in fleets()) {
+    fn choice_is_deterministic(request in requests(), matched in prefixes(), fleet in fleets()) {
         let first = choose(&request, &matched, &fleet, NOW);
         prop_assert_eq!(first, choose(&request, &matched, &fleet, NOW));
     }
@@ -172,7 +179,7 @@ proptest! {
     }
 
     #[test]
-    fn more_copies_never_make_it_slower(request in requests(), matched in prefixes(), fleet in fleets()) {
+    fn more_copies_are_never_slower(request in requests(), matched in prefixes(), fleet in fleets()) {
         let Ok(decision) = choose(&request, &matched, &fleet, NOW) else { return Ok(()) };
         let fewer = PrefixMatch { runs: matched.runs[..matched.runs.len() / 2].to_vec() };
         let without = choose(&request, &fewer, &fleet, NOW).unwrap();
@@ -193,7 +200,7 @@ proptest! {
     }
 
     #[test]
-    fn every_instance_is_told_about_once(request in requests(), matched in prefixes(), fleet in fleets()) {
+    fn every_instance_is_listed_once(request in requests(), matched in prefixes(), fleet in fleets()) {
         let Ok(decision) = choose(&request, &matched, &fleet, NOW) else { return Ok(()) };
         let mut told: Vec<_> = decision.candidates.iter().map(|c| c.instance).collect();
         prop_assert_eq!(told[0], decision.instance);

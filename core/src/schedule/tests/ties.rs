@@ -1,4 +1,4 @@
-//! Equal candidates, and the order in which candidates are told.
+//! Ties between candidates, and the order of candidates.
 
 use super::*;
 
@@ -15,7 +15,7 @@ fn an_idle_fleet_is_used_evenly() {
 }
 
 #[test]
-fn ties_are_known_answers() {
+fn ties_match_known_answers() {
     let fleet = fleet(8);
     let instances: Vec<_> = (0..8).map(|id| instance_for(id, &PrefixMatch::default(), &fleet)).collect();
     // Fixed: routers of one cluster, and of the next release, agree about ties.
@@ -23,8 +23,8 @@ fn ties_are_known_answers() {
 }
 
 #[test]
-fn only_the_equal_best_share() {
-    // 1 and 3 are idle and hold nothing; 2 holds all; 4 and 5 hold all and are as good as 2.
+fn only_equal_best_candidates_share() {
+    // 1 and 3 are idle and hold no blocks; 2 holds all; 4 and 5 hold all and equal 2.
     let holders = [(2, Tier::Dram), (4, Tier::Dram), (5, Tier::Dram)];
     let matched = prefix(&[(4, &holders)]);
     let fleet = fleet(5);
@@ -36,7 +36,7 @@ fn only_the_equal_best_share() {
 }
 
 #[test]
-fn candidates_come_chosen_first_then_by_ttft() {
+fn candidates_are_sorted_after_the_chosen_one() {
     let holders = [(2, Tier::Dram), (4, Tier::Dram), (5, Tier::Dram)];
     let mut fleet = with_load(fleet(5), 4, Load::reported(1, 0, 0));
     fleet.put_instance(Instance { reported_at: Timestamp(0), ..instance(1) });

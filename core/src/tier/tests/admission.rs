@@ -1,20 +1,21 @@
-//! Whether what is new comes in: room is given to it only where the policy says that it is worth it.
+//! Admission of new blocks: space is given only if the policy considers it worthwhile.
 
 use super::*;
 use crate::id::{Category, RequestKind};
 use std::sync::mpsc::{Receiver, Sender, channel};
 
-/// What the policy was told, in order: offset of the block, and whether it had been let in.
-type Told = (u32, bool);
+/// A reported use: offset of the block, and whether it is resident.
+type PolicyUse = (u32, bool);
 
-/// The plain LRU, which gives no block for one of a program's call, and only block 1 for one of a search.
-struct Weighing {
+/// A plain LRU that admits no block of an API request, and evicts only block 1 for one of a search
+/// request.
+struct AdmissionMock {
     lru: PlainLru,
-    told: Sender<Told>,
+    told: Sender<PolicyUse>,
     first: BlockKey,
 }
 
-impl Policy for Weighing {
+impl Policy for AdmissionMock {
     fn name(&self) -> &'static str {
         "weighing"
     }
@@ -48,7 +49,7 @@ impl Policy for Weighing {
         }
     }
 
-    fn pass(&mut self, traits: BlockTraits, _: Timestamp) {
+    fn note_absent(&mut self, traits: BlockTraits, _: Timestamp) {
         assert_eq!(traits.category.kind, RequestKind::Api);
         self.told.send((traits.offset_blocks, false)).unwrap();
     }
@@ -58,27 +59,27 @@ impl Policy for Weighing {
     }
 }
 
-fn weighing(dram: u64, ssd: u64) -> (Book, Receiver<Told>) {
+fn book_with_admission_mock(dram: u64, ssd: u64) -> (Book, Receiver<PolicyUse>) {
     with_limits(TierLimits::exact(Capacity::Blocks(dram)), TierLimits::exact(Capacity::Blocks(ssd)))
 }
 
-fn with_limits(dram: TierLimits, ssd: TierLimits) -> (Book, Receiver<Told>) {
-    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+fn with_limits(dram: TierLimits, ssd: TierLimits) -> (Book, Receiver<PolicyUse>) {
+    let limits = BookLimits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
     let (tell, told) = channel();
-    let policy = Weighing { lru: PlainLru::default(), told: tell, first: BlockKey(0) };
+    let policy = AdmissionMock { lru: PlainLru::default(), told: tell, first: BlockKey(0) };
     (Book::new(&limits, Box::new(policy), Box::<PlainLru>::default()), told)
 }
 
-fn call(lease: u64, tenant: u32) -> Asker {
-    let category = Category { kind: RequestKind::Api, turn: 1 };
-    Asker { tenant: TenantId(tenant), category, ..asker(lease) }
+fn api_requester(lease: u64, tenant: u32) -> Requester {
+    let category = Category { kind: RequestKind::Api, conversation_turn: 1 };
+    Requester { tenant: TenantId(tenant), category, ..requester(lease) }
 }
 
-/// Reads what is there of a program's call and offers the rest, all of which must come if it is wanted.
-fn ask(book: &mut Book, who: Asker, numbers: &[u64], now: u64) -> Vec<Offered> {
+/// Reads the present blocks of an API request and saves the others, if wanted.
+fn fetch_and_save(book: &mut Book, who: Requester, numbers: &[u64], now: u64) -> Vec<OfferOutcome> {
     let all = hashes(numbers);
     let hits = book.fetch(who, &all, Timestamp(now)).unwrap().len();
-    let offer = Offer {
+    let offer = SaveOffer {
         parent: hits.checked_sub(1).map(|last| all[last]),
         first_offset_blocks: hits as u32,
         hashes: &all[hits..],
@@ -87,120 +88,137 @@ fn ask(book: &mut Book, who: Asker, numbers: &[u64], now: u64) -> Vec<Offered> {
     let answers = book.offer(who, offer, Timestamp(now)).unwrap();
     drain(book);
     for answer in &answers {
-        if let Offered::Wanted(key) = answer {
+        if let OfferOutcome::Wanted(key) = answer {
             book.commit(*key, CHARGE, Timestamp(now));
         }
     }
     answers
 }
 
-const WORTH: Offered = Offered::Refused(RefusedBy::Worth);
+const LOW_VALUE: OfferOutcome = OfferOutcome::Refused(RefusalReason::LowValue);
 
 fn is_here(book: &Book, numbers: &[u64]) -> bool {
     numbers.iter().all(|number| book.tier_of(&hash(*number)).is_some())
 }
 
 #[test]
-fn what_is_not_worth_the_room_is_turned_away_and_told_at_the_end_in_its_place() {
-    let (mut book, told) = weighing(4, 0);
+fn rejected_blocks_are_reported_in_order_at_release() {
+    let (mut book, told) = book_with_admission_mock(4, 0);
     request(&mut book, &[1, 2, 3], 1);
     told.try_iter().for_each(drop);
-    let answers = ask(&mut book, call(9, 0), &[1, 2, 10, 11, 12], 9);
-    assert!(matches!(answers[0], Offered::Wanted(_)), "there is room for one: nobody has to be asked");
-    assert_eq!(answers[1..], [WORTH, WORTH]);
-    assert_eq!(book.stats(Tier::Dram).turned_away_blocks, 2);
+    let answers = fetch_and_save(&mut book, api_requester(9, 0), &[1, 2, 10, 11, 12], 9);
+    assert!(
+        matches!(answers[0], OfferOutcome::Wanted(_)),
+        "there is space for one, so the policy is not asked"
+    );
+    assert_eq!(answers[1..], [LOW_VALUE, LOW_VALUE]);
+    assert_eq!(book.stats(Tier::Dram).not_admitted_blocks, 2);
     assert!(is_here(&book, &[1, 2, 3, 10]) && told.try_iter().next().is_none());
     book.release(LeaseId(9), Timestamp(9));
     let expected = [(4, false), (3, false), (2, true), (1, true), (0, true)];
     assert_eq!(told.try_iter().collect::<Vec<_>>(), expected, "from the tail to the head");
-    // Of a lease that ends by itself it is told as well, and each block once however often it was offered.
+    // The same for a lease that expires; each block is reported once, however often it was offered.
     told.try_iter().for_each(drop);
     for _ in 0..3 {
-        assert_eq!(ask(&mut book, call(10, 0), &[20], 10), [WORTH]);
+        assert_eq!(fetch_and_save(&mut book, api_requester(10, 0), &[20], 10), [LOW_VALUE]);
     }
     assert_eq!(book.expire(Timestamp(11_000_000)), 1);
     assert_eq!(told.try_iter().collect::<Vec<_>>(), [(0, false)]);
-    // Anybody else may come in.
+    // Other requests are admitted.
     request(&mut book, &[30, 31], 12_000_000);
     assert!(is_here(&book, &[30, 31]));
 }
 
 #[test]
-fn with_an_ssd_below_all_come_in() {
-    let (mut book, _told) = weighing(2, 8);
+fn every_block_is_admitted_with_an_ssd_below() {
+    let (mut book, _told) = book_with_admission_mock(2, 8);
     request(&mut book, &[1, 2], 1);
     assert!(
-        ask(&mut book, call(9, 0), &[10, 11], 9).iter().all(|answer| matches!(answer, Offered::Wanted(_)))
+        fetch_and_save(&mut book, api_requester(9, 0), &[10, 11], 9)
+            .iter()
+            .all(|answer| matches!(answer, OfferOutcome::Wanted(_)))
     );
     book.release(LeaseId(9), Timestamp(9));
-    // One that takes nothing more is none.
+    // An SSD that admits no blocks does not count.
     book.set_admitting(Tier::Ssd, false);
-    assert_eq!(ask(&mut book, call(10, 0), &[20], 10), [WORTH]);
+    assert_eq!(fetch_and_save(&mut book, api_requester(10, 0), &[20], 10), [LOW_VALUE]);
 }
 
 #[test]
-fn what_is_pinned_or_waited_for_is_not_weighed() {
-    let (mut book, _told) = weighing(2, 0);
+fn pinned_or_needed_blocks_skip_admission() {
+    let (mut book, _told) = book_with_admission_mock(2, 0);
     request(&mut book, &[1, 2], 1);
-    book.set_pins([order(1, PinKind::Soft, &[10])], Timestamp(2));
+    book.set_pins([pin_directive(1, PinKind::Soft, &[10])], Timestamp(2));
     book.set_window([hashes(&[11]).as_slice()], Timestamp(2));
-    assert_eq!(ask(&mut book, call(9, 0), &[20], 9), [WORTH]);
-    assert!(matches!(ask(&mut book, call(9, 0), &[10], 9)[0], Offered::Wanted(_)));
-    assert!(matches!(ask(&mut book, call(9, 0), &[11], 9)[0], Offered::Wanted(_)));
+    assert_eq!(fetch_and_save(&mut book, api_requester(9, 0), &[20], 9), [LOW_VALUE]);
+    assert!(matches!(fetch_and_save(&mut book, api_requester(9, 0), &[10], 9)[0], OfferOutcome::Wanted(_)));
+    assert!(matches!(fetch_and_save(&mut book, api_requester(9, 0), &[11], 9)[0], OfferOutcome::Wanted(_)));
     assert!(is_here(&book, &[10, 11]) && !is_here(&book, &[1]));
 }
 
 #[test]
-fn what_another_tenant_has_too_much_of_is_given_without_being_weighed() {
-    let (mut book, _told) = weighing(4, 0);
+fn eviction_from_a_larger_tenant_skips_admission() {
+    let (mut book, _told) = book_with_admission_mock(4, 0);
     request(&mut book, &[1, 2, 3, 4], 1);
-    let wanted =
-        |answers: Vec<Offered>| answers.iter().filter(|answer| matches!(answer, Offered::Wanted(_))).count();
-    assert_eq!(wanted(ask(&mut book, call(9, 7), &[10, 11], 9)), 2, "half is its part");
+    let wanted = |answers: Vec<OfferOutcome>| {
+        answers.iter().filter(|answer| matches!(answer, OfferOutcome::Wanted(_))).count()
+    };
+    assert_eq!(wanted(fetch_and_save(&mut book, api_requester(9, 7), &[10, 11], 9)), 2, "half is its share");
     book.release(LeaseId(9), Timestamp(9));
-    assert_eq!(ask(&mut book, call(10, 7), &[12], 10), [WORTH], "now its own would have to go");
+    assert_eq!(
+        fetch_and_save(&mut book, api_requester(10, 7), &[12], 10),
+        [LOW_VALUE],
+        "now its own block would have to leave"
+    );
 }
 
 #[test]
-fn notes_of_what_was_turned_away_have_an_end_and_go_with_the_lease() {
-    let (mut book, told) = weighing(1, 0);
+fn remembered_rejections_are_bounded_and_end_with_the_lease() {
+    let (mut book, told) = book_with_admission_mock(1, 0);
     request(&mut book, &[1], 1);
     for lease in 0..40 {
         let numbers: Vec<u64> = (0..5_000).map(|number| 10 + number + lease * 5_000).collect();
-        assert!(ask(&mut book, call(100 + lease, 0), &numbers, 9).iter().all(|answer| *answer == WORTH));
+        assert!(
+            fetch_and_save(&mut book, api_requester(100 + lease, 0), &numbers, 9)
+                .iter()
+                .all(|answer| *answer == LOW_VALUE)
+        );
     }
-    assert_eq!(book.passed_blocks, 131_072);
+    assert_eq!(book.rejected_blocks, 131_072);
     told.try_iter().for_each(drop);
     book.release(LeaseId(100), Timestamp(10));
     assert_eq!(told.try_iter().count(), 4_096);
     (1..40).for_each(|lease| book.release(LeaseId(100 + lease), Timestamp(10)));
-    assert_eq!((book.passed_blocks, told.try_iter().count()), (0, 131_072 - 4_096));
+    assert_eq!((book.rejected_blocks, told.try_iter().count()), (0, 131_072 - 4_096));
 }
 
 #[test]
-fn nothing_comes_in_behind_what_an_earlier_offer_of_the_lease_was_turned_away_with() {
-    let (mut book, _told) = weighing(4, 0);
+fn blocks_after_a_rejected_offer_are_rejected() {
+    let (mut book, _told) = book_with_admission_mock(4, 0);
     request(&mut book, &[1, 2, 3, 4], 1);
-    assert_eq!(ask(&mut book, call(9, 0), &[10, 11], 9), [WORTH, WORTH]);
-    // There is room by now.
+    assert_eq!(fetch_and_save(&mut book, api_requester(9, 0), &[10, 11], 9), [LOW_VALUE, LOW_VALUE]);
+    // There is space by now.
     book.set_quotas([(TenantId(0), 2 * u64::from(CHARGE.frame))]);
     drain(&mut book);
     book.set_quotas([]);
     let behind = hashes(&[12]);
-    let offer = |parent| Offer { parent, first_offset_blocks: 2, hashes: &behind, charge: CHARGE };
-    let answers = book.offer(call(9, 0), offer(Some(hash(11))), Timestamp(9)).unwrap();
-    assert_eq!(answers, [WORTH]);
-    let answers = book.offer(call(10, 0), offer(Some(hash(11))), Timestamp(9)).unwrap();
-    assert!(matches!(answers[..], [Offered::Wanted(_)]), "another request may have it from elsewhere");
+    let offer = |parent| SaveOffer { parent, first_offset_blocks: 2, hashes: &behind, charge: CHARGE };
+    let answers = book.offer(api_requester(9, 0), offer(Some(hash(11))), Timestamp(9)).unwrap();
+    assert_eq!(answers, [LOW_VALUE]);
+    let answers = book.offer(api_requester(10, 0), offer(Some(hash(11))), Timestamp(9)).unwrap();
+    assert!(
+        matches!(answers[..], [OfferOutcome::Wanted(_)]),
+        "another request may have the preceding block from elsewhere"
+    );
 }
 
 #[test]
-fn what_another_request_brought_meanwhile_was_used_and_not_passed() {
-    let (mut book, told) = weighing(2, 0);
+fn rejected_block_saved_by_another_request_counts_as_used() {
+    let (mut book, told) = book_with_admission_mock(2, 0);
     request(&mut book, &[1, 2], 1);
-    assert_eq!(ask(&mut book, call(9, 0), &[1, 10, 11], 9), [WORTH, WORTH]);
+    assert_eq!(fetch_and_save(&mut book, api_requester(9, 0), &[1, 10, 11], 9), [LOW_VALUE, LOW_VALUE]);
     book.release(LeaseId(9), Timestamp(9));
-    assert_eq!(ask(&mut book, call(10, 0), &[10, 11], 10), [WORTH, WORTH]);
+    assert_eq!(fetch_and_save(&mut book, api_requester(10, 0), &[10, 11], 10), [LOW_VALUE, LOW_VALUE]);
     request(&mut book, &[10], 11);
     assert!(is_here(&book, &[10]));
     told.try_iter().for_each(drop);
@@ -209,49 +227,62 @@ fn what_another_request_brought_meanwhile_was_used_and_not_passed() {
 }
 
 #[test]
-fn what_another_tenant_brought_meanwhile_is_not_here_and_was_not_used() {
-    let (mut book, told) = weighing(4, 0);
+fn foreign_save_of_a_rejected_block_does_not_count() {
+    let (mut book, told) = book_with_admission_mock(4, 0);
     request(&mut book, &[1, 2, 3, 4], 1);
-    assert_eq!(ask(&mut book, call(9, 0), &[10, 11], 9), [WORTH, WORTH]);
+    assert_eq!(fetch_and_save(&mut book, api_requester(9, 0), &[10, 11], 9), [LOW_VALUE, LOW_VALUE]);
     let behind = hashes(&[12]);
-    let offer = Offer { parent: Some(hash(11)), first_offset_blocks: 2, hashes: &behind, charge: CHARGE };
-    let answers = book.offer(call(9, 7), offer, Timestamp(9)).unwrap();
-    let [Offered::Wanted(key)] = answers[..] else { panic!("that tenant was turned away with nothing") };
+    let offer = SaveOffer { parent: Some(hash(11)), first_offset_blocks: 2, hashes: &behind, charge: CHARGE };
+    let answers = book.offer(api_requester(9, 7), offer, Timestamp(9)).unwrap();
+    let [OfferOutcome::Wanted(key)] = answers[..] else { panic!("the other tenant has no rejected block") };
     book.abort(key);
-    assert!(matches!(ask(&mut book, call(10, 7), &[11], 10)[..], [Offered::Wanted(_)]));
+    assert!(matches!(
+        fetch_and_save(&mut book, api_requester(10, 7), &[11], 10)[..],
+        [OfferOutcome::Wanted(_)]
+    ));
     book.release(LeaseId(10), Timestamp(10));
-    // There is room by now.
+    // There is space by now.
     book.set_quotas([(TenantId(0), 2 * u64::from(CHARGE.frame))]);
     drain(&mut book);
     book.set_quotas([]);
-    assert_eq!(book.offer(call(9, 0), offer, Timestamp(11)).unwrap(), [WORTH], "11 is not here for this one");
+    assert_eq!(
+        book.offer(api_requester(9, 0), offer, Timestamp(11)).unwrap(),
+        [LOW_VALUE],
+        "block 11 is absent for this tenant"
+    );
     told.try_iter().for_each(drop);
     book.release(LeaseId(9), Timestamp(12));
     assert_eq!(told.try_iter().collect::<Vec<_>>(), [(2, false), (0, false)]);
 }
 
 #[test]
-fn behind_another_tenants_block_nothing_comes_in_that_is_wanted() {
-    let (mut book, _told) = weighing(2, 0);
+fn blocks_after_a_foreign_block_are_refused() {
+    let (mut book, _told) = book_with_admission_mock(2, 0);
     assert_eq!(request(&mut book, &[2], 1), 0);
-    assert!(matches!(ask(&mut book, call(2, 7), &[1], 2)[..], [Offered::Wanted(_)]));
-    book.set_pins([order(1, PinKind::Soft, &[11, 12])], Timestamp(2));
-    let full = Offered::Refused(RefusedBy::Full);
-    assert_eq!(ask(&mut book, call(9, 0), &[10, 1, 11], 9), [WORTH, full, full]);
-    assert_eq!(book.stats(Tier::Dram).turned_away_blocks, 1, "only what was weighed");
-    assert!(matches!(ask(&mut book, call(10, 0), &[10, 12], 10)[..], [WORTH, Offered::Wanted(_)]));
+    assert!(matches!(fetch_and_save(&mut book, api_requester(2, 7), &[1], 2)[..], [OfferOutcome::Wanted(_)]));
+    book.set_pins([pin_directive(1, PinKind::Soft, &[11, 12])], Timestamp(2));
+    let full = OfferOutcome::Refused(RefusalReason::Full);
+    assert_eq!(fetch_and_save(&mut book, api_requester(9, 0), &[10, 1, 11], 9), [LOW_VALUE, full, full]);
+    assert_eq!(book.stats(Tier::Dram).not_admitted_blocks, 1, "only the judged block counts");
+    assert!(matches!(
+        fetch_and_save(&mut book, api_requester(10, 0), &[10, 12], 10)[..],
+        [LOW_VALUE, OfferOutcome::Wanted(_)]
+    ));
 }
 
 #[test]
-fn what_is_wanted_is_weighed_nowhere_and_a_stretch_drives_out_nothing_that_is_worth_more() {
+fn batch_eviction_spares_better_blocks() {
     let mut marks = TierLimits::exact(Capacity::Blocks(10));
     (marks.watermark_high, marks.watermark_low) = (0.9, 0.4);
     let (mut book, _told) = with_limits(marks, TierLimits::exact(Capacity::Blocks(0)));
-    // A policy that gives up the first of ten only.
+    // The policy gives up only the first of ten blocks.
     (1..=9).for_each(|number| assert_eq!(request(&mut book, &[number], number), 0));
     let gone = |book: &Book| (1..=9).filter(|number| !is_here(book, &[*number])).count();
     assert_eq!(gone(&book), 0);
-    let once = Asker { category: Category { kind: RequestKind::Search, turn: 1 }, ..call(20, 0) };
-    assert!(matches!(ask(&mut book, once, &[20], 20)[..], [Offered::Wanted(_)]));
-    assert_eq!(gone(&book), 1, "the rest of the stretch is worth more");
+    let once = Requester {
+        category: Category { kind: RequestKind::Search, conversation_turn: 1 },
+        ..api_requester(20, 0)
+    };
+    assert!(matches!(fetch_and_save(&mut book, once, &[20], 20)[..], [OfferOutcome::Wanted(_)]));
+    assert_eq!(gone(&book), 1, "the rest of the batch is worth more");
 }

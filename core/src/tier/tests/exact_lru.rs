@@ -1,10 +1,10 @@
-//! DRAM alone, and DRAM with SSD, hit exactly what one LRU of the summed capacity hits.
+//! DRAM alone, and DRAM with SSD, hit exactly like one LRU of the summed capacity.
 
 use super::*;
 use proptest::prelude::*;
 
-/// One LRU over block numbers; blocks of the running request are never victims; inside a request the
-/// tail is older than the head.
+/// One LRU over block numbers. Blocks of the running request are never victims; within a request
+/// the tail is older than the head.
 struct ReferenceLru {
     capacity: usize,
     clock: u64,
@@ -42,7 +42,7 @@ impl ReferenceLru {
     }
 }
 
-/// Requests as prefixes of a tree: a block's number depends on its parent, as real hashes do.
+/// Requests as prefixes of a tree: a block's number depends on its parent, like real hashes.
 fn trace() -> impl Strategy<Value = Vec<Vec<u64>>> {
     let request = prop::collection::vec(0u64..3, 1..9).prop_map(|steps| {
         let mut number = 0;

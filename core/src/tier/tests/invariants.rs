@@ -1,17 +1,18 @@
-//! Random operations in random order, with moves that finish late or fail: the books always balance.
+//! Random operations in random order, with moves that finish late or fail: the accounts always
+//! balance.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::*;
 use crate::evict::density::Density;
-use crate::id::GroupId;
+use crate::id::TtlGroupId;
 use crate::index::command::Change;
-use crate::tier::entry::Order;
-use crate::tier::moves::Line;
+use crate::tier::entry::EvictionOrder;
+use crate::tier::moves::MoveQueue;
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
-enum Op {
+enum BookOp {
     Fetch { lease: u64, first: u64, count: u64, tenant: u32 },
     Offer { lease: u64, first: u64, count: u64, tenant: u32 },
     CommitOldest { frame: u32 },
@@ -35,62 +36,62 @@ enum Op {
     Rewrite { number: u64 },
     Refit,
     NewWeights,
-    DropVoid,
+    DropInvalidated,
 }
 
-fn op() -> impl Strategy<Value = Op> {
+fn op() -> impl Strategy<Value = BookOp> {
     let lease = 0u64..6;
     prop_oneof![
         4 => (lease.clone(), 0u64..20, 1u64..6, 0u32..2)
-            .prop_map(|(lease, first, count, tenant)| Op::Fetch { lease, first, count, tenant }),
+            .prop_map(|(lease, first, count, tenant)| BookOp::Fetch { lease, first, count, tenant }),
         6 => (lease.clone(), 0u64..20, 1u64..6, 0u32..2)
-            .prop_map(|(lease, first, count, tenant)| Op::Offer { lease, first, count, tenant }),
-        8 => (1u32..=100).prop_map(|frame| Op::CommitOldest { frame }),
-        1 => Just(Op::AbortOldest),
-        4 => lease.prop_map(|lease| Op::Release { lease }),
-        1 => (0u64..30_000_000).prop_map(|at| Op::Expire { at }),
-        8 => any::<(bool, bool, bool)>().prop_map(|(dram, ssd, gpu)| Op::Start { dram, ssd, gpu }),
-        8 => prop::bool::weighted(0.85).prop_map(|well| Op::Finish { well }),
-        2 => Just(Op::Delay),
-        2 => Just(Op::Refuse),
+            .prop_map(|(lease, first, count, tenant)| BookOp::Offer { lease, first, count, tenant }),
+        8 => (1u32..=100).prop_map(|frame| BookOp::CommitOldest { frame }),
+        1 => Just(BookOp::AbortOldest),
+        4 => lease.prop_map(|lease| BookOp::Release { lease }),
+        1 => (0u64..30_000_000).prop_map(|at| BookOp::Expire { at }),
+        8 => any::<(bool, bool, bool)>().prop_map(|(dram, ssd, gpu)| BookOp::Start { dram, ssd, gpu }),
+        8 => prop::bool::weighted(0.85).prop_map(|well| BookOp::Finish { well }),
+        2 => Just(BookOp::Delay),
+        2 => Just(BookOp::Refuse),
         2 => prop::collection::vec(
             (any::<bool>(), prop::collection::btree_set(0u64..25, 0..3), prop::option::of(0u64..20_000)), 0..4)
-            .prop_map(|pins| Op::Pin { pins }),
-        2 => (0u64..20_000).prop_map(|late| Op::ExpirePins { late }),
-        1 => (0u64..900).prop_map(|bytes| Op::Quota { bytes }),
-        1 => any::<bool>().prop_map(|ssd| Op::Admit { ssd }),
-        1 => Just(Op::LoseGpu),
+            .prop_map(|pins| BookOp::Pin { pins }),
+        2 => (0u64..20_000).prop_map(|late| BookOp::ExpirePins { late }),
+        1 => (0u64..900).prop_map(|bytes| BookOp::Quota { bytes }),
+        1 => any::<bool>().prop_map(|ssd| BookOp::Admit { ssd }),
+        1 => Just(BookOp::LoseGpu),
         3 => prop::collection::vec(prop::collection::vec(0u64..25, 0..6), 0..4)
-            .prop_map(|waiting| Op::Window { waiting }),
-        1 => any::<bool>().prop_map(|late| Op::ExpireWindow { late }),
-        6 => Just(Op::Prefetch),
-        1 => prop::collection::btree_map(0u32..25, 0u64..20_000, 0..6).prop_map(|groups| Op::Ttl { groups }),
-        2 => (0u64..20_000).prop_map(|late| Op::ExpireBlocks { late }),
-        2 => (0u64..25).prop_map(|number| Op::Rewrite { number }),
-        1 => Just(Op::Refit),
-        2 => Just(Op::NewWeights),
-        2 => Just(Op::DropVoid),
+            .prop_map(|waiting| BookOp::Window { waiting }),
+        1 => any::<bool>().prop_map(|late| BookOp::ExpireWindow { late }),
+        6 => Just(BookOp::Prefetch),
+        1 => prop::collection::btree_map(0u32..25, 0u64..20_000, 0..6).prop_map(|groups| BookOp::Ttl { groups }),
+        2 => (0u64..20_000).prop_map(|late| BookOp::ExpireBlocks { late }),
+        2 => (0u64..25).prop_map(|number| BookOp::Rewrite { number }),
+        1 => Just(BookOp::Refit),
+        2 => Just(BookOp::NewWeights),
+        2 => Just(BookOp::DropInvalidated),
     ]
 }
 
-/// The book with what a store around it would know.
-struct World {
+/// The book with the state of a surrounding store.
+struct BookWorld {
     book: Book,
     now: u64,
     writing: Vec<BlockKey>,
     moving: Vec<Action>,
-    /// What an index that applied every change believes.
+    /// State of an index that applied every change.
     index: BTreeMap<BlockHash, Tier>,
     /// Copies that a store would keep, by key.
     bytes: BTreeSet<(BlockKey, Tier)>,
     quota: Option<u64>,
-    /// Loads that were not tried: their blocks may be on SSD beyond its capacity until others come.
-    refused: u64,
+    /// Bytes of refused loads: their blocks may exceed the SSD's capacity until others arrive.
+    refused_bytes: u64,
 }
 
-impl World {
-    fn new(dram: TierLimits, ssd: TierLimits, gpu: Option<TierLimits>) -> World {
-        World {
+impl BookWorld {
+    fn new(dram: TierLimits, ssd: TierLimits, gpu: Option<TierLimits>) -> BookWorld {
+        BookWorld {
             book: match gpu {
                 Some(gpu) => book(dram, ssd).with_gpu(gpu, Box::<PlainLru>::default()),
                 None => book(dram, ssd),
@@ -101,77 +102,85 @@ impl World {
             index: BTreeMap::new(),
             bytes: BTreeSet::new(),
             quota: None,
-            refused: 0,
+            refused_bytes: 0,
         }
     }
 
-    fn run(&mut self, op: &Op) {
+    fn run(&mut self, op: &BookOp) {
         self.now += 1000;
         let now = Timestamp(self.now);
         match op.clone() {
-            Op::Fetch { lease, first, count, tenant } => self.fetch(lease, first, count, tenant),
-            Op::Offer { lease, first, count, tenant } => self.offer(lease, first, count, tenant),
-            Op::CommitOldest { frame } if !self.writing.is_empty() => {
+            BookOp::Fetch { lease, first, count, tenant } => self.fetch(lease, first, count, tenant),
+            BookOp::Offer { lease, first, count, tenant } => self.offer(lease, first, count, tenant),
+            BookOp::CommitOldest { frame } if !self.writing.is_empty() => {
                 let key = self.writing.remove(0);
                 assert!(self.bytes.insert((key, Tier::Dram)), "{key:?} has bytes of another block");
                 let charge = Charge { frame, dram: frame.next_multiple_of(64), ssd: 4096 };
                 self.book.commit(key, charge, now);
             }
-            Op::AbortOldest if !self.writing.is_empty() => self.book.abort(self.writing.remove(0)),
-            Op::Release { lease } => self.book.release(LeaseId(lease), now),
-            Op::Expire { at } => {
+            BookOp::AbortOldest if !self.writing.is_empty() => self.book.abort(self.writing.remove(0)),
+            BookOp::Release { lease } => self.book.release(LeaseId(lease), now),
+            BookOp::Expire { at } => {
                 self.book.expire(Timestamp(at));
             }
-            Op::Start { dram, ssd, gpu } => {
+            BookOp::Start { dram, ssd, gpu } => {
                 let (gpu_read, lower) = (dram && gpu, dram);
-                self.start(Room { dram, ssd, prefetch: dram, gpu_read, lower, lift: gpu });
+                self.start(MovePermits {
+                    dram,
+                    ssd,
+                    prefetch: dram,
+                    gpu_read,
+                    gpu_read_back: lower,
+                    gpu_promote: gpu,
+                });
             }
-            Op::Finish { well } if !self.moving.is_empty() => self.finish(well),
-            Op::Delay if !self.moving.is_empty() => self.delay(),
-            Op::Refuse => self.refuse(),
-            Op::Pin { pins } => {
+            BookOp::Finish { well } if !self.moving.is_empty() => self.finish(well),
+            BookOp::Delay if !self.moving.is_empty() => self.delay(),
+            BookOp::Refuse => self.refuse(),
+            BookOp::Pin { pins } => {
                 let orders = (0..).zip(pins).map(|(number, (soft, numbers, left))| {
                     let kind = if soft { PinKind::Soft } else { PinKind::Hard };
                     let numbers: Vec<u64> = numbers.into_iter().collect();
-                    let end = |us| PinEnd { ends_ms: self.now + us, left: Duration::from_micros(us) };
-                    PinOrder { end: left.map(end), ..order(number, kind, &numbers) }
+                    let end = |us| PinExpiry { ends_ms: self.now + us, remaining: Duration::from_micros(us) };
+                    PinDirective { end: left.map(end), ..pin_directive(number, kind, &numbers) }
                 });
-                let orders: Vec<PinOrder> = orders.collect();
+                let orders: Vec<PinDirective> = orders.collect();
                 self.book.set_pins(orders, now);
             }
-            Op::ExpirePins { late } => {
+            BookOp::ExpirePins { late } => {
                 self.book.expire_pins(Timestamp(self.now + late));
             }
-            Op::Quota { bytes } => {
+            BookOp::Quota { bytes } => {
                 self.book.set_quotas([(TenantId(1), bytes)]);
                 self.quota = Some(bytes);
             }
-            Op::Admit { ssd } => self.book.set_admitting(Tier::Ssd, ssd),
-            Op::LoseGpu => self.lose_gpu(),
-            Op::Rewrite { number } => {
+            BookOp::Admit { ssd } => self.book.set_admitting(Tier::Ssd, ssd),
+            BookOp::LoseGpu => self.lose_gpu(),
+            BookOp::Rewrite { number } => {
                 if let Some(key) = self.book.slab.find(&hash(number)) {
                     self.book.on_rewrite(key, now);
                 }
             }
-            Op::NewWeights => self.new_weights(),
-            Op::DropVoid => self.drop_void(),
-            Op::Refit => self.refit(),
-            Op::Window { waiting } => {
+            BookOp::NewWeights => self.new_weights(),
+            BookOp::DropInvalidated => self.drop_invalidated(),
+            BookOp::Refit => self.refit(),
+            BookOp::Window { waiting } => {
                 let waiting: Vec<Vec<BlockHash>> = waiting.iter().map(|numbers| hashes(numbers)).collect();
                 self.book.set_window(waiting.iter().map(Vec::as_slice), now);
             }
-            Op::ExpireWindow { late } => {
+            BookOp::ExpireWindow { late } => {
                 self.book.expire_window(if late { now.after(WINDOW_SPAN) } else { now });
             }
-            Op::Prefetch => self.prefetch(),
-            Op::Ttl { groups } => {
-                let ttls = groups.into_iter().map(|(group, us)| (GroupId(group), Duration::from_micros(us)));
+            BookOp::Prefetch => self.prefetch(),
+            BookOp::Ttl { groups } => {
+                let ttls =
+                    groups.into_iter().map(|(group, us)| (TtlGroupId(group), Duration::from_micros(us)));
                 self.book.set_ttls(ttls);
             }
-            Op::ExpireBlocks { late } => {
+            BookOp::ExpireBlocks { late } => {
                 self.book.expire_blocks(Timestamp(self.now + late));
             }
-            Op::CommitOldest { .. } | Op::AbortOldest | Op::Finish { .. } | Op::Delay => {}
+            BookOp::CommitOldest { .. } | BookOp::AbortOldest | BookOp::Finish { .. } | BookOp::Delay => {}
         }
         self.drop_bytes();
     }
@@ -181,56 +190,64 @@ impl World {
         self.book.refit(Timestamp(self.now));
     }
 
-    fn drop_void(&mut self) {
-        assert!(self.book.drop_void_blocks() <= VOID_BLOCKS_MAX);
+    fn drop_invalidated(&mut self) {
+        assert!(self.book.drop_invalidated_blocks() <= SWEEP_DROPS_MAX);
     }
 
-    /// Nothing is found any more and nothing is announced, and no block was touched for it.
+    /// Afterwards no block is found or announced, and no block was touched.
     fn new_weights(&mut self) {
         let next = Generation(self.book.generation().0 + 1);
         let of_blocks = |book: &Book| Tier::ALL.map(|tier| book.stats(tier));
         let (before, waiting) = (of_blocks(&self.book), self.book.window_blocks());
         assert!(self.book.set_generation(next, Timestamp(self.now)));
-        assert!(!self.book.set_generation(next, Timestamp(self.now)), "it is in force");
+        assert!(!self.book.set_generation(next, Timestamp(self.now)), "the generation is already in force");
         if waiting == 0 {
             assert_eq!(of_blocks(&self.book), before);
         }
-        assert_eq!((self.book.slab.found_len(), self.book.announce_all()), (0, Vec::new()));
+        assert_eq!((self.book.slab.visible_len(), self.book.announce_all()), (0, Vec::new()));
         assert_eq!(self.book.pinned_blocks(), PinnedBlocks::default());
         self.index.clear();
     }
 
-    /// Void blocks are found nowhere, and stay only while they are held or the search for them has not come by.
-    fn check_void(&self) {
+    /// Invalidated blocks are never found, and remain only while held or before the sweep reaches
+    /// them.
+    fn check_invalidated(&self) {
         let slab = &self.book.slab;
         for (key, entry) in slab.iter() {
-            let is_void = slab.is_void(key);
+            let is_void = slab.is_invalidated(key);
             assert_eq!(is_void, entry.generation != self.book.generation());
             assert!(!is_void || slab.find(&entry.meta.hash) != Some(key));
-            let is_idle = entry.leases == 0 && !entry.writing && entry.place.is_some();
+            let is_idle = entry.leases == 0 && !entry.writing && entry.assigned_tier.is_some();
             let is_due = |(from, end)| (from..end).contains(&(key.0 as usize));
-            assert!(!(is_void && is_idle) || self.book.voiding.is_some_and(is_due), "{key:?} is left");
+            assert!(
+                !(is_void && is_idle) || self.book.invalidation_cursor.is_some_and(is_due),
+                "{key:?} was missed by the sweep"
+            );
         }
     }
 
-    /// What leases hold of earlier weights, by serial number.
-    fn leased_void(&self) -> BTreeSet<u64> {
+    /// Invalidated blocks that leases hold, by serial number.
+    fn leased_invalidated(&self) -> BTreeSet<u64> {
         let slab = &self.book.slab;
-        let held = slab.iter().filter(|(key, e)| slab.is_void(*key) && e.leases > 0 && e.place.is_some());
+        let held = slab
+            .iter()
+            .filter(|(key, e)| slab.is_invalidated(*key) && e.leases > 0 && e.assigned_tier.is_some());
         held.filter(|(_, entry)| !entry.writing).map(|(_, entry)| entry.serial).collect()
     }
 
-    /// Reaches the tenant's own leading blocks, and holds those and no others.
+    /// Leases exactly the tenant's own leading blocks.
     fn fetch(&mut self, lease: u64, first: u64, count: u64, tenant: u32) {
         let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
-        let who = Asker { tenant: TenantId(tenant), caller: CallerId(lease % 2), ..asker(lease) };
+        let who = Requester { tenant: TenantId(tenant), caller: CallerId(lease % 2), ..requester(lease) };
         let others = self.others_holds(who.tenant);
         let mine: BTreeMap<BlockHash, BlockKey> = self
             .book
             .slab
             .iter()
-            .filter(|(key, _)| !self.book.slab.is_void(*key))
-            .filter(|(_, entry)| entry.place.is_some() && !entry.writing && entry.meta.tenant == who.tenant)
+            .filter(|(key, _)| !self.book.slab.is_invalidated(*key))
+            .filter(|(_, entry)| {
+                entry.assigned_tier.is_some() && !entry.writing && entry.meta.tenant == who.tenant
+            })
             .map(|(key, entry)| (entry.meta.hash, key))
             .collect();
         let expected: Vec<BlockKey> = all.iter().map_while(|hash| mine.get(hash).copied()).collect();
@@ -239,7 +256,7 @@ impl World {
         self.holds_no_more(&others);
     }
 
-    /// How many leases hold each block of the other tenants.
+    /// Number of leases on each block of other tenants.
     fn others_holds(&self, tenant: TenantId) -> BTreeMap<u64, u32> {
         let others = self.book.slab.iter().filter(|(_, entry)| entry.meta.tenant != tenant);
         others.map(|(_, entry)| (entry.serial, entry.leases)).collect()
@@ -252,45 +269,46 @@ impl World {
         }
     }
 
-    /// What an offer says of each block is true of the tenant's own, and nothing comes in behind another tenant's.
+    /// Every answer to an offer is true of the tenant's own blocks, and no block after a foreign
+    /// one is accepted.
     fn check_offer(
         &self,
         tenant: TenantId,
         all: &[BlockHash],
-        answers: &[Offered],
+        answers: &[OfferOutcome],
         before: &[Option<TenantId>],
     ) {
         let is_own = |key| self.book.meta(key).is_some_and(|meta| meta.tenant == tenant);
         let mut is_behind = false;
         for ((hash, answer), before) in all.iter().zip(answers).zip(before) {
             let is_true = match *answer {
-                Offered::Wanted(key) => !is_behind && is_own(key),
-                Offered::Present => self.book.slab.find(hash).is_some_and(is_own),
-                Offered::Refused(_) => *before != Some(tenant),
+                OfferOutcome::Wanted(key) => !is_behind && is_own(key),
+                OfferOutcome::Present => self.book.slab.find(hash).is_some_and(is_own),
+                OfferOutcome::Refused(_) => *before != Some(tenant),
             };
-            assert!(is_true, "{answer:?} is said of {hash}");
-            is_behind |= *answer == Offered::Refused(RefusedBy::Full);
+            assert!(is_true, "{answer:?} is wrong for {hash}");
+            is_behind |= *answer == OfferOutcome::Refused(RefusalReason::Full);
         }
     }
 
     fn offer(&mut self, lease: u64, first: u64, count: u64, tenant: u32) {
         let all: Vec<BlockHash> = (first..first + count).map(hash).collect();
         let parent = first.checked_sub(1).map(hash);
-        let who = Asker { tenant: TenantId(tenant), caller: CallerId(lease % 2), ..asker(lease) };
-        let offer = Offer {
+        let who = Requester { tenant: TenantId(tenant), caller: CallerId(lease % 2), ..requester(lease) };
+        let offer = SaveOffer {
             parent,
             first_offset_blocks: u32::try_from(first).unwrap(),
             hashes: &all,
             charge: CHARGE,
         };
         let before = self.tenant_bytes(tenant);
-        let owners: Vec<Option<TenantId>> = all.iter().map(|hash| self.book.owner(hash)).collect();
+        let owners: Vec<Option<TenantId>> = all.iter().map(|hash| self.book.owner_tenant(hash)).collect();
         let others = self.others_holds(who.tenant);
         let answers = self.book.offer(who, offer, Timestamp(self.now)).unwrap();
         self.check_offer(who.tenant, &all, &answers, &owners);
         self.holds_no_more(&others);
         for answer in answers {
-            if let Offered::Wanted(key) = answer {
+            if let OfferOutcome::Wanted(key) = answer {
                 self.writing.push(key);
             }
         }
@@ -301,14 +319,14 @@ impl World {
         self.drop_bytes();
     }
 
-    /// What is prefetched takes neither the reserve nor anything that somebody holds or needs sooner.
+    /// A prefetch takes neither the reserve nor a block that is held or needed sooner.
     fn prefetch(&mut self) {
         let before = self.book.window.dram_used;
         let in_dram = |book: &Book| -> BTreeSet<u32> {
-            let here = book.slab.iter().filter(|(_, entry)| entry.place == Some(Tier::Dram));
-            here.filter_map(|(_, entry)| entry.near).collect()
+            let here = book.slab.iter().filter(|(_, entry)| entry.assigned_tier == Some(Tier::Dram));
+            here.filter_map(|(_, entry)| entry.queue_position).collect()
         };
-        let (was, present) = (in_dram(&self.book), self.book.slab.found_len());
+        let (was, present) = (in_dram(&self.book), self.book.slab.visible_len());
         let begun = self.book.prefetch(Timestamp(self.now));
         let share = self.book.dram.limits.share(PREFETCH_SHARE_MAX);
         assert!(self.book.window.dram_used <= share.max(before));
@@ -316,19 +334,19 @@ impl World {
         let come: Vec<u32> = is.difference(&was).copied().collect();
         let gave_way = |gone: &u32| come.iter().any(|near| near < gone);
         assert!(was.difference(&is).all(gave_way), "{was:?} became {is:?}");
-        assert!(begun > 0 || was == is, "{was:?} became {is:?} by nothing");
-        if self.book.shelf(Tier::Ssd).limits.watermark_high >= 1.0 {
-            assert_eq!(self.book.slab.found_len(), present, "a prefetch drops nothing");
+        assert!(begun > 0 || was == is, "{was:?} became {is:?} without a prefetch");
+        if self.book.tier_state(Tier::Ssd).limits.watermark_high >= 1.0 {
+            assert_eq!(self.book.slab.visible_len(), present, "a prefetch drops no block");
         }
     }
 
-    /// Afterwards everything that is left is without the GPU; a new one takes its place.
+    /// Afterwards no copy is on the GPU; then a new one is enabled.
     fn lose_gpu(&mut self) {
         let now = Timestamp(self.now);
         while self.book.lose_gpu(now) {}
         self.drop_bytes();
         assert!(self.bytes.iter().all(|(_, tier)| *tier != Tier::Gpu));
-        assert_eq!((self.book.stats(Tier::Gpu).blocks, self.book.lifting), (0, 0));
+        assert_eq!((self.book.stats(Tier::Gpu).blocks, self.book.gpu_pending), (0, 0));
         self.book.set_admitting(Tier::Gpu, true);
     }
 
@@ -337,7 +355,7 @@ impl World {
     }
 
     fn drop_bytes(&mut self) {
-        while let Some(action) = self.book.next_action(Room::default()) {
+        while let Some(action) = self.book.next_action(MovePermits::default()) {
             self.take_drop(action);
         }
     }
@@ -347,12 +365,12 @@ impl World {
             Action::DropDram { key } => (key, Tier::Dram),
             Action::DropSsd { key, .. } => (key, Tier::Ssd),
             Action::DropGpu { key, .. } => (key, Tier::Gpu),
-            other => panic!("{other:?} without room"),
+            other => panic!("{other:?} without a permit"),
         };
         assert!(self.bytes.remove(&copy), "{copy:?} was not there");
     }
 
-    fn start(&mut self, room: Room) {
+    fn start(&mut self, room: MovePermits) {
         match self.book.next_action(room) {
             Some(Action::Demote { key, hash }) => {
                 assert!(room.ssd && self.bytes.contains(&(key, Tier::Dram)));
@@ -362,13 +380,13 @@ impl World {
                 assert!(room.dram && self.bytes.contains(&(key, Tier::Ssd)));
                 self.moving.push(Action::Promote { key, hash });
             }
-            Some(Action::Lower { key, hash }) => {
+            Some(Action::ReadBackFromGpu { key, hash }) => {
                 assert!(room.dram && self.bytes.contains(&(key, Tier::Gpu)));
-                self.moving.push(Action::Lower { key, hash });
+                self.moving.push(Action::ReadBackFromGpu { key, hash });
             }
-            Some(Action::Lift { key, hash }) => {
-                assert!(room.lift && self.bytes.contains(&(key, Tier::Dram)));
-                self.moving.push(Action::Lift { key, hash });
+            Some(Action::PromoteToGpu { key, hash }) => {
+                assert!(room.gpu_promote && self.bytes.contains(&(key, Tier::Dram)));
+                self.moving.push(Action::PromoteToGpu { key, hash });
             }
             Some(drop) => self.take_drop(drop),
             None => {}
@@ -378,8 +396,9 @@ impl World {
     fn finish(&mut self, well: bool) {
         let moved = self.moving.remove(self.moving.len() / 2);
         let (key, to) = target(moved);
-        // What a GPU had that is gone cannot be read.
-        let is_gone = matches!(moved, Action::Lower { .. }) && !self.bytes.contains(&(key, Tier::Gpu));
+        // A block of a lost GPU cannot be read.
+        let is_gone =
+            matches!(moved, Action::ReadBackFromGpu { .. }) && !self.bytes.contains(&(key, Tier::Gpu));
         if well && !is_gone {
             assert!(self.bytes.insert((key, to)));
             self.book.on_moved(key, to);
@@ -393,13 +412,13 @@ impl World {
         self.book.on_move_delayed(key, to);
     }
 
-    /// The oldest load from SSD is not tried.
+    /// Refuses the oldest load from SSD.
     fn refuse(&mut self) {
         let is_load = |action: &Action| matches!(action, Action::Promote { .. });
         let Some(at) = self.moving.iter().position(is_load) else { return };
         let (key, _) = target(self.moving.remove(at));
         self.book.on_load_refused(key, Timestamp(self.now));
-        self.refused += 4096;
+        self.refused_bytes += 4096;
     }
 
     fn apply_changes(&mut self) {
@@ -415,7 +434,7 @@ impl World {
             .book
             .slab
             .iter()
-            .filter(|(key, _)| !self.book.slab.is_void(*key))
+            .filter(|(key, _)| !self.book.slab.is_invalidated(*key))
             .filter_map(|(_, entry)| Some((entry.meta.hash, entry.announced?)))
             .collect();
         assert_eq!(self.index, told, "the index and the book disagree");
@@ -423,32 +442,34 @@ impl World {
             self.check_account(tier);
         }
         if self.book.ssd.used <= self.book.ssd.limits.capacity.amount() {
-            self.refused = 0;
+            self.refused_bytes = 0;
         }
         self.check_tenants();
         let [counted, are] = self.book.callers();
         assert_eq!(counted, are, "leases by caller");
         self.check_window();
         self.check_shares();
-        self.check_lines();
+        self.check_queues();
         self.check_pins();
-        self.check_quota_rows();
-        self.check_void();
+        self.check_quota_index();
+        self.check_invalidated();
         for (key, entry) in self.book.slab.iter() {
             assert_eq!(self.bytes.contains(&(key, Tier::Dram)), entry.copies.dram);
             assert_eq!(self.bytes.contains(&(key, Tier::Ssd)), entry.copies.ssd);
             assert_eq!(self.bytes.contains(&(key, Tier::Gpu)), entry.copies.gpu);
             if entry.announced.is_some() {
-                // Of a lost GPU the last read may bring them still.
+                // The last read of a lost GPU may still deliver them.
                 assert!(entry.copies.any() || entry.moving == Some(Tier::Dram), "announced without bytes");
             }
-            let at_rest =
-                entry.place.is_some() && !entry.writing && entry.moving.is_none() && entry.queued.is_none();
+            let at_rest = entry.assigned_tier.is_some()
+                && !entry.writing
+                && entry.moving.is_none()
+                && entry.queued.is_none();
             if at_rest {
                 let copies = [entry.copies.dram, entry.copies.ssd, entry.copies.gpu];
                 let one = copies.iter().filter(|copy| **copy).count() == 1;
-                assert!(one && entry.copies.has(entry.place.unwrap()), "{entry:?}");
-                assert_eq!(entry.announced, entry.place);
+                assert!(one && entry.copies.has(entry.assigned_tier.unwrap()), "{entry:?}");
+                assert_eq!(entry.announced, entry.assigned_tier);
             }
         }
         assert!(held.iter().all(|hash| self.book.slab.find(hash).is_some()));
@@ -458,7 +479,7 @@ impl World {
         self.book
             .slab
             .iter()
-            .filter(|(key, e)| e.held() && e.place.is_some() && !self.book.slab.is_void(*key))
+            .filter(|(key, e)| e.held() && e.assigned_tier.is_some() && !self.book.slab.is_invalidated(*key))
             .map(|(_, e)| e.meta.hash)
             .collect()
     }
@@ -468,14 +489,15 @@ impl World {
             .book
             .slab
             .iter()
-            .filter(|(_, e)| (e.leases > 0 || e.pin == Some(PinKind::Hard)) && e.place.is_some())
-            .filter(|(key, _)| !self.book.slab.is_void(*key));
+            .filter(|(_, e)| (e.leases > 0 || e.pin == Some(PinKind::Hard)) && e.assigned_tier.is_some())
+            .filter(|(key, _)| !self.book.slab.is_invalidated(*key));
         slab.map(|(_, e)| e.meta.hash).collect()
     }
 
     fn check_tenants(&self) {
         for (tenant, bytes, _) in self.book.tenants() {
-            let of = self.book.slab.iter().filter(|(_, e)| e.place.is_some() && e.meta.tenant == tenant);
+            let of =
+                self.book.slab.iter().filter(|(_, e)| e.assigned_tier.is_some() && e.meta.tenant == tenant);
             assert_eq!(bytes, of.map(|(_, e)| u64::from(e.meta.charge.frame)).sum::<u64>());
         }
         for (_, entry) in self.book.slab.iter().filter(|(_, entry)| entry.announced.is_some()) {
@@ -486,67 +508,81 @@ impl World {
     fn check_window(&self) {
         let book = &self.book;
         let mut listed = 0;
-        for (key, entry) in book.slab.iter().filter(|(_, entry)| entry.place.is_some()) {
-            let is_void = book.slab.is_void(key);
-            assert_eq!(entry.near, book.window.near(&entry.meta.hash).filter(|_| !is_void));
-            assert!(
-                !entry.prefetch || (entry.place == Some(Tier::Dram) && !entry.copies.dram && !entry.awaited)
+        for (key, entry) in book.slab.iter().filter(|(_, entry)| entry.assigned_tier.is_some()) {
+            let is_void = book.slab.is_invalidated(key);
+            assert_eq!(
+                entry.queue_position,
+                book.window.queue_position(&entry.meta.hash).filter(|_| !is_void)
             );
-            let is_free = entry.ranked && !entry.held();
-            let in_window = entry.near.filter(|_| is_free);
-            let shelf = book.shelf(entry.place.unwrap());
-            assert_eq!(entry.near.and_then(|near| shelf.window.get(&near).copied()), in_window.map(|_| key));
+            assert!(
+                !entry.prefetch
+                    || (entry.assigned_tier == Some(Tier::Dram) && !entry.copies.dram && !entry.awaited)
+            );
+            let is_free = entry.in_policy && !entry.held();
+            let in_window = entry.queue_position.filter(|_| is_free);
+            let shelf = book.tier_state(entry.assigned_tier.unwrap());
+            assert_eq!(
+                entry.queue_position.and_then(|near| shelf.window.get(&near).copied()),
+                in_window.map(|_| key)
+            );
             listed += usize::from(in_window.is_some());
             assert!(is_void || entry.pin == book.pins.kind(&entry.meta.hash));
             let may_expire = is_free
-                && entry.near.is_none()
+                && entry.queue_position.is_none()
                 && entry.pin.is_none()
-                && book.ttls.has(entry.meta.hash.group());
-            let row = book.ttls.listed(entry.meta.hash.group());
+                && book.ttls.has(entry.meta.hash.ttl_group());
+            let row = book.ttls.listed(entry.meta.hash.ttl_group());
             assert_eq!(row.contains(&(entry.last_use.unwrap_or_default(), key)), may_expire);
         }
         assert_eq!(book.dram.window.len() + book.ssd.window.len() + book.gpu.window.len(), listed);
-        let groups = (0..256).map(|group| book.ttls.listed(GroupId(group)).len());
-        let free = book.slab.iter().filter(|(_, e)| e.place.is_some() && e.ranked && !e.parked());
-        let in_groups = free.filter(|(_, entry)| book.ttls.has(entry.meta.hash.group())).count();
+        let groups = (0..256).map(|group| book.ttls.listed(TtlGroupId(group)).len());
+        let free = book.slab.iter().filter(|(_, e)| e.assigned_tier.is_some() && e.in_policy && !e.parked());
+        let in_groups = free.filter(|(_, entry)| book.ttls.has(entry.meta.hash.ttl_group())).count();
         assert_eq!(groups.sum::<usize>(), in_groups);
-        let windowed = book.slab.iter().filter(|(_, e)| e.place == Some(Tier::Dram) && e.near.is_some());
+        let windowed = book
+            .slab
+            .iter()
+            .filter(|(_, e)| e.assigned_tier == Some(Tier::Dram) && e.queue_position.is_some());
         assert_eq!(book.window.dram_used, windowed.map(|(_, e)| book.cost(e, Tier::Dram).0).sum::<u64>());
         let under_way = book.slab.iter().filter(|(_, entry)| entry.prefetch).count();
-        assert!(book.window.under_way == under_way && under_way <= PREFETCHES_MAX);
+        assert!(book.window.in_flight == under_way && under_way <= PREFETCHES_MAX);
     }
 
     fn check_shares(&self) {
         for tier in Tier::ALL {
-            let shelf = self.book.shelf(tier);
-            let here = || self.book.slab.iter().map(|(_, entry)| entry).filter(|e| e.place == Some(tier));
+            let shelf = self.book.tier_state(tier);
+            let here =
+                || self.book.slab.iter().map(|(_, entry)| entry).filter(|e| e.assigned_tier == Some(tier));
             let mut used: BTreeMap<TenantId, u64> = BTreeMap::new();
             for entry in here() {
-                *used.entry(entry.share).or_default() += self.book.cost(entry, tier).0;
-                assert_eq!(entry.share, entry.meta.tenant, "there are rows for so few");
+                *used.entry(entry.charged_tenant).or_default() += self.book.cost(entry, tier).0;
+                assert_eq!(entry.charged_tenant, entry.meta.tenant, "there are fewer tenants than the limit");
             }
             assert_eq!(shelf.shares.rows().collect::<BTreeMap<_, _>>(), used);
             for share in used.into_keys() {
-                let free = || here().filter(|e| e.share == share && e.ranked && !e.held());
-                let waiting = free().filter(|entry| entry.near.is_some()).count();
-                let pinned = free().filter(|entry| entry.near.is_none() && entry.pin.is_some()).count();
-                let wanted = here().filter(|e| e.share == share && e.ranked && e.is_wanted()).count();
+                let free = || here().filter(|e| e.charged_tenant == share && e.in_policy && !e.held());
+                let waiting = free().filter(|entry| entry.queue_position.is_some()).count();
+                let pinned =
+                    free().filter(|entry| entry.queue_position.is_none() && entry.pin.is_some()).count();
+                let wanted = here()
+                    .filter(|e| e.charged_tenant == share && e.in_policy && e.is_promote_only())
+                    .count();
                 let listed = [free().count() - waiting - pinned, pinned, waiting, wanted];
                 assert_eq!(shelf.shares.listed(share), listed);
             }
         }
     }
 
-    fn check_quota_rows(&self) {
-        let free = self.book.slab.iter().filter(|(_, entry)| entry.ranked && !entry.held());
+    fn check_quota_index(&self) {
+        let free = self.book.slab.iter().filter(|(_, entry)| entry.in_policy && !entry.held());
         let expected: BTreeSet<_> = free
-            .filter(|(_, entry)| self.book.quota_rows.has(entry.meta.tenant))
+            .filter(|(_, entry)| self.book.quota_index.has(entry.meta.tenant))
             .filter_map(|(key, entry)| {
-                let is_pinned = matches!(entry.order(), Order::Pinned(_));
-                Some((entry.meta.tenant, (entry.place?, is_pinned), entry.stamp, key))
+                let is_pinned = matches!(entry.order(), EvictionOrder::Pinned(_));
+                Some((entry.meta.tenant, (entry.assigned_tier?, is_pinned), entry.stamp, key))
             })
             .collect();
-        let listed = self.book.quota_rows.listed();
+        let listed = self.book.quota_index.listed();
         assert_eq!(listed.len(), expected.len());
         assert_eq!(listed.into_iter().collect::<BTreeSet<_>>(), expected);
     }
@@ -561,59 +597,64 @@ impl World {
         assert_eq!(self.book.pinned_blocks(), pinned);
     }
 
-    /// What needs a move stands in the line for it.
-    fn check_lines(&self) {
+    /// Every block that needs a move is in the right queue.
+    fn check_queues(&self) {
         let book = &self.book;
         for (key, _) in book.slab.iter() {
-            let Some(line) = book.due_line(key) else { continue };
+            let Some(line) = book.due_queue(key) else { continue };
             let queue = match line {
-                Line::Promotes => &book.promotes,
-                Line::Demotes => &book.demotes,
-                Line::Prefetches => &book.prefetches,
-                Line::Reads => &book.reads,
-                Line::Lowers => &book.lowers,
-                Line::Lifts => &book.lifts,
+                MoveQueue::Promotes => &book.promotes,
+                MoveQueue::Demotes => &book.demotes,
+                MoveQueue::Prefetches => &book.prefetches,
+                MoveQueue::GpuReads => &book.gpu_reads,
+                MoveQueue::GpuReadBacks => &book.gpu_read_backs,
+                MoveQueue::GpuPromotions => &book.gpu_promotions,
             };
-            assert!(queue.contains(&key), "{key:?} is not in the line of {line:?}");
+            assert!(queue.contains(&key), "{key:?} is not in the queue {line:?}");
         }
-        assert!(book.prefetches.len() <= PREFETCHES_MAX, "keys are left in the line of prefetches");
-        let lifting = book.slab.iter().filter(|(_, e)| e.place == Some(Tier::Gpu) && !e.copies.gpu).count();
-        assert!(book.lifting == lifting && lifting <= LIFTS_MAX);
+        assert!(book.prefetches.len() <= PREFETCHES_MAX, "stale keys are in the prefetch queue");
+        let lifting =
+            book.slab.iter().filter(|(_, e)| e.assigned_tier == Some(Tier::Gpu) && !e.copies.gpu).count();
+        assert!(book.gpu_pending == lifting && lifting <= GPU_PROMOTIONS_MAX);
         self.check_gpu();
     }
 
-    /// What lies on the GPU or is on its way there finds room in its memory, which is what the tier is given and slots
-    /// for [`LIFTS_MAX`] blocks more.
+    /// Blocks on the GPU or moving to it fit into its memory: its capacity plus
+    /// [`GPU_PROMOTIONS_MAX`] slots.
     fn check_gpu(&self) {
         let book = &self.book;
         let there = || book.slab.iter().filter(|(_, entry)| entry.copies.gpu);
-        let leaving = there().filter(|(_, entry)| entry.place != Some(Tier::Gpu)).count();
-        assert_eq!((book.on_gpu, book.leaving()), (there().count(), leaving));
+        let leaving = there().filter(|(_, entry)| entry.assigned_tier != Some(Tier::Gpu)).count();
+        assert_eq!((book.gpu_copies, book.gpu_leaving()), (there().count(), leaving));
         let capacity = book.gpu.limits.capacity;
-        let takes = book.slab.iter().filter(|(_, e)| e.copies.gpu || e.place == Some(Tier::Gpu));
+        let takes = book.slab.iter().filter(|(_, e)| e.copies.gpu || e.assigned_tier == Some(Tier::Gpu));
         let taken: u64 = takes.map(|(_, entry)| capacity.cost(entry.meta.charge.dram)).sum();
-        assert!(taken <= capacity.amount() + LIFTS_MAX as u64 * capacity.cost(CHARGE.dram), "{taken}");
+        assert!(
+            taken <= capacity.amount() + GPU_PROMOTIONS_MAX as u64 * capacity.cost(CHARGE.dram),
+            "{taken}"
+        );
     }
 
     fn check_account(&self, tier: Tier) {
         let stats = self.book.stats(tier);
-        let here: Vec<_> = self.book.slab.iter().filter(|(_, entry)| entry.place == Some(tier)).collect();
+        let here: Vec<_> =
+            self.book.slab.iter().filter(|(_, entry)| entry.assigned_tier == Some(tier)).collect();
         assert_eq!(stats.blocks, here.len() as u64);
         let bytes: u64 = here.iter().map(|(_, entry)| u64::from(book::slot_bytes(&entry.meta, tier))).sum();
         assert_eq!(stats.used_bytes, bytes);
-        let shelf = self.book.shelf(tier);
-        let beyond = if tier == Tier::Ssd { self.refused } else { 0 };
+        let shelf = self.book.tier_state(tier);
+        let beyond = if tier == Tier::Ssd { self.refused_bytes } else { 0 };
         assert!(shelf.used <= shelf.limits.capacity.amount() + beyond, "{tier:?} over its capacity");
-        assert_eq!(shelf.policy.len(), here.iter().filter(|(_, entry)| entry.ranked).count());
+        assert_eq!(shelf.policy.len(), here.iter().filter(|(_, entry)| entry.in_policy).count());
     }
 }
 
-/// The block that a move is of, and where to.
+/// The block of a move, and its target.
 fn target(action: Action) -> (BlockKey, Tier) {
     match action {
         Action::Demote { key, .. } => (key, Tier::Ssd),
-        Action::Promote { key, .. } | Action::Lower { key, .. } => (key, Tier::Dram),
-        Action::Lift { key, .. } => (key, Tier::Gpu),
+        Action::Promote { key, .. } | Action::ReadBackFromGpu { key, .. } => (key, Tier::Dram),
+        Action::PromoteToGpu { key, .. } => (key, Tier::Gpu),
         _ => unreachable!("only moves are kept"),
     }
 }
@@ -645,43 +686,43 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 600, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_books_balance_whatever_happens(
+    fn accounts_balance_under_random_operations(
         dram in 0u64..8, ssd in 0u64..8, bytes in any::<bool>(), marks in marks(),
         ops in prop::collection::vec(op(), 1..150),
     ) {
-        balance(World::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks), None), &ops)?;
+        check_all_ops(BookWorld::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks), None), &ops)?;
     }
 
     #[test]
-    fn the_books_of_three_tiers_balance_whatever_happens(
+    fn accounts_of_three_tiers_balance_under_random_operations(
         gpu in 1u64..6, dram in 0u64..8, ssd in 0u64..8, bytes in any::<bool>(), marks in marks(),
         ops in prop::collection::vec(op(), 1..150),
     ) {
         let gpu = Some(limits(gpu, bytes, 128, marks));
-        balance(World::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks), gpu), &ops)?;
+        check_all_ops(BookWorld::new(limits(dram, bytes, 128, marks), limits(ssd, bytes, 4096, marks), gpu), &ops)?;
     }
 
-    /// Policies that learn are told of what is elsewhere, and turn away what is unlikely to be used.
+    /// Learning policies see uses in other tiers, and reject unlikely blocks.
     #[test]
-    fn the_books_of_tiers_that_learn_balance_whatever_happens(
+    fn accounts_balance_with_learning_policies(
         gpu in 0u64..6, dram in 0u64..8, ssd in 0u64..8, marks in marks(), reuse_min in 0.0..0.999_f64,
         ops in prop::collection::vec(op(), 1..150),
     ) {
         let gpu = (gpu > 0).then(|| limits(gpu, true, 128, marks));
-        let mut world = World::new(limits(dram, true, 128, marks), limits(ssd, true, 4096, marks), gpu);
+        let mut world = BookWorld::new(limits(dram, true, 128, marks), limits(ssd, true, 4096, marks), gpu);
         for tier in Tier::ALL {
-            world.book.shelf_mut(tier).policy = Box::new(Density::new());
+            world.book.tier_state_mut(tier).policy = Box::new(Density::new());
         }
         world.book.reuse_min = reuse_min;
-        balance(world, &ops)?;
+        check_all_ops(world, &ops)?;
     }
 
-    /// A shelf of no size changes nothing: the same actions, answers and changes.
+    /// A GPU without capacity has no effect: equal actions, answers and changes.
     #[test]
-    fn a_gpu_of_no_size_changes_nothing(
+    fn gpu_without_capacity_changes_no_behaviour(
         dram in 0u64..8, ssd in 0u64..8, marks in marks(), ops in prop::collection::vec(op(), 1..100),
     ) {
-        let world = |gpu| World::new(limits(dram, true, 128, marks), limits(ssd, true, 4096, marks), gpu);
+        let world = |gpu| BookWorld::new(limits(dram, true, 128, marks), limits(ssd, true, 4096, marks), gpu);
         let mut worlds = [world(None), world(Some(TierLimits::exact(Capacity::Bytes(0))))];
         for op in &ops {
             let seen = worlds.each_mut().map(|world| {
@@ -697,36 +738,45 @@ fn marks() -> impl Strategy<Value = (f64, f64)> {
     prop_oneof![Just((1.0, 1.0)), Just((0.9, 0.5))]
 }
 
-fn balance(mut world: World, ops: &[Op]) -> Result<(), TestCaseError> {
+fn check_all_ops(mut world: BookWorld, ops: &[BookOp]) -> Result<(), TestCaseError> {
     for op in ops {
-        // The end of its write ends what a write alone held.
-        let held = if matches!(op, Op::CommitOldest { .. }) { world.leased() } else { world.held() };
-        let leased_void = world.leased_void();
+        // The end of a write also ends its hold.
+        let held = if matches!(op, BookOp::CommitOldest { .. }) { world.leased() } else { world.held() };
+        let leased_void = world.leased_invalidated();
         world.run(op);
         world.check();
-        // Only a failed medium or the end of the hold takes a held block away.
+        // A held block is dropped only by a failed medium or the end of its hold.
         if matches!(
             op,
-            Op::Fetch { .. }
-                | Op::Offer { .. }
-                | Op::CommitOldest { .. }
-                | Op::Start { .. }
-                | Op::Quota { .. }
-                | Op::Window { .. }
-                | Op::ExpireWindow { .. }
-                | Op::Prefetch
-                | Op::Ttl { .. }
-                | Op::ExpireBlocks { .. }
+            BookOp::Fetch { .. }
+                | BookOp::Offer { .. }
+                | BookOp::CommitOldest { .. }
+                | BookOp::Start { .. }
+                | BookOp::Quota { .. }
+                | BookOp::Window { .. }
+                | BookOp::ExpireWindow { .. }
+                | BookOp::Prefetch
+                | BookOp::Ttl { .. }
+                | BookOp::ExpireBlocks { .. }
         ) {
             prop_assert!(
                 held.iter().all(|hash| world.book.slab.find(hash).is_some()),
                 "{op:?} took a held block"
             );
         }
-        // Nor is a read under way cut short by weights.
-        if !matches!(op, Op::Release { .. } | Op::Expire { .. } | Op::Finish { .. } | Op::Delay | Op::LoseGpu)
-        {
-            prop_assert!(leased_void.is_subset(&world.leased_void()), "{op:?} took what a lease reads");
+        // A change of weights does not interrupt a read either.
+        if !matches!(
+            op,
+            BookOp::Release { .. }
+                | BookOp::Expire { .. }
+                | BookOp::Finish { .. }
+                | BookOp::Delay
+                | BookOp::LoseGpu
+        ) {
+            prop_assert!(
+                leased_void.is_subset(&world.leased_invalidated()),
+                "{op:?} dropped a block that a lease reads"
+            );
         }
     }
     let full = world.book.announce_all();

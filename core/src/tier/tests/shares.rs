@@ -1,27 +1,27 @@
-//! Fair shares: whose block goes when room is short, and what a flood leaves the others.
+//! Fair shares: the victim tenant under pressure, and the effect of a flood on others.
 
 use super::*;
 use crate::tier::share::TENANTS_MAX;
 use proptest::prelude::*;
 
-/// Offers one block of a tenant's own under a lease; `false` when it is refused.
+/// Offers one of a tenant's blocks under a lease. Returns `false` if it is refused.
 fn offered(book: &mut Book, tenant: u32, number: u64, lease: u64, now: u64) -> bool {
     let all = [own(tenant, number)];
-    let who = Asker { tenant: TenantId(tenant), ..asker(lease) };
-    let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+    let who = Requester { tenant: TenantId(tenant), ..requester(lease) };
+    let offer = SaveOffer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
     let answer = book.offer(who, offer, Timestamp(now)).unwrap()[0];
     drain(book);
-    if let Offered::Wanted(key) = answer {
+    if let OfferOutcome::Wanted(key) = answer {
         book.commit(key, CHARGE, Timestamp(now));
         drain(book);
     }
-    !matches!(answer, Offered::Refused(_))
+    !matches!(answer, OfferOutcome::Refused(_))
 }
 
-/// A whole request for one block of a tenant's own: read, or saved.
+/// A whole request for one of a tenant's blocks: a read or a save.
 fn used(book: &mut Book, tenant: u32, number: u64, now: u64) -> bool {
     let lease = (u64::from(tenant) << 32) | now;
-    let who = Asker { tenant: TenantId(tenant), ..asker(lease) };
+    let who = Requester { tenant: TenantId(tenant), ..requester(lease) };
     let is_hit = !book.fetch(who, &[own(tenant, number)], Timestamp(now)).unwrap().is_empty();
     drain(book);
     let is_taken = is_hit || offered(book, tenant, number, lease, now);
@@ -39,7 +39,7 @@ fn resident(book: &Book, tenant: u32) -> u64 {
 }
 
 #[test]
-fn who_has_most_gives_way_and_the_others_keep_what_they_have() {
+fn largest_tenant_evicts_and_others_keep_their_blocks() {
     let mut book = blocks(9, 0);
     (0..3).for_each(|number| assert!(used(&mut book, 1, number, number)));
     (0..30).for_each(|number| assert!(used(&mut book, 2, number, 100 + number)));
@@ -47,23 +47,23 @@ fn who_has_most_gives_way_and_the_others_keep_what_they_have() {
     (0..30).for_each(|number| assert!(used(&mut book, 3, number, 200 + number)));
     assert_eq!([1, 2, 3].map(|tenant| resident(&book, tenant)), [3, 3, 3]);
     let left: Vec<u64> = (0..30).filter(|number| book.tier_of(&own(2, *number)).is_some()).collect();
-    assert_eq!(left, [27, 28, 29], "the longest unused of the tenant went");
+    assert_eq!(left, [27, 28, 29], "the longest unused blocks of the tenant left");
 }
 
 #[test]
-fn a_tenant_whose_own_blocks_are_all_held_takes_nothing_of_one_that_has_no_more() {
+fn tenant_with_held_blocks_takes_none_from_an_equal_one() {
     let mut book = blocks(6, 0);
     (0..3).for_each(|number| assert!(used(&mut book, 1, number, number)));
     (0..3).for_each(|number| assert!(offered(&mut book, 2, number, 9, 100)));
-    assert!(!offered(&mut book, 2, 3, 9, 101), "it would be more than its part");
+    assert!(!offered(&mut book, 2, 3, 9, 101), "it would exceed its share");
     assert_eq!((resident(&book, 1), resident(&book, 2)), (3, 3));
-    assert!(used(&mut book, 1, 7, 102), "the other one goes on with its own");
+    assert!(used(&mut book, 1, 7, 102), "the other tenant continues with its own blocks");
     assert_eq!((resident(&book, 1), resident(&book, 2)), (3, 3));
     assert!(book.tier_of(&own(1, 0)).is_none());
 }
 
 #[test]
-fn a_window_orders_only_what_its_own_tenant_gives() {
+fn window_orders_only_its_own_tenants_evictions() {
     let mut book = blocks(6, 0);
     (0..3).for_each(|number| assert!(used(&mut book, 1, number, number)));
     (0..3).for_each(|number| assert!(used(&mut book, 2, number, 100 + number)));
@@ -75,17 +75,18 @@ fn a_window_orders_only_what_its_own_tenant_gives() {
     assert_eq!((resident(&book, 1), resident(&book, 2)), (3, 3));
     assert!(
         book.tier_of(&own(2, 0)).is_some() && book.tier_of(&own(2, 1)).is_some(),
-        "the next in the queue"
+        "the next blocks in the queue"
     );
 }
 
 #[test]
-fn a_tenant_that_may_not_have_more_does_not_keep_others_from_prefetching() {
+fn tenant_at_its_share_does_not_block_others_prefetches() {
     let mut book = blocks(10, 20);
     (0..15).for_each(|number| assert!(used(&mut book, 1, number, number)));
     (0..15).for_each(|number| assert!(used(&mut book, 2, number, 100 + number)));
-    let lease = Asker { tenant: TenantId(1), ..asker(7) };
-    // Tenant 1 holds its half of DRAM; what it has on SSD is nearest, and may have no more.
+    let lease = Requester { tenant: TenantId(1), ..requester(7) };
+    // Tenant 1 holds its half of DRAM; its blocks on SSD are nearest in the queue, but it may take
+    // no more.
     let held: Vec<u64> =
         (0..15).filter(|number| book.tier_of(&own(1, *number)) == Some(Tier::Dram)).collect();
     assert_eq!(held.len(), 5);
@@ -103,19 +104,22 @@ fn a_tenant_that_may_not_have_more_does_not_keep_others_from_prefetching() {
     while book.prefetch(Timestamp(300)) > 0 {
         drain(&mut book);
     }
-    assert!(second.iter().all(|hash| book.tier_of(hash) == Some(Tier::Dram)), "its own blocks made room");
+    assert!(
+        second.iter().all(|hash| book.tier_of(hash) == Some(Tier::Dram)),
+        "the tenant's own blocks made room"
+    );
     assert!(first.iter().all(|hash| book.tier_of(hash) == Some(Tier::Ssd)));
 }
 
 #[test]
-fn tenants_beyond_the_limit_share_a_row_and_nothing_is_lost_of_it() {
+fn tenants_beyond_the_limit_share_an_entry() {
     let room = TENANTS_MAX as u64 + 40;
     let mut book = blocks(room, 0);
     for tenant in 0..TENANTS_MAX as u32 + 30 {
         assert!(used(&mut book, tenant, 0, u64::from(tenant)));
     }
     assert_eq!(book.dram.shares.rows().count(), TENANTS_MAX + 1);
-    // The row of many has thirty blocks, so it is who gives way.
+    // The shared entry has thirty blocks, so it is the victim.
     for number in 1..60 {
         assert!(used(&mut book, 5, number, 1000 + number));
     }
@@ -128,7 +132,7 @@ fn tenants_beyond_the_limit_share_a_row_and_nothing_is_lost_of_it() {
 }
 
 #[test]
-fn a_window_keeps_no_room_on_ssd_from_a_tenant_that_has_less() {
+fn window_keeps_no_ssd_space_from_smaller_tenants() {
     for (ssd, share) in [(2, 2), (4, 3)] {
         let mut book = blocks(3, ssd);
         (0..5).for_each(|number| assert!(used(&mut book, 1, number, number)));
@@ -136,7 +140,8 @@ fn a_window_keeps_no_room_on_ssd_from_a_tenant_that_has_less() {
         book.set_window([[own(1, 3)].as_slice()], Timestamp(200));
         book.prefetch(Timestamp(200));
         drain(&mut book);
-        // All that the other one has on SSD has a place, and what is demoted next has none.
+        // The window covers all of the other tenant's blocks on SSD, but not the block demoted
+        // next.
         book.set_window([[own(2, 0), own(2, 1)].as_slice()], Timestamp(300));
         (3..9).for_each(|number| assert!(used(&mut book, 2, number, 300 + number)));
         assert!(resident(&book, 1) >= share, "{} of {share} left with {ssd} on SSD", resident(&book, 1));
@@ -147,17 +152,17 @@ fn a_window_keeps_no_room_on_ssd_from_a_tenant_that_has_less() {
 enum Flood {
     Use(u64),
     Window(Vec<u64>),
-    /// The windows of others are no lever either.
-    Others(Vec<u64>),
+    /// Windows of other tenants must not help the flood either.
+    OtherTenantWindow(Vec<u64>),
     Prefetch,
 }
 
 fn flood() -> impl Strategy<Value = Flood> {
     prop_oneof![
         6 => (0u64..20).prop_map(Flood::Use),
-        // Long enough that all of a tier may be in it.
+        // Long enough that a whole tier may be in it.
         1 => prop::collection::vec(0u64..20, 0..60).prop_map(Flood::Window),
-        1 => prop::collection::vec(0u64..20, 0..10).prop_map(Flood::Others),
+        1 => prop::collection::vec(0u64..20, 0..10).prop_map(Flood::OtherTenantWindow),
         2 => Just(Flood::Prefetch),
     ]
 }
@@ -165,24 +170,24 @@ fn flood() -> impl Strategy<Value = Flood> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Whatever a flooding tenant does that holds nothing for good, another one keeps what it has up to its half of
-    /// each tier. What leases hold cannot be taken from anybody: above.
+    /// A flooding tenant without held blocks cannot push another one below half of each tier. Held
+    /// blocks cannot be taken from any tenant: see above.
     #[test]
-    fn a_flood_leaves_others_what_they_need_up_to_their_share(
+    fn flood_leaves_others_their_share(
         dram in 2u64..12, ssd in 0u64..12, wanted in 0u64..30,
         floods in prop::collection::vec(flood(), 1..120),
     ) {
         let mut book = blocks(dram, ssd);
         (0..wanted).for_each(|number| { used(&mut book, 1, number, number); });
         let demand = resident(&book, 1);
-        // An odd block is nobody's share.
+        // An odd block belongs to no share.
         let share = dram / 2 + ssd / 2;
         for (now, flood) in (1000u64..).zip(&floods) {
             let of = |tenant, numbers: &[u64]| numbers.iter().map(|n| own(tenant, *n)).collect::<Vec<_>>();
             match flood {
                 Flood::Use(number) => { used(&mut book, 2, *number, now); }
                 Flood::Window(numbers) => { book.set_window([of(2, numbers).as_slice()], Timestamp(now)); }
-                Flood::Others(numbers) => { book.set_window([of(1, numbers).as_slice()], Timestamp(now)); }
+                Flood::OtherTenantWindow(numbers) => { book.set_window([of(1, numbers).as_slice()], Timestamp(now)); }
                 Flood::Prefetch => { book.prefetch(Timestamp(now)); }
             }
             drain(&mut book);
@@ -191,9 +196,9 @@ proptest! {
         }
     }
 
-    /// All of several tenants that want more than there is get the same.
+    /// Several tenants with excess demand get equal shares.
     #[test]
-    fn what_all_want_is_split_evenly(
+    fn excess_demand_is_split_evenly(
         tenants in 2u32..6, each in 2u64..8, ssd_each in 0u64..6, turns in prop::collection::vec((0u32..6, 0u64..40), 0..300),
     ) {
         let count = u64::from(tenants);

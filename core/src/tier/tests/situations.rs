@@ -1,12 +1,12 @@
-//! One situation per test, written out by hand.
+//! One situation per test, written by hand.
 
 use super::*;
 use crate::index::command::Change;
 
-fn wanted(answers: &[Offered]) -> Vec<BlockKey> {
+fn wanted(answers: &[OfferOutcome]) -> Vec<BlockKey> {
     answers
         .iter()
-        .filter_map(|answer| if let Offered::Wanted(key) = answer { Some(*key) } else { None })
+        .filter_map(|answer| if let OfferOutcome::Wanted(key) = answer { Some(*key) } else { None })
         .collect()
 }
 
@@ -14,16 +14,16 @@ fn wanted(answers: &[Offered]) -> Vec<BlockKey> {
 fn a_block_is_readable_only_after_its_commit() {
     let mut book = blocks(4, 0);
     let keys = wanted(&offer(&mut book, 1, &[1], 0));
-    assert!(book.fetch(asker(2), &[hash(1)], Timestamp(0)).unwrap().is_empty());
+    assert!(book.fetch(requester(2), &[hash(1)], Timestamp(0)).unwrap().is_empty());
     assert!(book.take_changes().is_empty());
     book.commit(keys[0], CHARGE, Timestamp(0));
-    assert_eq!(book.fetch(asker(2), &[hash(1)], Timestamp(0)).unwrap().len(), 1);
+    assert_eq!(book.fetch(requester(2), &[hash(1)], Timestamp(0)).unwrap().len(), 1);
     let stored = Change::Stored { parent: None, blocks: vec![hash(1)], tier: Tier::Dram };
     assert_eq!(book.take_changes(), vec![stored]);
 }
 
 #[test]
-fn an_aborted_write_leaves_nothing() {
+fn aborted_write_leaves_no_state() {
     let mut book = blocks(4, 0);
     let keys = wanted(&offer(&mut book, 1, &[1], 0));
     book.abort(keys[0]);
@@ -40,16 +40,16 @@ fn blocks_of_a_running_request_are_never_victims() {
         book.commit(key, CHARGE, Timestamp(0));
     }
     let answers = offer(&mut book, 2, &[3], 0);
-    assert_eq!(answers, vec![Offered::Refused(RefusedBy::Full)]);
+    assert_eq!(answers, vec![OfferOutcome::Refused(RefusalReason::Full)]);
     book.release(LeaseId(1), Timestamp(1));
     assert_eq!(wanted(&offer(&mut book, 2, &[3], 1)).len(), 1);
-    // The tail gave way, the head stayed.
+    // The tail was evicted, the head stayed.
     assert!(book.tier_of(&hash(1)).is_some());
     assert!(book.tier_of(&hash(2)).is_none());
 }
 
 #[test]
-fn an_unreleased_lease_expires_with_the_effect_of_a_release() {
+fn unreleased_lease_expires_like_a_release() {
     let mut book = blocks(1, 0);
     for key in wanted(&offer(&mut book, 1, &[1], 0)) {
         book.commit(key, CHARGE, Timestamp(0));
@@ -60,16 +60,16 @@ fn an_unreleased_lease_expires_with_the_effect_of_a_release() {
 }
 
 #[test]
-fn a_lease_that_is_renewed_goes_on_and_one_that_ended_does_not_come_back() {
+fn renewed_lease_continues_and_ended_one_does_not_return() {
     let mut book = blocks(1, 0);
     for key in wanted(&offer(&mut book, 1, &[1], 0)) {
         book.commit(key, CHARGE, Timestamp(0));
     }
     book.renew(LeaseId(1), Timestamp(9_000_000));
     book.renew(LeaseId(2), Timestamp(9_000_000));
-    assert_eq!(book.lease_count(), 1, "one that never was is not made");
+    assert_eq!(book.lease_count(), 1, "renewing an unknown lease creates none");
     assert_eq!(book.expire(Timestamp(18_999_999)), 0);
-    assert_eq!(offer(&mut book, 3, &[2], 18_999_999), [Offered::Refused(RefusedBy::Full)]);
+    assert_eq!(offer(&mut book, 3, &[2], 18_999_999), [OfferOutcome::Refused(RefusalReason::Full)]);
     assert_eq!(book.expire(Timestamp(19_000_000)), 1);
     book.renew(LeaseId(1), Timestamp(19_000_000));
     assert_eq!(wanted(&offer(&mut book, 3, &[2], 19_000_001)).len(), 1);
@@ -98,15 +98,15 @@ fn a_pin_holds_a_block_that_comes_later() {
 }
 
 #[test]
-fn a_tenant_over_quota_loses_its_own_coldest_first_and_nobody_elses() {
+fn tenant_over_quota_loses_its_own_coldest_blocks() {
     let mut book = blocks(10, 0);
     request(&mut book, &[1], 1);
     book.set_quotas([(TenantId(7), 200)]);
     for number in [11, 12, 13] {
-        let mut who = asker(number);
+        let mut who = requester(number);
         who.tenant = TenantId(7);
         let all = [hash(number)];
-        let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+        let offer = SaveOffer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
         for key in wanted(&book.offer(who, offer, Timestamp(number)).unwrap()) {
             book.commit(key, CHARGE, Timestamp(number));
         }
@@ -118,23 +118,26 @@ fn a_tenant_over_quota_loses_its_own_coldest_first_and_nobody_elses() {
 }
 
 #[test]
-fn a_quota_that_nothing_can_make_room_in_is_refused() {
+fn save_above_a_fully_held_quota_is_refused() {
     let mut book = blocks(10, 0);
     book.set_quotas([(TenantId(0), 150)]);
     let answers = offer(&mut book, 1, &[1, 2], 0);
-    assert!(matches!(answers[..], [Offered::Wanted(_), Offered::Refused(RefusedBy::Quota)]), "{answers:?}");
+    assert!(
+        matches!(answers[..], [OfferOutcome::Wanted(_), OfferOutcome::Refused(RefusalReason::Quota)]),
+        "{answers:?}"
+    );
 }
 
 #[test]
-fn a_demotion_taken_back_before_it_started_moves_no_bytes() {
+fn demotion_reverted_before_its_start_moves_no_bytes() {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     let keys = wanted(&offer(&mut book, 2, &[2], 2));
-    // Block 1 should go to SSD now, but nobody ran the action yet; block 2 fails and 1 is read again.
+    // Block 1 is assigned to SSD, but no action ran yet; block 2 is aborted and 1 is read again.
     book.abort(keys[0]);
-    let reach = book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap();
+    let reach = book.fetch(requester(3), &[hash(1)], Timestamp(3)).unwrap();
     assert_eq!(reach[0].tier, Tier::Dram);
-    assert_eq!(book.next_action(ALL_ROOM), None);
+    assert_eq!(book.next_action(ALL_PERMITS), None);
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
 }
 
@@ -143,12 +146,12 @@ fn a_block_read_while_it_is_demoted_is_served_from_dram_and_stays() {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     let keys = wanted(&offer(&mut book, 2, &[2], 2));
-    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_PERMITS) else { panic!("no demotion") };
     book.abort(keys[0]);
-    assert_eq!(book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Dram);
+    assert_eq!(book.fetch(requester(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Dram);
     book.on_moved(key, Tier::Ssd);
     assert_eq!(
-        book.next_action(ALL_ROOM),
+        book.next_action(ALL_PERMITS),
         Some(Action::DropSsd { key, hash: hash(1), generation: Generation(0) })
     );
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Dram));
@@ -162,10 +165,10 @@ fn a_failed_write_to_ssd_drops_the_block_when_dram_is_full() {
     for key in wanted(&offer(&mut book, 2, &[2], 2)) {
         book.commit(key, CHARGE, Timestamp(2));
     }
-    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_PERMITS) else { panic!("no demotion") };
     book.on_move_failed(key, Tier::Ssd, Timestamp(3));
     assert_eq!(book.tier_of(&hash(1)), None);
-    assert_eq!(book.next_action(ALL_ROOM), Some(Action::DropDram { key }));
+    assert_eq!(book.next_action(ALL_PERMITS), Some(Action::DropDram { key }));
     assert_eq!(book.stats(Tier::Ssd).blocks, 0);
 }
 
@@ -175,8 +178,8 @@ fn a_failed_read_drops_the_block_and_says_so() {
     request(&mut book, &[1], 1);
     request(&mut book, &[2], 2);
     book.take_changes();
-    assert_eq!(book.fetch(asker(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Ssd);
-    let promoted = std::iter::from_fn(|| book.next_action(Room { ssd: false, ..ALL_ROOM }))
+    assert_eq!(book.fetch(requester(3), &[hash(1)], Timestamp(3)).unwrap()[0].tier, Tier::Ssd);
+    let promoted = std::iter::from_fn(|| book.next_action(MovePermits { ssd: false, ..ALL_PERMITS }))
         .find_map(|action| if let Action::Promote { key, .. } = action { Some(key) } else { None });
     book.on_move_failed(promoted.unwrap(), Tier::Dram, Timestamp(4));
     let dropped = Change::Dropped {
@@ -185,7 +188,7 @@ fn a_failed_read_drops_the_block_and_says_so() {
         cause: crate::index::command::DropCause::Failed,
     };
     assert!(book.take_changes().contains(&dropped));
-    assert!(book.fetch(asker(4), &[hash(1)], Timestamp(5)).unwrap().is_empty());
+    assert!(book.fetch(requester(4), &[hash(1)], Timestamp(5)).unwrap().is_empty());
     book.release(LeaseId(3), Timestamp(6));
 }
 
@@ -194,16 +197,16 @@ fn an_ssd_block_is_read_even_when_dram_is_all_held() {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     request(&mut book, &[2], 2);
-    assert_eq!(book.fetch(asker(3), &[hash(2)], Timestamp(3)).unwrap().len(), 1);
-    assert_eq!(book.fetch(asker(4), &[hash(1)], Timestamp(4)).unwrap()[0].tier, Tier::Ssd);
-    let Some(Action::Promote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no load") };
+    assert_eq!(book.fetch(requester(3), &[hash(2)], Timestamp(3)).unwrap().len(), 1);
+    assert_eq!(book.fetch(requester(4), &[hash(1)], Timestamp(4)).unwrap()[0].tier, Tier::Ssd);
+    let Some(Action::Promote { key, .. }) = book.next_action(ALL_PERMITS) else { panic!("no load") };
     book.on_moved(key, Tier::Dram);
-    assert_eq!(book.next_action(ALL_ROOM), Some(Action::DropDram { key }));
+    assert_eq!(book.next_action(ALL_PERMITS), Some(Action::DropDram { key }));
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Ssd));
 }
 
 #[test]
-fn an_ssd_that_stopped_admitting_makes_dram_drop() {
+fn dram_drops_blocks_when_ssd_stops_admitting() {
     let mut book = blocks(1, 4);
     book.set_admitting(Tier::Ssd, false);
     request(&mut book, &[1], 1);
@@ -213,12 +216,13 @@ fn an_ssd_that_stopped_admitting_makes_dram_drop() {
 }
 
 #[test]
-fn blocks_found_at_start_are_announced_and_read() {
+fn recovered_blocks_are_announced_and_readable() {
     let mut book = blocks(2, 2);
     for (number, parent) in [(1, None), (2, Some(hash(1))), (3, Some(hash(2)))] {
         let traits =
             BlockTraits { offset_blocks: u32::try_from(number).unwrap() - 1, ..BlockTraits::default() };
-        let found = Found { hash: hash(number), parent, tenant: TenantId(0), traits, charge: CHARGE };
+        let found =
+            RecoveredBlock { hash: hash(number), parent, tenant: TenantId(0), traits, charge: CHARGE };
         assert_eq!(book.restore(found, Timestamp(0)).is_some(), number < 3);
     }
     let stored = Change::Stored { parent: None, blocks: hashes(&[1, 2]), tier: Tier::Ssd };
@@ -228,49 +232,49 @@ fn blocks_found_at_start_are_announced_and_read() {
 }
 
 #[test]
-fn too_many_leases_are_refused_and_known_ones_go_on() {
+fn leases_above_the_limit_are_refused() {
     let mut book = blocks(4, 0);
     for lease in 0..64 {
         offer(&mut book, lease, &[1], 0);
     }
     let all = [hash(1)];
-    let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+    let offer = SaveOffer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
     let full = LeasesFull { limit: 64, held: 64, own: 0 };
-    assert_eq!(book.offer(asker(64), offer, Timestamp(0)), Err(full));
-    assert!(book.offer(asker(3), offer, Timestamp(0)).is_ok());
+    assert_eq!(book.offer(requester(64), offer, Timestamp(0)), Err(full));
+    assert!(book.offer(requester(3), offer, Timestamp(0)).is_ok());
 }
 
 #[test]
-fn a_caller_that_releases_nothing_leaves_half_of_the_leases_that_are_left_to_others() {
+fn caller_without_releases_leaves_half_of_the_remaining_leases() {
     let mut book = blocks(4, 0);
     let all = [hash(1)];
     let mut next = 0;
-    // Takes what it gets, and gives nothing back.
+    // Takes all leases it gets and releases none.
     let mut taken = |book: &mut Book, caller: u64, now: u64| {
         (0..)
             .take_while(|_| {
                 next += 1;
-                let who = Asker { caller: CallerId(caller), ..asker(next) };
-                let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+                let who = Requester { caller: CallerId(caller), ..requester(next) };
+                let offer = SaveOffer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
                 book.offer(who, offer, Timestamp(now)).is_ok()
             })
             .count()
     };
     assert_eq!([1, 2, 3, 1, 4].map(|caller| taken(&mut book, caller, 0)), [32, 16, 8, 0, 4]);
-    let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
-    let known = Asker { caller: CallerId(1), ..asker(1) };
-    assert!(book.offer(known, offer, Timestamp(0)).is_ok(), "what it has goes on");
+    let offer = SaveOffer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+    let known = Requester { caller: CallerId(1), ..requester(1) };
+    assert!(book.offer(known, offer, Timestamp(0)).is_ok(), "its existing lease continues");
     book.release(LeaseId(1), Timestamp(0));
-    assert_eq!(taken(&mut book, 1, 0), 0, "it has more than are left");
+    assert_eq!(taken(&mut book, 1, 0), 0, "it has more than remain free");
     assert_eq!(taken(&mut book, 5, 0), 3);
     let later = 11_000_000;
     book.expire(Timestamp(later));
     assert_eq!(book.lease_count(), 0);
-    assert_eq!(taken(&mut book, 1, later), 32, "what ended counts for nobody");
+    assert_eq!(taken(&mut book, 1, later), 32, "expired leases count for no caller");
 }
 
 #[test]
-fn marks_evict_a_stretch_at_once() {
+fn watermarks_evict_a_batch() {
     let dram = TierLimits { capacity: Capacity::Bytes(128 * 10), watermark_high: 0.9, watermark_low: 0.5 };
     let mut book = book(dram, TierLimits::exact(Capacity::Bytes(0)));
     for number in 1..=9 {
@@ -283,7 +287,7 @@ fn marks_evict_a_stretch_at_once() {
 }
 
 #[test]
-fn a_frame_shorter_than_offered_costs_what_it_is() {
+fn shorter_frame_is_charged_its_actual_size() {
     let mut book = book(TierLimits::exact(Capacity::Bytes(256)), TierLimits::exact(Capacity::Bytes(0)));
     book.set_quotas([(TenantId(0), 200)]);
     let keys = wanted(&offer(&mut book, 1, &[1], 0));
@@ -295,20 +299,20 @@ fn a_frame_shorter_than_offered_costs_what_it_is() {
 }
 
 #[test]
-fn the_first_refusal_of_an_offer_answers_for_the_rest() {
+fn first_refusal_of_an_offer_applies_to_the_rest() {
     let mut book = blocks(2, 0);
     request(&mut book, &[1], 1);
     let answers = offer(&mut book, 2, &[2, 3, 4, 1, 5], 2);
-    assert!(matches!(answers[0], Offered::Wanted(_)));
-    let full = Offered::Refused(RefusedBy::Full);
-    assert_eq!(answers[1..], [full, full, Offered::Present, full]);
+    assert!(matches!(answers[0], OfferOutcome::Wanted(_)));
+    let full = OfferOutcome::Refused(RefusalReason::Full);
+    assert_eq!(answers[1..], [full, full, OfferOutcome::Present, full]);
 }
 
-/// A policy that counts the blocks it was asked to spare.
+/// A policy that counts victim searches.
 #[derive(Default)]
-struct Counting(PlainLru, std::sync::Arc<std::sync::atomic::AtomicUsize>);
+struct VictimCountingPolicy(PlainLru, std::sync::Arc<std::sync::atomic::AtomicUsize>);
 
-impl Policy for Counting {
+impl Policy for VictimCountingPolicy {
     fn name(&self) -> &'static str {
         "counting"
     }
@@ -340,12 +344,12 @@ impl Policy for Counting {
 }
 
 #[test]
-fn an_offer_to_a_full_node_asks_the_policy_once() {
+fn offer_to_a_full_node_asks_the_policy_once() {
     let asked = std::sync::Arc::<std::sync::atomic::AtomicUsize>::default();
     let dram = TierLimits::exact(Capacity::Blocks(8));
     let ssd = TierLimits::exact(Capacity::Blocks(0));
-    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
-    let counting = Counting(PlainLru::default(), std::sync::Arc::clone(&asked));
+    let limits = BookLimits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+    let counting = VictimCountingPolicy(PlainLru::default(), std::sync::Arc::clone(&asked));
     let mut book = Book::new(&limits, Box::new(counting), Box::<PlainLru>::default());
     let held: Vec<u64> = (1..=8).collect();
     for key in wanted(&offer(&mut book, 1, &held, 0)) {
@@ -353,17 +357,17 @@ fn an_offer_to_a_full_node_asks_the_policy_once() {
     }
     let more: Vec<u64> = (100..200).collect();
     let answers = offer(&mut book, 2, &more, 1);
-    assert!(answers.iter().all(|answer| *answer == Offered::Refused(RefusedBy::Full)));
+    assert!(answers.iter().all(|answer| *answer == OfferOutcome::Refused(RefusalReason::Full)));
     assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 1);
 }
 
 #[test]
-fn a_tenant_at_its_quota_gives_way_without_asking_for_other_victims() {
+fn quota_enforcement_asks_no_policy() {
     let asked = std::sync::Arc::<std::sync::atomic::AtomicUsize>::default();
     let dram = TierLimits::exact(Capacity::Blocks(100));
     let ssd = TierLimits::exact(Capacity::Blocks(0));
-    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
-    let counting = Counting(PlainLru::default(), std::sync::Arc::clone(&asked));
+    let limits = BookLimits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+    let counting = VictimCountingPolicy(PlainLru::default(), std::sync::Arc::clone(&asked));
     let mut book = Book::new(&limits, Box::new(counting), Box::<PlainLru>::default());
     for number in 0..50 {
         request(&mut book, &[number], number);
@@ -371,21 +375,21 @@ fn a_tenant_at_its_quota_gives_way_without_asking_for_other_victims() {
     book.set_quotas([(TenantId(7), 300)]);
     for number in 100..110 {
         let all = [hash(number)];
-        let who = Asker { tenant: TenantId(7), ..asker(number) };
-        let offer = Offer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
+        let who = Requester { tenant: TenantId(7), ..requester(number) };
+        let offer = SaveOffer { parent: None, first_offset_blocks: 0, hashes: &all, charge: CHARGE };
         for key in wanted(&book.offer(who, offer, Timestamp(number)).unwrap()) {
             book.commit(key, CHARGE, Timestamp(number));
         }
         book.release(LeaseId(number), Timestamp(number));
     }
     let left: Vec<u64> = (100..110).filter(|number| book.tier_of(&hash(*number)).is_some()).collect();
-    assert_eq!(left, [107, 108, 109], "the coldest of the tenant went first");
+    assert_eq!(left, [107, 108, 109], "the tenant's coldest blocks left first");
     assert!((0..50).all(|number| book.tier_of(&hash(number)).is_some()));
-    assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 0, "nobody else was looked at");
+    assert_eq!(asked.load(std::sync::atomic::Ordering::Relaxed), 0, "no policy was asked");
 }
 
 #[test]
-fn a_quota_set_later_finds_the_blocks_that_are_there_coldest_first() {
+fn new_quota_drops_existing_blocks_coldest_first() {
     let mut book = blocks(10, 0);
     for number in [3, 1, 2] {
         request(&mut book, &[number], number);
@@ -397,7 +401,7 @@ fn a_quota_set_later_finds_the_blocks_that_are_there_coldest_first() {
 }
 
 #[test]
-fn a_quota_lowered_while_blocks_are_held_is_kept_at_their_release() {
+fn quota_lowered_during_a_lease_applies_at_release() {
     let mut book = blocks(10, 0);
     for key in wanted(&offer(&mut book, 1, &[1, 2, 3], 0)) {
         book.commit(key, CHARGE, Timestamp(0));
@@ -421,78 +425,78 @@ fn aborted_blocks_leave_their_lease() {
 }
 
 #[test]
-fn the_last_offset_there_is_does_not_overflow() {
+fn last_offset_does_not_overflow() {
     let mut book = blocks(4, 0);
     let all = hashes(&[1, 2]);
-    let offer = Offer { parent: None, first_offset_blocks: u32::MAX, hashes: &all, charge: CHARGE };
-    assert_eq!(wanted(&book.offer(asker(1), offer, Timestamp(0)).unwrap()).len(), 2);
+    let offer = SaveOffer { parent: None, first_offset_blocks: u32::MAX, hashes: &all, charge: CHARGE };
+    assert_eq!(wanted(&book.offer(requester(1), offer, Timestamp(0)).unwrap()).len(), 2);
 }
 
 #[test]
-fn a_move_without_a_slot_stands_in_line_again() {
+fn delayed_move_is_queued_again() {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     offer(&mut book, 2, &[2], 2);
-    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_PERMITS) else { panic!("no demotion") };
     book.on_move_delayed(key, Tier::Ssd);
-    assert_eq!(book.next_action(ALL_ROOM), Some(Action::Demote { key, hash: hash(1) }));
+    assert_eq!(book.next_action(ALL_PERMITS), Some(Action::Demote { key, hash: hash(1) }));
 }
 
 #[test]
-fn what_a_fetch_would_load_is_known_before_it_leases_anything() {
+fn bytes_to_load_are_known_before_leasing() {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     request(&mut book, &[2], 2);
     let found = book.readable_prefix(TenantId(0), &hashes(&[2, 1, 9]));
-    assert_eq!(book.bytes_to_load(&found), 100, "block 2 is in DRAM, 9 nowhere");
+    assert_eq!(book.bytes_to_load(&found), 100, "block 2 is in DRAM, 9 is absent");
     assert_eq!(book.lease_count(), 0);
 }
 
 #[test]
-fn what_happens_to_blocks_is_counted_by_tier_and_category() {
+fn block_events_are_counted_by_tier_and_category() {
     let mut book = blocks(2, 1);
     request(&mut book, &[1, 2], 0);
     request(&mut book, &[1], 3_000_000);
     request(&mut book, &[3], 10_000_000);
-    let class = |book: &Book, tier| *book.numbers(tier).classes().next().unwrap().1;
+    let class = |book: &Book, tier| *book.counters(tier).categories().next().unwrap().1;
     let dram = class(&book, Tier::Dram);
     assert_eq!((dram.hits, dram.reuse_gap.mean_us()), (1, Some(3_000_000)));
-    assert_eq!(dram.left, [1, 0, 0, 0, 0], "2 went to SSD");
+    assert_eq!(dram.removals, [1, 0, 0, 0, 0], "2 was demoted to SSD");
     assert_eq!(dram.age_at_eviction.mean_us(), Some(10_000_000));
-    // 2 is read from SSD, which pushes 1 there.
+    // 2 is read from SSD, which demotes 1.
     assert_eq!(request(&mut book, &[2], 11_000_000), 1);
     assert_eq!(class(&book, Tier::Ssd).hits, 1);
     request(&mut book, &[4], 12_000_000);
-    assert_eq!(class(&book, Tier::Ssd).left, [0, 1, 0, 0, 0], "1 gave way to 3");
+    assert_eq!(class(&book, Tier::Ssd).removals, [0, 1, 0, 0, 0], "1 was dropped for 3");
     book.set_quotas([(TenantId(0), 100)]);
-    assert_eq!(class(&book, Tier::Ssd).left[Left::Quota as usize], 1);
-    assert_eq!(class(&book, Tier::Dram).left[Left::Quota as usize], 1);
+    assert_eq!(class(&book, Tier::Ssd).removals[RemovalReason::Quota as usize], 1);
+    assert_eq!(class(&book, Tier::Dram).removals[RemovalReason::Quota as usize], 1);
 }
 
 #[test]
-fn what_a_lease_asks_for_again_is_one_use_of_each_block() {
+fn repeated_requests_of_a_lease_are_one_use() {
     let mut book = blocks(4, 4);
     request(&mut book, &[1, 2, 3], 1);
     let fetch = |book: &mut Book, lease, numbers: &[u64], now| {
-        let reached = book.fetch(asker(lease), &hashes(numbers), Timestamp(now)).unwrap();
-        reached.iter().map(|reach| reach.is_new).collect::<Vec<_>>()
+        let reached = book.fetch(requester(lease), &hashes(numbers), Timestamp(now)).unwrap();
+        reached.iter().map(|reach| reach.is_first_use).collect::<Vec<_>>()
     };
     assert_eq!(fetch(&mut book, 7, &[1, 2], 1_000_001), [true, true]);
     assert_eq!(fetch(&mut book, 7, &[1, 2, 3], 2_000_001), [false, false, true]);
     assert_eq!(fetch(&mut book, 7, &[1, 2, 3], 3_000_001), [false; 3]);
-    let dram = *book.numbers(Tier::Dram).classes().next().unwrap().1;
+    let dram = *book.counters(Tier::Dram).categories().next().unwrap().1;
     assert_eq!((dram.hits, dram.reuse_gap.count(), dram.reuse_gap.mean_us()), (3, 3, Some(1_333_333)));
-    // Another request's use is another one, and so is that of this request's number once it ended.
+    // Another request's use is a separate one, and so is a use by a new lease with the same number.
     assert_eq!(fetch(&mut book, 8, &[1], 4_000_000), [true]);
     book.release(LeaseId(7), Timestamp(5_000_000));
     assert_eq!(fetch(&mut book, 7, &[1], 6_000_000), [true]);
-    // What a request brought itself is no use of what was there.
+    // A request's own saved block is no hit.
     for key in wanted(&offer(&mut book, 9, &[20], 7_000_000)) {
         book.commit(key, CHARGE, Timestamp(7_000_000));
     }
     assert_eq!(fetch(&mut book, 9, &[20], 8_000_000), [false]);
-    // That a save found a block here is no use of it either, but that its request asks for it then is.
-    let hits = |book: &Book| book.numbers(Tier::Dram).classes().map(|(_, class)| class.hits).sum::<u64>();
+    // A present block in an offer is no hit yet, but a later fetch of the same request is one.
+    let hits = |book: &Book| book.counters(Tier::Dram).categories().map(|(_, class)| class.hits).sum::<u64>();
     let before = hits(&book);
     assert!(wanted(&offer(&mut book, 10, &[1, 20], 9_000_000)).is_empty());
     assert_eq!(hits(&book), before);
@@ -503,31 +507,31 @@ fn what_a_lease_asks_for_again_is_one_use_of_each_block() {
 }
 
 #[test]
-fn the_curve_says_what_both_tiers_would_hit_if_they_were_larger() {
+fn miss_curve_predicts_hits_of_larger_tiers() {
     let mut book = blocks(2, 1);
     for round in 0..50 {
         for number in 1..=6 {
             request(&mut book, &[number], 10 * round + number);
         }
     }
-    let hits = |tier| book.numbers(tier).classes().map(|(_, class)| class.hits).sum::<u64>();
+    let hits = |tier| book.counters(tier).categories().map(|(_, class)| class.hits).sum::<u64>();
     assert_eq!(hits(Tier::Dram) + hits(Tier::Ssd), 0, "a loop of six never hits a cache of three");
-    assert_eq!(book.curve().hit_rate(3), 0.0);
-    assert!(book.curve().hit_rate(8) > 0.97, "{}", book.curve().hit_rate(8));
+    assert_eq!(book.miss_curve().hit_rate(3), 0.0);
+    assert!(book.miss_curve().hit_rate(8) > 0.97, "{}", book.miss_curve().hit_rate(8));
 }
 
 #[test]
-fn a_block_whose_ssd_copy_is_lost_is_taken_back_before_anybody_asks() {
+fn block_with_a_lost_ssd_copy_is_withdrawn() {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     wanted(&offer(&mut book, 2, &[2], 2));
-    let Some(Action::Demote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
-    book.on_lost(key);
-    assert!(book.tier_of(&hash(1)).is_some(), "a block on its way is in DRAM still");
+    let Some(Action::Demote { key, .. }) = book.next_action(ALL_PERMITS) else { panic!("no demotion") };
+    book.on_ssd_copy_lost(key);
+    assert!(book.tier_of(&hash(1)).is_some(), "a block being demoted is still in DRAM");
     book.on_moved(key, Tier::Ssd);
-    while book.next_action(ALL_ROOM).is_some() {}
+    while book.next_action(ALL_PERMITS).is_some() {}
     book.take_changes();
-    book.on_lost(key);
+    book.on_ssd_copy_lost(key);
     assert_eq!(book.tier_of(&hash(1)), None);
     let dropped = Change::Dropped {
         blocks: vec![hash(1)],
@@ -538,33 +542,35 @@ fn a_block_whose_ssd_copy_is_lost_is_taken_back_before_anybody_asks() {
     assert_eq!(book.stats(Tier::Ssd).blocks, 0);
 }
 
-/// A book whose one DRAM slot is held by block 2, with block 1 on SSD and being read for somebody.
+/// A book with its only DRAM slot held by block 2, while block 1 on SSD is being read.
 fn reading_beside_a_held_slot() -> (Book, BlockKey) {
     let mut book = blocks(1, 4);
     request(&mut book, &[1], 1);
     request(&mut book, &[2], 2);
-    book.fetch(asker(100), &hashes(&[2]), Timestamp(3)).unwrap();
-    book.fetch(asker(101), &hashes(&[1]), Timestamp(4)).unwrap();
-    let Some(Action::Promote { key, .. }) = book.next_action(ALL_ROOM) else { panic!("no load") };
+    book.fetch(requester(100), &hashes(&[2]), Timestamp(3)).unwrap();
+    book.fetch(requester(101), &hashes(&[1]), Timestamp(4)).unwrap();
+    let Some(Action::Promote { key, .. }) = book.next_action(ALL_PERMITS) else { panic!("no load") };
     book.take_changes();
     (book, key)
 }
 
 #[test]
-fn a_copy_that_is_lost_while_it_is_read_is_written_again_from_what_was_read() {
+fn copy_lost_during_its_read_is_rewritten() {
     let (mut book, key) = reading_beside_a_held_slot();
-    book.on_lost(key);
+    book.on_ssd_copy_lost(key);
     book.on_moved(key, Tier::Dram);
-    let Some(Action::Demote { key: written, .. }) = book.next_action(ALL_ROOM) else { panic!("no demotion") };
+    let Some(Action::Demote { key: written, .. }) = book.next_action(ALL_PERMITS) else {
+        panic!("no demotion")
+    };
     assert_eq!(written, key);
     book.on_moved(key, Tier::Ssd);
     assert_eq!(book.tier_of(&hash(1)), Some(Tier::Ssd));
 }
 
 #[test]
-fn a_copy_that_is_lost_before_its_read_begins_is_gone() {
+fn copy_lost_before_its_read_is_dropped() {
     let (mut book, key) = reading_beside_a_held_slot();
-    book.on_lost(key);
+    book.on_ssd_copy_lost(key);
     book.on_move_delayed(key, Tier::Dram);
     assert_eq!(book.tier_of(&hash(1)), None);
     assert_eq!(
@@ -575,13 +581,13 @@ fn a_copy_that_is_lost_before_its_read_begins_is_gone() {
             cause: crate::index::command::DropCause::Failed
         }]
     );
-    assert_eq!(book.next_action(ALL_ROOM), None);
+    assert_eq!(book.next_action(ALL_PERMITS), None);
     book.release(LeaseId(101), Timestamp(5));
     assert_eq!(book.stats(Tier::Ssd).blocks, 0);
 }
 
 #[test]
-fn blocks_that_may_not_go_to_ssd_come_back_only_below_the_mark() {
+fn blocks_refused_by_ssd_return_only_below_the_watermark() {
     let limits = TierLimits { capacity: Capacity::Blocks(100), watermark_high: 0.95, watermark_low: 0.9 };
     let mut book = book(limits, TierLimits::exact(Capacity::Blocks(100)));
     for number in 0..200 {
@@ -590,10 +596,10 @@ fn blocks_that_may_not_go_to_ssd_come_back_only_below_the_mark() {
         }
         book.release(LeaseId(number), Timestamp(number));
         let mut refused = 0;
-        while let Some(action) = book.next_action(ALL_ROOM) {
+        while let Some(action) = book.next_action(ALL_PERMITS) {
             if let Action::Demote { key, .. } = action {
                 refused += 1;
-                assert!(refused <= 100, "refused demotions go round in a circle");
+                assert!(refused <= 100, "refused demotions loop forever");
                 book.on_move_failed(key, Tier::Ssd, Timestamp(number));
             }
         }
@@ -603,16 +609,16 @@ fn blocks_that_may_not_go_to_ssd_come_back_only_below_the_mark() {
     assert!(book.stats(Tier::Dram).blocks >= 90, "{:?}", book.stats(Tier::Dram));
 }
 
-/// A policy that writes down what it is told.
-struct Told(PlainLru, std::sync::mpsc::Sender<(char, u32)>);
+/// A policy that records its calls.
+struct RecordingPolicy(PlainLru, std::sync::mpsc::Sender<(char, u32)>);
 
-impl Told {
+impl RecordingPolicy {
     fn note(&self, how: char, traits: BlockTraits) {
         self.1.send((how, traits.offset_blocks)).unwrap();
     }
 }
 
-impl Policy for Told {
+impl Policy for RecordingPolicy {
     fn name(&self) -> &'static str {
         "told"
     }
@@ -650,12 +656,12 @@ impl Policy for Told {
 }
 
 #[test]
-fn a_request_that_ends_is_told_whole_from_its_tail_on() {
+fn ended_request_is_reported_tail_first() {
     let (notes, told) = std::sync::mpsc::channel();
     let dram = TierLimits::exact(Capacity::Blocks(3));
     let ssd = TierLimits::exact(Capacity::Blocks(3));
-    let limits = Limits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
-    let policy = Told(PlainLru::default(), notes);
+    let limits = BookLimits { dram, ssd, lease: Duration::from_secs(10), leases_max: 64, seed: 1 };
+    let policy = RecordingPolicy(PlainLru::default(), notes);
     let mut book = Book::new(&limits, Box::new(policy), Box::<PlainLru>::default());
     let seen = || told.try_iter().collect::<Vec<_>>();
     request(&mut book, &[1, 2], 1);
@@ -664,28 +670,28 @@ fn a_request_that_ends_is_told_whole_from_its_tail_on() {
     assert_eq!(seen(), [('i', 2), ('s', 2), ('u', 1), ('u', 0)]);
     request(&mut book, &[8], 3);
     seen();
-    assert_eq!(book.tier_of(&hash(3)), Some(Tier::Ssd), "the tail gave way");
-    // What comes up from SSD is used, and comes into this tier.
+    assert_eq!(book.tier_of(&hash(3)), Some(Tier::Ssd), "the tail was evicted");
+    // Blocks promoted from SSD are used, and inserted into this tier.
     assert_eq!(request(&mut book, &[1, 2, 3], 4), 3);
     assert_eq!(seen(), [('i', 2), ('s', 2), ('u', 1), ('u', 0)]);
-    // So is what an engine had in its own memory and offers: nothing is read, but it was wanted again.
-    assert_eq!(offer(&mut book, 50, &[1, 2], 5), [Offered::Present; 2]);
+    // So are blocks that an engine had in its own memory and offers: they are not read, but used.
+    assert_eq!(offer(&mut book, 50, &[1, 2], 5), [OfferOutcome::Present; 2]);
     book.release(LeaseId(50), Timestamp(6));
     assert_eq!(seen(), [('u', 1), ('u', 0)]);
 }
 
 #[test]
-fn a_lease_holds_each_block_once_in_whatever_order_it_hears_of_them() {
+fn lease_holds_each_block_once_in_any_order() {
     let mut book = blocks(16, 0);
     request(&mut book, &[1, 2, 3, 4, 5], 1);
     for number in [5, 1, 3, 3, 2, 5, 4, 1] {
-        assert_eq!(book.fetch(asker(7), &[hash(number)], Timestamp(2)).unwrap().len(), 1);
+        assert_eq!(book.fetch(requester(7), &[hash(number)], Timestamp(2)).unwrap().len(), 1);
     }
     assert_eq!(book.held_by(LeaseId(7)), 5);
     book.release(LeaseId(7), Timestamp(3));
     let entries: Vec<_> =
         book.slab.iter().map(|(_, entry)| (entry.meta.hash, entry.leases, entry.stamp)).collect();
-    assert!(entries.iter().all(|(_, leases, _)| *leases == 0), "let go as often as held: {entries:?}");
+    assert!(entries.iter().all(|(_, leases, _)| *leases == 0), "released as often as held: {entries:?}");
     let mut by_use = entries;
     by_use.sort_by_key(|(_, _, stamp)| *stamp);
     let order: Vec<_> = by_use.into_iter().map(|(hash, ..)| hash).collect();

@@ -1,4 +1,4 @@
-//! What is lost between frames of the layouts that people serve: dimensions as their publishers give them.
+//! Unused space of frames for common model layouts, with dimensions from their publishers.
 
 use kv_core::prefix::IdentityManifest;
 use kvfleet_proto::frame::{PAYLOAD_BYTES_MAX, encoded_len};
@@ -9,103 +9,110 @@ use kvfleet_proto::identity::IdentitySection;
 use crate::config::NodeConfig;
 
 /// One component group of a model, on one rank.
-struct Group {
+struct ComponentGroup {
     layers: u32,
-    /// Slices of each layer: keys and values, or what a latent or a state is kept as.
-    slices: &'static [Slice],
+    /// Slices of each layer: keys and values, a latent, or recurrent state.
+    slices: &'static [SliceSize],
 }
 
 /// Bytes of one slice.
-enum Slice {
-    /// For each token.
+enum SliceSize {
+    /// Per token.
     Tokens(u32),
-    /// Once a block: recurrent state at its end.
+    /// Per block: recurrent state at its end.
     State(u32),
 }
 
-/// A model: layers in all, and its groups.
-struct Layout {
+/// A model: number of layers, and its groups.
+struct ModelLayout {
     name: &'static str,
     layers: u32,
-    groups: &'static [Group],
+    groups: &'static [ComponentGroup],
 }
 
 /// Keys or values: heads x dimensions x 16 bits.
-const fn heads(heads: u32, dimensions: u32) -> Slice {
-    Slice::Tokens(heads * dimensions * 2)
+const fn heads(heads: u32, dimensions: u32) -> SliceSize {
+    SliceSize::Tokens(heads * dimensions * 2)
 }
 
-const LAYOUTS: &[Layout] = &[
+const LAYOUTS: &[ModelLayout] = &[
     // Llama-3-8B: 32 layers, 8 KV heads of 128, bf16.
-    Layout {
+    ModelLayout {
         name: "Llama-3-8B",
         layers: 32,
-        groups: &[Group { layers: 32, slices: &[heads(8, 128), heads(8, 128)] }],
+        groups: &[ComponentGroup { layers: 32, slices: &[heads(8, 128), heads(8, 128)] }],
     },
     // One rank of eight has one KV head.
-    Layout {
+    ModelLayout {
         name: "Llama-3-8B, TP 8",
         layers: 32,
-        groups: &[Group { layers: 32, slices: &[heads(1, 128), heads(1, 128)] }],
+        groups: &[ComponentGroup { layers: 32, slices: &[heads(1, 128), heads(1, 128)] }],
     },
     // Llama-3-70B: 80 layers, 8 KV heads of 128, bf16.
-    Layout {
+    ModelLayout {
         name: "Llama-3-70B",
         layers: 80,
-        groups: &[Group { layers: 80, slices: &[heads(8, 128), heads(8, 128)] }],
+        groups: &[ComponentGroup { layers: 80, slices: &[heads(8, 128), heads(8, 128)] }],
     },
-    Layout {
+    ModelLayout {
         name: "Llama-3-70B, TP 8",
         layers: 80,
-        groups: &[Group { layers: 80, slices: &[heads(1, 128), heads(1, 128)] }],
+        groups: &[ComponentGroup { layers: 80, slices: &[heads(1, 128), heads(1, 128)] }],
     },
     // Qwen2-7B: 28 layers, 4 KV heads of 128, bf16.
-    Layout {
+    ModelLayout {
         name: "Qwen2-7B",
         layers: 28,
-        groups: &[Group { layers: 28, slices: &[heads(4, 128), heads(4, 128)] }],
+        groups: &[ComponentGroup { layers: 28, slices: &[heads(4, 128), heads(4, 128)] }],
     },
     // DeepSeek-V3: 61 layers, a latent of 512 and 64 dimensions of rotated keys, bf16 or one byte.
-    Layout { name: "DeepSeek-V3", layers: 61, groups: &[Group { layers: 61, slices: &[heads(1, 576)] }] },
-    Layout {
+    ModelLayout {
+        name: "DeepSeek-V3",
+        layers: 61,
+        groups: &[ComponentGroup { layers: 61, slices: &[heads(1, 576)] }],
+    },
+    ModelLayout {
         name: "DeepSeek-V3, fp8",
         layers: 61,
-        groups: &[Group { layers: 61, slices: &[Slice::Tokens(576)] }],
+        groups: &[ComponentGroup { layers: 61, slices: &[SliceSize::Tokens(576)] }],
     },
     // Gemma-3-27B: 62 layers, 16 KV heads of 128, bf16; every sixth with full attention, the others with a window.
-    Layout {
+    ModelLayout {
         name: "Gemma-3-27B",
         layers: 62,
         groups: &[
-            Group { layers: 10, slices: &[heads(16, 128), heads(16, 128)] },
-            Group { layers: 52, slices: &[heads(16, 128), heads(16, 128)] },
+            ComponentGroup { layers: 10, slices: &[heads(16, 128), heads(16, 128)] },
+            ComponentGroup { layers: 52, slices: &[heads(16, 128), heads(16, 128)] },
         ],
     },
     // Jamba-v0.1: 32 layers, every eighth attention with 8 KV heads of 128, the others Mamba with 8192 channels: a
     // convolution over 4 steps and 16 dimensions of state, bf16.
-    Layout {
+    ModelLayout {
         name: "Jamba-v0.1",
         layers: 32,
         groups: &[
-            Group { layers: 4, slices: &[heads(8, 128), heads(8, 128)] },
-            Group { layers: 28, slices: &[Slice::State(8192 * 4 * 2), Slice::State(8192 * 16 * 2)] },
+            ComponentGroup { layers: 4, slices: &[heads(8, 128), heads(8, 128)] },
+            ComponentGroup {
+                layers: 28,
+                slices: &[SliceSize::State(8192 * 4 * 2), SliceSize::State(8192 * 16 * 2)],
+            },
         ],
     },
 ];
 
-impl Group {
-    /// Slices of one block of so many tokens, in bytes.
+impl ComponentGroup {
+    /// Slice sizes of one block of this many tokens, in bytes.
     fn slices(&self, tokens: u32) -> Vec<u32> {
-        let bytes = |slice: &Slice| match slice {
-            Slice::Tokens(bytes) => bytes * tokens,
-            Slice::State(bytes) => *bytes,
+        let bytes = |slice: &SliceSize| match slice {
+            SliceSize::Tokens(bytes) => bytes * tokens,
+            SliceSize::State(bytes) => *bytes,
         };
         (0..self.layers).flat_map(|_| self.slices.iter().map(bytes)).collect()
     }
 }
 
-/// What a node is told for the layout.
-fn config(layout: &Layout, payloads: &[u64]) -> NodeConfig {
+/// Node configuration for the layout.
+fn config(layout: &ModelLayout, payloads: &[u64]) -> NodeConfig {
     let manifest = IdentityManifest { layers: layout.layers, ..IdentityManifest::default() };
     let identity = IdentitySection::from(&manifest);
     let block_bytes = payloads.iter().copied().max().unwrap();
@@ -114,7 +121,7 @@ fn config(layout: &Layout, payloads: &[u64]) -> NodeConfig {
 }
 
 #[test]
-fn less_than_a_twentieth_of_what_is_charged_holds_no_block() {
+fn charged_but_unused_bytes_are_below_five_percent() {
     println!("layout             tokens  group  payload      charged      lost");
     for layout in LAYOUTS {
         for tokens in [16, 64] {
@@ -140,7 +147,7 @@ fn less_than_a_twentieth_of_what_is_charged_holds_no_block() {
 }
 
 #[test]
-fn groups_of_a_hybrid_have_classes_of_their_own() {
+fn component_groups_have_their_own_classes() {
     let hybrid = LAYOUTS.iter().find(|layout| layout.name == "Jamba-v0.1").unwrap();
     let slices: Vec<Vec<u32>> = hybrid.groups.iter().map(|group| group.slices(16)).collect();
     let payloads: Vec<u64> = slices.iter().map(|slices| slices.iter().map(|b| u64::from(*b)).sum()).collect();

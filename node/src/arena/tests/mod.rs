@@ -1,4 +1,5 @@
-//! The arena with its memory: slots, readers, the reserve, and frames that move. The bookkeeping alone is in `model`.
+//! The arena with its memory: slots, readers, the reserve, and compaction. Slab allocation alone is
+//! tested in `model`.
 #![allow(clippy::unwrap_used)]
 
 use super::*;
@@ -11,9 +12,9 @@ fn arena(slots: usize, reserve_slots: usize) -> Arena {
 }
 
 #[test]
-fn every_slot_can_be_had_whatever_lengths_came_before() {
+fn every_slot_is_usable_after_any_lengths() {
     let arena = arena(10, 0);
-    // Lengths of every kind, each held for a while: none of them may cost the largest its place.
+    // Every length, held for a while: none may cost the largest frame its slot.
     for len in 1..=128 {
         let slots: Vec<SlotMut> = std::iter::from_fn(|| arena.take(len, Purpose::Save)).collect();
         assert_eq!(slots.len(), 10, "frames of {len} bytes");
@@ -26,7 +27,7 @@ fn every_slot_can_be_had_whatever_lengths_came_before() {
 }
 
 #[test]
-fn room_is_what_taking_gives() {
+fn has_room_agrees_with_take() {
     let arena = arena(3, 1);
     let mut slots = Vec::new();
     for purpose in [Purpose::Save, Purpose::Save, Purpose::Save, Purpose::Load, Purpose::Load] {
@@ -36,22 +37,22 @@ fn room_is_what_taking_gives() {
         slots.extend(slot);
     }
     assert_eq!(slots.len(), 3);
-    assert!(arena.take(SLOT_ALIGN_BYTES + 1, Purpose::Load).is_none(), "no frame is so long");
+    assert!(arena.take(SLOT_ALIGN_BYTES + 1, Purpose::Load).is_none(), "no class is that large");
 }
 
 #[test]
 #[cfg(not(miri))]
-fn memory_that_the_machine_lacks_is_refused_at_start() {
+fn excessive_arena_is_refused_at_start() {
     let cause = Arena::new(ArenaShape::equal(1 << 20, 1 << 24, 0)).unwrap_err().to_string();
     assert!(cause.contains("bytes available"), "{cause}");
 }
 
 #[test]
 #[cfg(not(miri))]
-fn memory_is_there_from_the_start() {
+fn memory_is_resident_from_the_start() {
     let bytes = 32 << 20;
     let resident = || {
-        // Huge pages that were set aside count apart.
+        // Reserved huge pages are counted separately.
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         let rows =
             status.lines().filter(|line| line.starts_with("VmRSS") || line.starts_with("HugetlbPages"));
@@ -60,12 +61,12 @@ fn memory_is_there_from_the_start() {
     };
     let before = resident();
     let _arena = Arena::new(ArenaShape::equal(bytes, 1, 0)).unwrap();
-    assert!(resident() >= before + bytes * 3 / 4, "only an address range was taken");
+    assert!(resident() >= before + bytes * 3 / 4, "only an address range was reserved");
 }
 
 #[test]
 #[cfg(not(miri))]
-fn bytes_are_where_a_reader_finds_them() {
+fn reader_finds_bytes_at_their_offset() {
     let arena = arena(4, 0);
     let frames: Vec<Bytes> = [b"one", b"two"].map(|text| filled(&arena, text.len(), text[0])).into();
     let reader = arena.reader().unwrap();
@@ -116,13 +117,13 @@ fn slots_never_overlap() {
 }
 
 #[test]
-fn saves_leave_the_reserve_to_loads_and_prefetches_half_of_it() {
+fn saves_leave_the_reserve_and_prefetches_half_of_it() {
     let arena = arena(4, 2);
     let saves: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Save)).collect();
     assert_eq!(saves.len(), 2);
     assert!(!arena.has_room(Purpose::Save));
     let early: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Prefetch)).collect();
-    assert_eq!(early.len(), 1, "half of the reserve is for those somebody waits for");
+    assert_eq!(early.len(), 1, "half of the reserve is for awaited loads");
     let loads: Vec<SlotMut> = std::iter::from_fn(|| arena.take(64, Purpose::Load)).collect();
     assert_eq!(loads.len(), 1);
 }
@@ -155,22 +156,22 @@ fn filled(arena: &Arena, len: usize, fill: u8) -> Bytes {
     slot.freeze()
 }
 
-/// Marks a slab to be emptied, as the store does while some owners' bytes are `read`.
-fn vacate(arena: &Arena, held: &[Option<Bytes>], read: &[u32]) -> Option<Vec<u32>> {
-    arena.vacate(|owner| held[owner as usize].as_ref().filter(|_| !read.contains(&owner)))
+/// Chooses a slab to vacate, as the store does while some owners' bytes are `read`.
+fn start_vacating(arena: &Arena, held: &[Option<Bytes>], read: &[u32]) -> Option<Vec<u32>> {
+    arena.start_vacating(|owner| held[owner as usize].as_ref().filter(|_| !read.contains(&owner)))
 }
 
-/// Moves what one slab holds into others; how many frames moved.
-fn pack(arena: &Arena, held: &mut [Option<Bytes>], read: &[u32]) -> Option<usize> {
-    let owners = vacate(arena, held, read)?;
+/// Compacts one slab. Returns the number of frames moved.
+fn compact_one_slab(arena: &Arena, held: &mut [Option<Bytes>], read: &[u32]) -> Option<usize> {
+    let owners = start_vacating(arena, held, read)?;
     for owner in &owners {
         let bytes = held[*owner as usize].as_mut().unwrap();
-        *bytes = arena.moved(bytes).unwrap();
+        *bytes = arena.copy_elsewhere(bytes).unwrap();
     }
     Some(owners.len())
 }
 
-/// As many frames of nine bytes as there is room for, each with its number for an owner.
+/// `count` frames of nine bytes, each owned by its number.
 fn small_frames(arena: &Arena, count: u8) -> Vec<Option<Bytes>> {
     let held: Vec<Option<Bytes>> = (0..count).map(|number| Some(filled(arena, 9, number))).collect();
     for (owner, bytes) in (0..).zip(held.iter().flatten()) {
@@ -179,8 +180,8 @@ fn small_frames(arena: &Arena, count: u8) -> Vec<Option<Bytes>> {
     held
 }
 
-/// Slots of the smaller class that can be had.
-fn small_room(arena: &Arena) -> usize {
+/// Number of free slots of the smaller class.
+fn free_small_slots(arena: &Arena) -> usize {
     std::iter::from_fn(|| arena.take(9, Purpose::Save)).collect::<Vec<SlotMut>>().len()
 }
 
@@ -204,128 +205,128 @@ fn slots_of_several_classes_never_overlap_and_are_whole_pages() {
 }
 
 #[test]
-fn a_few_small_frames_in_each_slab_do_not_keep_it_from_large_ones() {
+fn scattered_small_frames_do_not_block_large_ones() {
     let arena = mixed(8, 0);
     let mut held: Vec<Option<Bytes>> = (0..32u8).map(|number| Some(filled(&arena, 100, number))).collect();
     for (owner, bytes) in (0..).zip(held.iter().flatten()) {
         arena.set_owner(bytes, owner);
     }
-    // One of four stays in each slab: three quarters are free, and no large frame has a place.
+    // One frame of four stays in each slab: three quarters are free, but no large frame fits.
     held.iter_mut().enumerate().filter(|(number, _)| number % 4 != 1).for_each(|(_, bytes)| *bytes = None);
     assert!(arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load).is_none());
     let mut large = Vec::new();
-    while let Some(moved) = pack(&arena, &mut held, &[]) {
+    while let Some(moved) = compact_one_slab(&arena, &mut held, &[]) {
         assert!(moved > 0);
         large.extend(std::iter::from_fn(|| arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load)));
     }
-    assert_eq!(large.len(), 6, "eight small ones fill two slabs");
+    assert_eq!(large.len(), 6, "eight small frames fill two slabs");
     for (number, bytes) in
         held.iter().enumerate().filter_map(|(number, bytes)| Some((number, bytes.as_ref()?)))
     {
-        assert_eq!(&bytes[..], [u8::try_from(number).unwrap(); 100], "what moved is what it was");
+        assert_eq!(&bytes[..], [u8::try_from(number).unwrap(); 100], "moved frames are unchanged");
     }
-    let numbers = arena.numbers();
+    let numbers = arena.stats();
     assert_eq!((numbers.empty_slabs, numbers.moved_frames, numbers.moved_bytes), (0, 6, 600));
     drop((held, large));
-    assert_eq!((arena.used_bytes(), arena.numbers().empty_slabs), (0, 8));
+    assert_eq!((arena.used_bytes(), arena.stats().empty_slabs), (0, 8));
 }
 
 #[test]
-fn slabs_of_which_a_frame_is_read_keep_giving_slots_and_the_others_are_emptied() {
+fn slabs_with_readers_keep_providing_slots() {
     let arena = mixed(8, 0);
     let mut held = small_frames(&arena, 32);
     held.iter_mut().enumerate().filter(|(number, _)| number % 4 > 1).for_each(|(_, bytes)| *bytes = None);
-    // A slow reader has one frame of each slab.
+    // A slow reader holds one frame of each slab.
     let all: Vec<u32> = (0..32).step_by(4).collect();
     for _ in 0..4 {
-        assert_eq!(pack(&arena, &mut held, &all), None);
+        assert_eq!(compact_one_slab(&arena, &mut held, &all), None);
     }
-    assert_eq!((small_room(&arena), arena.numbers().moved_frames), (16, 0), "no slot is lost to packing");
-    // Of one slab it has what it wanted; wherever that is, it is found in a few calls.
+    assert_eq!((free_small_slots(&arena), arena.stats().moved_frames), (16, 0), "compaction loses no slot");
+    // The reader releases one slab; it is found within a few calls.
     for done in (0..32).step_by(4) {
         let read: Vec<u32> = all.iter().copied().filter(|number| *number != done).collect();
-        let vacated = (0..2).find_map(|_| vacate(&arena, &held, &read));
+        let vacated = (0..2).find_map(|_| start_vacating(&arena, &held, &read));
         assert_eq!(vacated, Some(vec![done, done + 1]));
-        arena.stay();
+        arena.cancel_vacating();
     }
 }
 
 #[test]
-fn a_frame_that_its_owner_has_no_more_holds_its_slab_until_its_reader_is_gone() {
+fn replaced_frame_holds_its_slab_until_its_reader_is_gone() {
     let arena = mixed(2, 0);
     let mut held = small_frames(&arena, 8);
     let reader = held[0].take().unwrap();
     for number in [1, 2, 4, 5, 6] {
         held[number] = None;
     }
-    // The owner's number is given out again, for other bytes.
+    // The owner number is reused for other bytes.
     held[0] = Some(filled(&arena, 9, 9));
     arena.set_owner(held[0].as_ref().unwrap(), 0);
-    // Of the other slab the last frame is read.
+    // The last frame of the other slab is being read.
     for _ in 0..3 {
-        assert_eq!(vacate(&arena, &held, &[7]), None);
+        assert_eq!(start_vacating(&arena, &held, &[7]), None);
     }
     drop(reader);
-    assert_eq!(vacate(&arena, &held, &[7]).map(|owners| owners.contains(&3)), Some(true));
+    assert_eq!(start_vacating(&arena, &held, &[7]).map(|owners| owners.contains(&3)), Some(true));
 }
 
 #[test]
-fn a_slab_into_which_a_frame_is_written_is_not_emptied() {
+fn slab_with_a_frame_being_written_is_not_vacated() {
     let arena = mixed(2, 0);
     let mut late = arena.take(9, Purpose::Save).unwrap();
     let mut held = small_frames(&arena, 7);
     for number in [0, 1, 2, 3, 5, 6] {
         held[number] = None;
     }
-    // One slab has the frame that is still written, the other the one that is held: both could be emptied.
-    assert_eq!(vacate(&arena, &held, &[4]), None);
-    assert_eq!(vacate(&arena, &held, &[]), Some(vec![4]), "what is still written has no owner");
-    arena.stay();
+    // One slab has a frame being written, the other a held one: both look vacatable.
+    assert_eq!(start_vacating(&arena, &held, &[4]), None);
+    assert_eq!(start_vacating(&arena, &held, &[]), Some(vec![4]), "a frame being written has no owner");
+    arena.cancel_vacating();
     late.fill(3);
     held[0] = Some(late.freeze());
     arena.set_owner(held[0].as_ref().unwrap(), 0);
-    assert_eq!(vacate(&arena, &held, &[4]), Some(vec![0]));
-    assert_eq!(&arena.moved(held[0].as_ref().unwrap()).unwrap()[..], [3; 9]);
+    assert_eq!(start_vacating(&arena, &held, &[4]), Some(vec![0]));
+    assert_eq!(&arena.copy_elsewhere(held[0].as_ref().unwrap()).unwrap()[..], [3; 9]);
 }
 
 #[test]
-fn a_slab_that_finds_no_slots_for_its_frames_or_a_reader_stays() {
+fn vacating_is_cancelled_without_slots_or_with_a_reader() {
     let arena = mixed(2, 0);
     let mut held = small_frames(&arena, 8);
     for number in [1, 2, 3, 6, 7] {
         held[number] = None;
     }
-    assert_eq!(vacate(&arena, &held, &[]), Some(vec![0]));
-    // Half done, it goes on with the same slab.
-    assert_eq!(vacate(&arena, &held, &[]), Some(vec![0]));
+    assert_eq!(start_vacating(&arena, &held, &[]), Some(vec![0]));
+    // A repeated call continues with the same slab.
+    assert_eq!(start_vacating(&arena, &held, &[]), Some(vec![0]));
     let taken: Vec<SlotMut> = std::iter::from_fn(|| arena.take(9, Purpose::Save)).collect();
-    assert_eq!(taken.len(), 2, "it gives no slots");
-    assert!(arena.moved(held[0].as_ref().unwrap()).is_none());
-    arena.stay();
-    assert_eq!(small_room(&arena), 3, "it gives slots again");
+    assert_eq!(taken.len(), 2, "the slab being vacated provides no slots");
+    assert!(arena.copy_elsewhere(held[0].as_ref().unwrap()).is_none());
+    arena.cancel_vacating();
+    assert_eq!(free_small_slots(&arena), 3, "it provides slots again");
     drop(taken);
-    assert_eq!(vacate(&arena, &held, &[]), Some(vec![0]));
-    assert_eq!(vacate(&arena, &held, &[0, 4]), None);
-    assert_eq!(small_room(&arena), 5, "a reader came");
-    assert_eq!(pack(&arena, &mut held, &[]), Some(1));
+    assert_eq!(start_vacating(&arena, &held, &[]), Some(vec![0]));
+    assert_eq!(start_vacating(&arena, &held, &[0, 4]), None);
+    assert_eq!(free_small_slots(&arena), 5, "a reader arrived");
+    assert_eq!(compact_one_slab(&arena, &mut held, &[]), Some(1));
     let large = arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Save).unwrap();
-    assert_eq!((vacate(&arena, &held, &[]), large.len()), (None, 4 * SLOT_ALIGN_BYTES));
+    assert_eq!((start_vacating(&arena, &held, &[]), large.len()), (None, 4 * SLOT_ALIGN_BYTES));
 }
 
 #[test]
-fn the_reserve_is_there_for_loads_of_every_class() {
+fn reserve_serves_loads_of_every_class() {
     let classes = SizeClasses::new(&[SLOT_ALIGN_BYTES, 4 * SLOT_ALIGN_BYTES]);
-    let shape = ArenaShape::around(classes, 2, 3, 1);
+    let shape = ArenaShape::for_tier(classes, 2, 3, 1);
     assert_eq!((shape.slabs, shape.reserve_slabs), (2 + 4 + 2, 4));
     let arena = Arena::new(shape).unwrap();
     let saves: Vec<SlotMut> = std::iter::from_fn(|| arena.take(1, Purpose::Save)).collect();
-    assert_eq!(saves.len(), 16, "small frames leave the reserve to whoever needs it");
+    assert_eq!(saves.len(), 16, "small frames leave the reserve");
     assert!(!arena.has_room(Purpose::Save) && arena.has_room(Purpose::Load));
     let large: Vec<SlotMut> =
         std::iter::from_fn(|| arena.take(4 * SLOT_ALIGN_BYTES, Purpose::Load)).collect();
     assert_eq!(large.len(), 4);
     drop(saves);
-    // A load may have used the reserve; saves wait until it is whole again.
+    // A load used the reserve; saves wait until it is restored.
     let small = arena.take(1, Purpose::Load).unwrap();
     assert!(arena.take(1, Purpose::Save).is_none());
     drop((small, large));

@@ -1,84 +1,83 @@
-//! What a GPU must do for the tier: memory of its own, page-locked memory of the host, and copies that end later.
+//! The interface of a GPU for the tier: device memory, page-locked host memory, and asynchronous
+//! copies.
 //!
-//! A copy is asked for with the host memory it needs and gives it back when it ends, so nobody can touch
-//! what the device still reads or writes. Each direction has a stream: copies of one stream end in the order in which they
-//! were asked for, copies of different streams in any. Not here: what is where (`super`).
+//! A copy owns its host memory and returns it at its end, so that memory in use by the device
+//! cannot be accessed. Each direction has a stream: copies of one stream end in order, copies of
+//! different streams in any order. Not here: which data is where (`super`).
 
-/// Why a device did not do what it was asked.
+/// Error of a device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
-    /// It has not so much memory, or the host has none to lock.
+    /// The device or the host has too little memory.
     #[error(
-        "no {bytes} bytes of {what} memory: {cause}; give the GPU tier less, or stop what else uses the device"
+        "cannot allocate {bytes} bytes of {what} memory: {cause}; give the GPU tier less, or stop other users of the device"
     )]
     NoMemory {
-        /// How much.
+        /// Requested bytes.
         bytes: usize,
         /// `device` or `page-locked`.
         what: &'static str,
-        /// What the driver said.
+        /// Message of the driver.
         cause: String,
     },
-    /// There is no such device, or no driver for it.
-    #[error(
-        "no such GPU, or no driver for it: give the number of one that nvidia-smi lists, or set gpu_bytes = 0"
-    )]
+    /// The GPU or its driver is missing.
+    #[error("no such GPU, or no driver for it: choose a number that nvidia-smi lists, or set gpu_bytes = 0")]
     Absent,
-    /// One copy failed; others may go on.
+    /// One copy failed; others are unaffected.
     #[error("a copy failed: {0}")]
     Copy(String),
-    /// Nothing works any more, and what was in its memory is gone.
+    /// The device is unusable, and the content of its memory is lost.
     #[error("the GPU is lost: {0}")]
     Lost(String),
 }
 
-/// A part of a copy between host and device.
+/// A copy between host and device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct CopyRange {
     /// Address in device memory.
     pub device: u64,
-    /// Where in the host's buffer.
+    /// Range in the host's buffer.
     pub host: std::ops::Range<usize>,
 }
 
-/// A part of a copy from device memory to device memory.
+/// A copy within device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Hop {
-    /// Where it is.
+pub struct SliceCopy {
+    /// Source address.
     pub from: u64,
-    /// Where it goes.
+    /// Destination address.
     pub to: u64,
     /// Length in bytes.
     pub len: usize,
 }
 
-/// A copy that a device is asked for. `S` is its page-locked memory.
+/// A copy to start. `S` is the device's page-locked memory.
 #[derive(Debug)]
-pub enum Copy<S> {
+pub enum DeviceCopy<S> {
     /// From the host to the device.
-    In(S, Piece),
+    HostToDevice(S, CopyRange),
     /// From the device to the host.
-    Out(S, Piece),
-    /// Gathers slices that lie apart in device memory, or scatters them.
-    Within(Vec<Hop>),
+    DeviceToHost(S, CopyRange),
+    /// Gathers or scatters slices within device memory.
+    DeviceToDevice(Vec<SliceCopy>),
 }
 
-/// A copy that ended.
+/// A completed copy.
 #[derive(Debug)]
-pub struct Ended<S> {
-    /// The number it was asked for with.
+pub struct CompletedCopy<S> {
+    /// The number given at its start.
     pub number: u64,
-    /// The host memory it had; none after [`DeviceError::Lost`], when the device may still write there.
+    /// Its host memory; `None` after [`DeviceError::Lost`], since the device may still write there.
     pub staging: Option<S>,
-    /// How it went. After an error the destination holds anything.
+    /// Its result. After an error the content of the destination is undefined.
     pub result: Result<(), DeviceError>,
 }
 
-/// The device of a build without any: there is none.
+/// The device type of a build without GPU support; it has no values.
 #[derive(Debug)]
 pub enum NoDevice {}
 
-impl Device for NoDevice {
+impl GpuDevice for NoDevice {
     type Staging = Vec<u8>;
 
     fn name(&self) -> String {
@@ -89,47 +88,48 @@ impl Device for NoDevice {
         match *self {}
     }
 
-    fn staging(&mut self, _: usize) -> Result<Vec<u8>, DeviceError> {
+    fn allocate_staging(&mut self, _: usize) -> Result<Vec<u8>, DeviceError> {
         match *self {}
     }
 
-    fn begin(&mut self, _: u64, _: Copy<Vec<u8>>) {
+    fn start(&mut self, _: u64, _: DeviceCopy<Vec<u8>>) {
         match *self {}
     }
 
-    fn ended(&mut self) -> Vec<Ended<Vec<u8>>> {
+    fn take_completed(&mut self) -> Vec<CompletedCopy<Vec<u8>>> {
         match *self {}
     }
 }
 
-/// A GPU, or what stands for one.
-pub trait Device: std::fmt::Debug {
+/// A GPU, or a fake one.
+pub trait GpuDevice: std::fmt::Debug {
     /// Page-locked memory of the host.
     type Staging: AsRef<[u8]> + AsMut<[u8]> + std::fmt::Debug;
 
-    /// What it is called, for logs.
+    /// Name of the device, for logs.
     fn name(&self) -> String;
 
-    /// Takes device memory, for as long as the device is open; its address.
+    /// Allocates device memory for the lifetime of the device; returns its address.
     ///
     /// # Errors
-    /// When there is not so much.
+    /// If there is too little memory.
     fn allocate(&mut self, bytes: usize) -> Result<u64, DeviceError>;
 
-    /// Takes page-locked memory.
+    /// Allocates page-locked memory.
     ///
     /// # Errors
-    /// When there is not so much.
-    fn staging(&mut self, bytes: usize) -> Result<Self::Staging, DeviceError>;
+    /// If there is too little memory.
+    fn allocate_staging(&mut self, bytes: usize) -> Result<Self::Staging, DeviceError>;
 
-    /// Slices of one [`Copy::Within`] that are worth being asked for together.
-    fn hops_max(&self) -> usize {
+    /// Number of slices in one [`DeviceCopy::DeviceToDevice`] for best efficiency.
+    fn slices_per_copy_max(&self) -> usize {
         1
     }
 
-    /// Begins a copy. It ends once, also when it could not begin; [`Self::ended`] says how.
-    fn begin(&mut self, number: u64, copy: Copy<Self::Staging>);
+    /// Starts a copy. It completes exactly once, also if it could not start;
+    /// [`Self::take_completed`] returns the result.
+    fn start(&mut self, number: u64, copy: DeviceCopy<Self::Staging>);
 
-    /// Copies that ended since the last call. Does not wait.
-    fn ended(&mut self) -> Vec<Ended<Self::Staging>>;
+    /// Copies completed since the last call. Never waits.
+    fn take_completed(&mut self) -> Vec<CompletedCopy<Self::Staging>>;
 }

@@ -1,20 +1,21 @@
-//! Blocks on their way to a GPU, from it and within it: which copies they take, and what comes of each.
+//! Jobs that move blocks to, from and within a GPU: their copies and results.
 //!
-//! Not here: what is asked for and what is kept (`super`).
+//! Not here: requests and stored frames (`super`).
 
 use std::ops::Range;
 
 use bytes::Bytes;
 
-use super::device::{Copy, Device, DeviceError, Ended, Hop, Piece};
-use super::{Done, GpuFault, GpuRecord, GpuTier, Kept};
+use super::device::{CompletedCopy, CopyRange, DeviceCopy, DeviceError, GpuDevice, SliceCopy};
+use super::{GpuCompletion, GpuFault, GpuRecord, GpuTier, StoredFrame};
 use crate::arena::SlotMut;
 
-/// Bytes that are copied and summed together: what the sum takes in one stride, and little enough to be in the processor's nearest cache the second time.
+/// Bytes that are copied and checksummed together: one stride of the checksum, and small enough to
+/// stay in the first-level cache for the second pass.
 const STRIDE: usize = 24 << 10;
 
-/// Copies bytes and gives their CRC32C: memory is read once for both.
-fn copy_and_sum(to: &mut [u8], from: &[u8]) -> u32 {
+/// Copies bytes and returns their CRC32C, so that memory is read once for both.
+fn copy_with_crc(to: &mut [u8], from: &[u8]) -> u32 {
     to.chunks_mut(STRIDE).zip(from.chunks(STRIDE)).fold(0, |sum, (to, from)| {
         let sum = crc32c::crc32c_append(sum, from);
         to.copy_from_slice(from);
@@ -23,205 +24,227 @@ fn copy_and_sum(to: &mut [u8], from: &[u8]) -> u32 {
 }
 
 #[derive(Debug)]
-pub(super) enum Work {
+pub(super) enum JobStep {
     /// Writes chunks of the frame.
     Write(Bytes),
-    /// Reads back what was written.
-    Check,
+    /// Reads the written chunks back.
+    Verify,
     /// Reads chunks into the slot.
     Read(SlotMut),
     /// Copies slices to these addresses.
     Scatter(Vec<u64>),
 }
 
-/// A block on its way.
+/// A block in transit.
 #[derive(Debug)]
-pub(super) struct Job {
+pub(super) struct GpuJob {
     record: GpuRecord,
-    work: Work,
-    /// Copies begun, and ended well, of the present work.
-    begun: usize,
-    ended: usize,
+    step: JobStep,
+    /// Copies started and completed for the current step.
+    copies_started: usize,
+    copies_completed: usize,
     fault: Option<GpuFault>,
 }
 
-impl<D: Device> GpuTier<D> {
-    pub(super) fn add(&mut self, token: u64, record: GpuRecord, work: Work) -> bool {
-        if let Some(kept) = self.kept.get_mut(&record) {
+impl<D: GpuDevice> GpuTier<D> {
+    pub(super) fn add_job(&mut self, token: u64, record: GpuRecord, work: JobStep) -> bool {
+        if let Some(kept) = self.frames.get_mut(&record) {
             kept.users += 1;
         }
-        self.jobs.insert(token, Job { record, work, begun: 0, ended: 0, fault: None });
-        self.line.push_back(token);
-        self.begin();
+        self.jobs.insert(
+            token,
+            GpuJob { record, step: work, copies_started: 0, copies_completed: 0, fault: None },
+        );
+        self.copy_queue.push_back(token);
+        self.start_copies();
         true
     }
 
-    /// Begins copies, those of the oldest job first, while there are buffers for them.
-    pub(super) fn begin(&mut self) {
-        for _ in 0..self.line.len() {
-            let Some(token) = self.line.pop_front() else { return };
-            while self.begin_next(token) {}
+    /// Starts copies while buffers are free, those of the oldest job first.
+    pub(super) fn start_copies(&mut self) {
+        for _ in 0..self.copy_queue.len() {
+            let Some(token) = self.copy_queue.pop_front() else { return };
+            while self.start_next_copy(token) {}
             let Some(job) = self.jobs.get(&token) else { continue };
-            if job.fault.is_none() && job.begun < self.copies_of(job) {
-                self.line.push_back(token);
+            if job.fault.is_none() && job.copies_started < self.copy_count(job) {
+                self.copy_queue.push_back(token);
             }
         }
     }
 
-    /// Copies that the present work of a job takes.
-    fn copies_of(&self, job: &Job) -> usize {
-        let Some(kept) = self.kept.get(&job.record) else { return 0 };
-        if matches!(job.work, Work::Scatter(_)) {
-            kept.slices.len().div_ceil(self.hops_max())
+    /// Number of copies of a job's current step.
+    fn copy_count(&self, job: &GpuJob) -> usize {
+        let Some(kept) = self.frames.get(&job.record) else { return 0 };
+        if matches!(job.step, JobStep::Scatter(_)) {
+            kept.slices.len().div_ceil(self.slices_per_copy_max())
         } else {
-            kept.sums.len()
+            kept.checksums.len()
         }
     }
 
-    fn hops_max(&self) -> usize {
-        self.device.hops_max().max(1)
+    fn slices_per_copy_max(&self) -> usize {
+        self.device.slices_per_copy_max().max(1)
     }
 
-    fn chunk(&self, kept: &Kept, number: usize) -> Range<usize> {
+    fn chunk_range(&self, kept: &StoredFrame, number: usize) -> Range<usize> {
         let start = number * self.shape.chunk_bytes.max(1);
         start..(start + self.shape.chunk_bytes.max(1)).min(kept.len)
     }
 
-    fn begin_next(&mut self, token: u64) -> bool {
+    fn start_next_copy(&mut self, token: u64) -> bool {
         let Some(job) = self.jobs.get(&token) else { return false };
-        let number = job.begun;
-        let Some(kept) = self.kept.get(&job.record) else { return false };
-        if job.fault.is_some() || number >= self.copies_of(job) {
+        let number = job.copies_started;
+        let Some(kept) = self.frames.get(&job.record) else { return false };
+        if job.fault.is_some() || number >= self.copy_count(job) {
             return false;
         }
-        let copy = if let Work::Scatter(to) = &job.work {
-            let slices = kept.slices.iter().zip(to).skip(number * self.hops_max()).take(self.hops_max());
-            let hop = |(slice, to): (&Range<usize>, &u64)| Hop {
+        let copy = if let JobStep::Scatter(to) = &job.step {
+            let slices = kept
+                .slices
+                .iter()
+                .zip(to)
+                .skip(number * self.slices_per_copy_max())
+                .take(self.slices_per_copy_max());
+            let hop = |(slice, to): (&Range<usize>, &u64)| SliceCopy {
                 from: kept.address + slice.start as u64,
                 to: *to,
                 len: slice.len(),
             };
-            Copy::Within(slices.map(hop).collect())
+            DeviceCopy::DeviceToDevice(slices.map(hop).collect())
         } else {
-            let range = self.chunk(kept, number);
-            let piece = Piece { device: kept.address + range.start as u64, host: 0..range.len() };
+            let range = self.chunk_range(kept, number);
+            let piece = CopyRange { device: kept.address + range.start as u64, host: 0..range.len() };
             let Some(mut staging) = self.staging.pop() else { return false };
-            if let Work::Write(frame) = &job.work {
-                let sum = copy_and_sum(&mut staging.as_mut()[..range.len()], &frame[range]);
-                let kept = self.kept.get_mut(&job.record).and_then(|kept| kept.sums.get_mut(number));
+            if let JobStep::Write(frame) = &job.step {
+                let sum = copy_with_crc(&mut staging.as_mut()[..range.len()], &frame[range]);
+                let kept = self.frames.get_mut(&job.record).and_then(|kept| kept.checksums.get_mut(number));
                 if let Some(kept) = kept {
                     *kept = sum;
                 }
-                Copy::In(staging, piece)
+                DeviceCopy::HostToDevice(staging, piece)
             } else {
-                Copy::Out(staging, piece)
+                DeviceCopy::DeviceToHost(staging, piece)
             }
         };
-        let copy_number = self.number();
+        let copy_number = self.next_number();
         self.copies.insert(copy_number, (token, number));
         if let Some(job) = self.jobs.get_mut(&token) {
-            job.begun += 1;
+            job.copies_started += 1;
         }
-        self.device.begin(copy_number, copy);
+        self.device.start(copy_number, copy);
         true
     }
 
-    pub(super) fn take_in(&mut self, ended: Ended<D::Staging>) {
+    pub(super) fn handle_completed(&mut self, ended: CompletedCopy<D::Staging>) {
         let Some((token, number)) = self.copies.remove(&ended.number) else { return };
         if let Err(lost @ DeviceError::Lost(_)) = &ended.result {
-            self.lose(lost.clone());
+            self.mark_lost(lost.clone());
         }
         let result = ended.result.map_err(GpuFault::from);
-        let result = result.and_then(|()| self.arrived(token, number, ended.staging.as_ref()));
+        let result = result.and_then(|()| self.check_chunk(token, number, ended.staging.as_ref()));
         self.staging.extend(ended.staging);
         let Some(job) = self.jobs.get_mut(&token) else { return };
-        job.ended += 1;
+        job.copies_completed += 1;
         if let Err(fault) = result {
             job.fault.get_or_insert(fault);
         }
-        self.go_on(token);
+        self.advance(token);
     }
 
-    /// Checks what was read, and keeps it where it is wanted.
-    fn arrived(&mut self, token: u64, number: usize, staging: Option<&D::Staging>) -> Result<(), GpuFault> {
+    /// Verifies a chunk that was read, and copies it to its slot.
+    fn check_chunk(
+        &mut self,
+        token: u64,
+        number: usize,
+        staging: Option<&D::Staging>,
+    ) -> Result<(), GpuFault> {
         let Some(record) = self.jobs.get(&token).map(|job| job.record) else { return Ok(()) };
-        let kept = self.kept.get(&record).ok_or(GpuFault::Unknown)?;
-        let (range, sum) = (self.chunk(kept, number), kept.sums.get(number).copied());
+        let kept = self.frames.get(&record).ok_or(GpuFault::Unknown)?;
+        let (range, sum) = (self.chunk_range(kept, number), kept.checksums.get(number).copied());
         let Some(job) = self.jobs.get_mut(&token) else { return Ok(()) };
-        let into = match &mut job.work {
-            Work::Write(_) | Work::Scatter(_) => return Ok(()),
-            Work::Check => None,
-            Work::Read(slot) => Some(slot),
+        let into = match &mut job.step {
+            JobStep::Write(_) | JobStep::Scatter(_) => return Ok(()),
+            JobStep::Verify => None,
+            JobStep::Read(slot) => Some(slot),
         };
         let bytes =
             staging.and_then(|staging| staging.as_ref().get(..range.len())).ok_or(GpuFault::Unknown)?;
-        // What is wrong lies in a slot that nobody sees: the job has it until it ended well.
+        // Wrong bytes stay in a slot that is not visible: the job owns it until it succeeds.
         let came = match into {
-            Some(slot) => copy_and_sum(&mut slot[range.clone()], bytes),
+            Some(slot) => copy_with_crc(&mut slot[range.clone()], bytes),
             None => crc32c::crc32c(bytes),
         };
         if Some(came) == sum { Ok(()) } else { Err(GpuFault::Corrupt(range)) }
     }
 
-    /// After a copy ended: the job's next work, its end, or nothing yet.
-    fn go_on(&mut self, token: u64) {
+    /// Advances a job after a copy: to its next step, its end, or no change.
+    fn advance(&mut self, token: u64) {
         let Some(job) = self.jobs.get(&token) else { return };
-        let all = self.copies_of(job);
+        let all = self.copy_count(job);
         if job.fault.is_some() {
-            // Its copies still use the slot and the record.
-            if job.begun == job.ended {
-                self.end(token);
+            // Its other copies still use the slot and the record.
+            if job.copies_started == job.copies_completed {
+                self.finish(token);
             }
             return;
         }
-        let (ended, begun) = (job.ended, job.begun);
-        if let Work::Scatter(_) = job.work {
-            // One stream: they end in their order.
-            let slices = self.kept.get(&job.record).map_or(0, |kept| kept.slices.len());
-            let slices = slices.min(ended * self.hops_max());
-            self.done.push(Done::Scattered { token, slices, is_last: ended == all });
+        let (ended, begun) = (job.copies_completed, job.copies_started);
+        if let JobStep::Scatter(_) = job.step {
+            // They share one stream, so they end in order.
+            let slices = self.frames.get(&job.record).map_or(0, |kept| kept.slices.len());
+            let slices = slices.min(ended * self.slices_per_copy_max());
+            self.done.push(GpuCompletion::Scattered { token, slices, is_last: ended == all });
         }
         if ended < all || begun < all {
             return;
         }
         match self.jobs.get_mut(&token) {
-            Some(job) if matches!(job.work, Work::Write(_)) => {
-                (job.work, job.begun, job.ended) = (Work::Check, 0, 0);
-                self.line.push_back(token);
+            Some(job) if matches!(job.step, JobStep::Write(_)) => {
+                (job.step, job.copies_started, job.copies_completed) = (JobStep::Verify, 0, 0);
+                self.copy_queue.push_back(token);
             }
-            _ => self.end(token),
+            _ => self.finish(token),
         }
     }
 
-    fn end(&mut self, token: u64) {
+    fn finish(&mut self, token: u64) {
         let Some(job) = self.jobs.remove(&token) else { return };
         let (record, fault) = (job.record, job.fault);
-        let is_put = matches!(job.work, Work::Write(_) | Work::Check);
-        if let Some(kept) = self.kept.get_mut(&record) {
+        let is_put = matches!(job.step, JobStep::Write(_) | JobStep::Verify);
+        if let Some(kept) = self.frames.get_mut(&record) {
             kept.users -= 1;
-            kept.is_over |= is_put && fault.is_some();
+            kept.is_freed |= is_put && fault.is_some();
         }
-        self.close(record);
-        match (job.work, fault) {
-            (Work::Read(_), Some(fault)) => self.done.push(Done::Loaded { token, result: Err(fault) }),
-            (Work::Read(slot), None) => self.done.push(Done::Loaded { token, result: Ok(slot.freeze()) }),
-            (Work::Scatter(_), Some(fault)) => self.done.push(Done::ScatterFailed { token, fault }),
-            (Work::Scatter(_), None) => {}
-            (_, fault) => self.done.push(Done::Stored { token, result: fault.map_or(Ok(record), Err) }),
+        self.release_if_unused(record);
+        match (job.step, fault) {
+            (JobStep::Read(_), Some(fault)) => {
+                self.done.push(GpuCompletion::Loaded { token, result: Err(fault) });
+            }
+            (JobStep::Read(slot), None) => {
+                self.done.push(GpuCompletion::Loaded { token, result: Ok(slot.freeze()) });
+            }
+            (JobStep::Scatter(_), Some(fault)) => {
+                self.done.push(GpuCompletion::ScatterFailed { token, fault });
+            }
+            (JobStep::Scatter(_), None) => {}
+            (_, fault) => {
+                self.done.push(GpuCompletion::Stored { token, result: fault.map_or(Ok(record), Err) });
+            }
         }
     }
 
-    /// Gives a record's memory back once it is over and nobody uses it.
-    pub(super) fn close(&mut self, record: GpuRecord) {
-        if self.kept.get(&record).is_some_and(|kept| kept.is_over && kept.users == 0)
-            && let Some(kept) = self.kept.remove(&record)
+    /// Frees a record's memory once it is freed by its owner and unused.
+    pub(super) fn release_if_unused(&mut self, record: GpuRecord) {
+        if self.frames.get(&record).is_some_and(|kept| kept.is_freed && kept.users == 0)
+            && let Some(kept) = self.frames.remove(&record)
         {
-            self.slabs.give_back(kept.place, kept.len);
+            self.slabs.release(kept.slot, kept.len);
         }
     }
 
-    /// Nothing works any more: jobs without a copy in flight end here, the others with their last one.
-    fn lose(&mut self, lost: DeviceError) {
+    /// Marks the device as lost. Jobs without a running copy end here, the others with their last
+    /// copy.
+    fn mark_lost(&mut self, lost: DeviceError) {
         if self.lost.is_some() {
             return;
         }
@@ -229,9 +252,9 @@ impl<D: Device> GpuTier<D> {
             job.fault.get_or_insert(GpuFault::Device(lost.clone()));
         }
         self.lost = Some(lost);
-        let idle = self.jobs.iter().filter(|(_, job)| job.begun == job.ended);
+        let idle = self.jobs.iter().filter(|(_, job)| job.copies_started == job.copies_completed);
         for token in idle.map(|(token, _)| *token).collect::<Vec<_>>() {
-            self.end(token);
+            self.finish(token);
         }
     }
 }

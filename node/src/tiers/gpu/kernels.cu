@@ -1,6 +1,6 @@
-// Copies slices from device memory to device memory, many in one launch: a gather when what is read lies apart, a scatter
-// when what is written does. Compiled when a node starts (kernels.rs), and on the CPU by a test (tests/on_cpu.cpp).
-// Not here: which slices, and whether their memory is anybody's to touch.
+// Copies slices within device memory, many in one launch: a gather from scattered sources, or a scatter to scattered
+// destinations. Compiled when a node opens a GPU (kernels.rs), and for the CPU by a test (tests/on_cpu.cpp).
+// Not here: choosing the slices, and checking that their memory may be accessed.
 
 typedef unsigned long long u64;
 
@@ -10,12 +10,12 @@ struct Hop {
     u64 len;
 };
 
-// As many as fit into a launch's parameters without a copy of their own; HOPS_MAX in kernels.rs is the same.
+// As many as fit into a launch's parameters without a separate copy; SLICES_PER_LAUNCH in kernels.rs is the same.
 struct Hops {
     Hop hop[32];
 };
 
-// Words of one size, and the bytes before and behind them. `from` and `to` lie alike within a word.
+// Copies words of one size, and the bytes before and after them. `from` and `to` have the same offset within a word.
 template <typename Word>
 static __device__ void copy_by(const Hop &hop, u64 first, u64 step) {
     const u64 size = sizeof(Word);

@@ -1,8 +1,8 @@
-//! The kernel that copies many slices in one launch: compiled by NVRTC when a device is opened, where there is an NVRTC, and
-//! tried on that device before it is used.
+//! The kernel that copies many slices in one launch. NVRTC, if present, compiles it when a device
+//! is opened, and it is tested on that device before use.
 //!
-//! Without it slices are copied one by one, so nothing here keeps a node from its GPU tier: what is missing is said once.
-//! Not here: whether the memory may be touched (`cuda`). The source is `kernels.cu`.
+//! Without it slices are copied one by one, so the GPU tier works anyway; the reason is logged
+//! once. Not here: whether memory may be accessed (`cuda`). The source is `kernels.cu`.
 
 #![allow(unsafe_code)]
 
@@ -15,24 +15,25 @@ use cudarc::nvrtc::result::NvrtcError;
 use cudarc::nvrtc::sys::nvrtcResult;
 use cudarc::nvrtc::{CompileError, CompileOptions, Ptx, compile_ptx_with_opts};
 
-use super::device::Hop;
+use super::device::SliceCopy;
 
-/// Slices in one launch; `Hops` in `kernels.cu` has as many.
-pub(super) const HOPS_MAX: usize = 32;
+/// Slices in one launch; `Hops` in `kernels.cu` has the same number.
+pub(super) const SLICES_PER_LAUNCH: usize = 32;
 
 const SOURCE: &str = include_str!("kernels.cu");
 
-/// Threads of a block, and blocks of a slice at most: a slice of 4 MiB is 64 words a thread.
+/// Threads per block, and maximum blocks per slice: 64 words per thread for a slice of 4 MiB.
 const THREADS: u32 = 256;
 const BLOCKS_MAX: u64 = 16;
 
-/// The kernel cannot work here ([`NoKernel::is_for_good`]): no later device of this process is given one.
+/// Whether the kernel failed permanently ([`KernelError::is_permanent`]); then later devices of
+/// this process do not try it.
 static IS_BROKEN: AtomicBool = AtomicBool::new(false);
 
-/// One slice as the kernel knows it.
+/// One slice in the kernel's layout.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-struct RawHop {
+struct RawSliceCopy {
     from: u64,
     to: u64,
     len: u64,
@@ -40,32 +41,33 @@ struct RawHop {
 
 #[repr(C)]
 #[derive(Debug)]
-struct RawHops {
-    hop: [RawHop; HOPS_MAX],
+struct RawSliceCopies {
+    hop: [RawSliceCopy; SLICES_PER_LAUNCH],
 }
 
-/// Why there is no kernel.
+/// Reason why the kernel is unavailable.
 #[derive(Debug, thiserror::Error)]
-enum NoKernel {
-    #[error("there is no libnvrtc")]
+enum KernelError {
+    #[error("libnvrtc is missing")]
     Absent,
-    #[error("it cannot work, as was found out earlier in this process")]
+    #[error("it failed earlier in this process")]
     Broken,
     #[error("it does not compile: {0:?}")]
     Compile(#[from] CompileError),
     #[error(transparent)]
     Driver(#[from] DriverError),
-    #[error("it copies other bytes than it is told to")]
-    Wrong,
+    #[error("its self-test copied wrong bytes")]
+    WrongResult,
 }
 
-impl NoKernel {
-    /// Whether it is the kernel that is at fault: the next device would have none either, and one whose context it broke
-    /// would be broken each time it is opened. A device that is lost, busy or out of memory says nothing of the kernel.
-    fn is_for_good(&self) -> bool {
+impl KernelError {
+    /// Whether the kernel itself is at fault: the next device would fail too, and a kernel that
+    /// breaks its context would do so at each opening. A lost, busy or exhausted device is no fault
+    /// of the kernel.
+    fn is_permanent(&self) -> bool {
         match self {
-            NoKernel::Wrong => true,
-            NoKernel::Compile(cause) => {
+            KernelError::WrongResult => true,
+            KernelError::Compile(cause) => {
                 let (CompileError::CreationError(NvrtcError(code))
                 | CompileError::CompileError { nvrtc: NvrtcError(code), .. }
                 | CompileError::GetLogError(NvrtcError(code))
@@ -73,14 +75,14 @@ impl NoKernel {
                 | CompileError::DestroyError(NvrtcError(code))) = cause;
                 *code != nvrtcResult::NVRTC_ERROR_OUT_OF_MEMORY
             }
-            NoKernel::Driver(DriverError(code)) => is_of_the_kernel(*code),
-            NoKernel::Absent | NoKernel::Broken => false,
+            KernelError::Driver(DriverError(code)) => is_kernel_error(*code),
+            KernelError::Absent | KernelError::Broken => false,
         }
     }
 }
 
-/// Whether the driver means the code that it was given or what that did, and not the device.
-fn is_of_the_kernel(code: sys::CUresult) -> bool {
+/// Whether a driver error is about the kernel's code or its execution, not about the device.
+fn is_kernel_error(code: sys::CUresult) -> bool {
     use sys::CUresult as Code;
     matches!(
         code,
@@ -93,7 +95,7 @@ fn is_of_the_kernel(code: sys::CUresult) -> bool {
             | Code::CUDA_ERROR_JIT_COMPILER_NOT_FOUND
             | Code::CUDA_ERROR_JIT_COMPILATION_DISABLED
             | Code::CUDA_ERROR_NOT_FOUND
-            // It did what it must not when it was tried, alone in its context.
+            // It misbehaved in the self-test, alone in its context.
             | Code::CUDA_ERROR_ILLEGAL_ADDRESS
             | Code::CUDA_ERROR_MISALIGNED_ADDRESS
             | Code::CUDA_ERROR_INVALID_ADDRESS_SPACE
@@ -107,15 +109,16 @@ fn is_of_the_kernel(code: sys::CUresult) -> bool {
 
 /// The kernel, loaded on one device.
 #[derive(Clone, Debug)]
-pub(super) struct Kernels {
+pub(super) struct SliceKernel {
     copy_slices: CudaFunction,
 }
 
-/// PTX for devices of this compute capability and later ones.
-fn compile(capability: (i32, i32)) -> Result<Ptx, NoKernel> {
-    // SAFETY: loads NVRTC's library, whose initialisers are trusted as the library is. Without it the next call would panic.
+/// PTX for devices of this compute capability or later.
+fn compile(capability: (i32, i32)) -> Result<Ptx, KernelError> {
+    // SAFETY: loads NVRTC's library and runs its initialisers, which are trusted like the library
+    // itself. Without it the next call would panic.
     if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
-        return Err(NoKernel::Absent);
+        return Err(KernelError::Absent);
     }
     let (major, minor) = capability;
     let options = vec![format!("--gpu-architecture=compute_{major}{minor}"), "--std=c++17".to_owned()];
@@ -123,32 +126,33 @@ fn compile(capability: (i32, i32)) -> Result<Ptx, NoKernel> {
     Ok(compile_ptx_with_opts(SOURCE, CompileOptions { options, name, ..CompileOptions::default() })?)
 }
 
-impl Kernels {
-    /// On this device; nothing, and why in the log, where it cannot be had.
-    pub(super) fn open(context: &Arc<CudaContext>) -> Option<Kernels> {
+impl SliceKernel {
+    /// The kernel on this device; `None`, with the reason in the log, if it is unavailable.
+    pub(super) fn open(context: &Arc<CudaContext>) -> Option<SliceKernel> {
         let opened = if IS_BROKEN.load(Ordering::Relaxed) {
-            Err(NoKernel::Broken)
+            Err(KernelError::Broken)
         } else {
-            Kernels::try_open(context)
+            SliceKernel::try_open(context)
         };
         if let Err(cause) = &opened {
-            if cause.is_for_good() {
+            if cause.is_permanent() {
                 IS_BROKEN.store(true, Ordering::Relaxed);
             }
-            tracing::info!(%cause, "the GPU has no kernel for slices; they are copied one by one");
+            tracing::info!(%cause, "the GPU has no slice kernel; slices are copied one by one");
         }
         opened.ok()
     }
 
-    fn try_open(context: &Arc<CudaContext>) -> Result<Kernels, NoKernel> {
+    fn try_open(context: &Arc<CudaContext>) -> Result<SliceKernel, KernelError> {
         let module = context.load_module(compile(context.compute_capability()?)?)?;
-        let kernels = Kernels { copy_slices: module.load_function("copy_slices")? };
-        kernels.try_out(context)?;
+        let kernels = SliceKernel { copy_slices: module.load_function("copy_slices")? };
+        kernels.self_test(context)?;
         Ok(kernels)
     }
 
-    /// Copies some slices in memory of its own, lying alike and not, and looks at what came of it.
-    fn try_out(&self, context: &Arc<CudaContext>) -> Result<(), NoKernel> {
+    /// Copies some slices in memory of its own, with equal and different alignment, and compares
+    /// the result.
+    fn self_test(&self, context: &Arc<CudaContext>) -> Result<(), KernelError> {
         const HALF: usize = 32 << 10;
         context.bind_to_thread()?;
         let stream = context.new_stream()?;
@@ -156,47 +160,48 @@ impl Kernels {
         let memory = unsafe { result::malloc_sync(2 * HALF)? };
         let before: Vec<u8> = (0..2 * HALF).map(|at| (at * 7 + at / 256) as u8).collect();
         let mut wanted = before.clone();
-        let hops: Vec<Hop> = (0..HOPS_MAX)
+        let hops: Vec<SliceCopy> = (0..SLICES_PER_LAUNCH)
             .map(|number| {
                 let (from, to) = (number * 1000 + number % 5, HALF + number * 1017);
                 let len = if number % 4 == 0 { number } else { 1000 };
                 wanted.copy_within(from..from + len, to);
-                Hop { from: memory + from as u64, to: memory + to as u64, len }
+                SliceCopy { from: memory + from as u64, to: memory + to as u64, len }
             })
             .collect();
         let mut after = vec![0; 2 * HALF];
-        // SAFETY: all slices are within `memory`, and nobody else knows of it. What the host lends to the copies outlives
-        // them, since they are waited for.
+        // SAFETY: all slices are within `memory`, which has no other user. The host memory outlives
+        // the copies, since they are awaited.
         let ran = unsafe {
-            // In the same stream: one that is not may end after the kernel began.
+            // In the same stream: a copy in another one could end after the kernel started.
             let begun = result::memcpy_htod_async(memory, &before, stream.cu_stream())
                 .and_then(|()| self.launch(stream.cu_stream(), &hops));
             let ended = stream.synchronize();
             begun.and(ended).and_then(|()| result::memcpy_dtoh_sync(&mut after, memory))
         };
-        // SAFETY: from `malloc_sync`, and the stream came to an end, or the context is broken and this is refused.
+        // SAFETY: from `malloc_sync`. The stream was synchronised, or the context is broken and the
+        // call is refused.
         let freed = unsafe { result::free_sync(memory) };
         ran.and(freed)?;
-        if after == wanted { Ok(()) } else { Err(NoKernel::Wrong) }
+        if after == wanted { Ok(()) } else { Err(KernelError::WrongResult) }
     }
 
-    /// Asks for a copy of up to [`HOPS_MAX`] slices; more are left out.
+    /// Starts a copy of up to [`SLICES_PER_LAUNCH`] slices; further ones are ignored.
     ///
     /// # Safety
-    /// The context is bound to this thread, and both ends of each slice are device memory of it that may be touched until
-    /// the stream has come so far.
-    pub(super) unsafe fn launch(&self, stream: sys::CUstream, hops: &[Hop]) -> Result<(), DriverError> {
-        debug_assert!(hops.len() <= HOPS_MAX, "{} slices in one launch", hops.len());
-        let mut raw = RawHops { hop: [RawHop::default(); HOPS_MAX] };
+    /// The context is bound to this thread. Both ends of each slice are device memory of it that
+    /// may be accessed until the stream has passed this launch.
+    pub(super) unsafe fn launch(&self, stream: sys::CUstream, hops: &[SliceCopy]) -> Result<(), DriverError> {
+        debug_assert!(hops.len() <= SLICES_PER_LAUNCH, "{} slices in one launch", hops.len());
+        let mut raw = RawSliceCopies { hop: [RawSliceCopy::default(); SLICES_PER_LAUNCH] };
         for (raw, hop) in raw.hop.iter_mut().zip(hops) {
-            *raw = RawHop { from: hop.from, to: hop.to, len: hop.len as u64 };
+            *raw = RawSliceCopy { from: hop.from, to: hop.to, len: hop.len as u64 };
         }
         let longest = hops.iter().map(|hop| hop.len as u64).max().unwrap_or(0);
         let blocks = longest.div_ceil(u64::from(THREADS) * 16).clamp(1, BLOCKS_MAX) as u32;
-        let rows = hops.len().clamp(1, HOPS_MAX) as u32;
+        let rows = hops.len().clamp(1, SLICES_PER_LAUNCH) as u32;
         let mut parameters = [std::ptr::from_mut(&mut raw).cast::<c_void>()];
-        // SAFETY: the kernel takes one `Hops`, which is laid out as `RawHops`; the driver copies it before it returns. What
-        // the slices are is the caller's promise.
+        // SAFETY: the kernel takes one `Hops`, with the layout of `RawSliceCopies`; the driver
+        // copies it before it returns. The caller guarantees the slices.
         unsafe {
             result::launch_kernel(
                 self.copy_slices.cu_function(),
@@ -216,17 +221,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_and_this_file_agree_on_what_a_launch_takes() {
-        assert!(SOURCE.contains(&format!("Hop hop[{HOPS_MAX}];")));
-        assert_eq!(size_of::<RawHops>(), HOPS_MAX * 24);
-        // The most that a launch could take before CUDA 12.1.
-        assert!(size_of::<RawHops>() <= 4096);
+    fn kernel_parameters_match_the_rust_struct() {
+        assert!(SOURCE.contains(&format!("Hop hop[{SLICES_PER_LAUNCH}];")));
+        assert_eq!(size_of::<RawSliceCopies>(), SLICES_PER_LAUNCH * 24);
+        // The parameter limit of a launch before CUDA 12.1.
+        assert!(size_of::<RawSliceCopies>() <= 4096);
     }
 
     #[test]
-    fn only_what_is_wrong_with_the_kernel_keeps_later_devices_from_having_it() {
+    fn only_kernel_errors_disable_it_for_later_devices() {
         use sys::CUresult as Code;
-        let driver = |code| NoKernel::from(DriverError(code)).is_for_good();
+        let driver = |code| KernelError::from(DriverError(code)).is_permanent();
         for code in
             [Code::CUDA_ERROR_INVALID_PTX, Code::CUDA_ERROR_NOT_FOUND, Code::CUDA_ERROR_ILLEGAL_ADDRESS]
         {
@@ -244,16 +249,16 @@ mod tests {
         for code in passing {
             assert!(!driver(code), "{code:?}");
         }
-        let compiled = |code| NoKernel::from(CompileError::CreationError(NvrtcError(code))).is_for_good();
+        let compiled = |code| KernelError::from(CompileError::CreationError(NvrtcError(code))).is_permanent();
         assert!(compiled(nvrtcResult::NVRTC_ERROR_COMPILATION));
         assert!(!compiled(nvrtcResult::NVRTC_ERROR_OUT_OF_MEMORY));
-        // Another NVRTC may come, and what is known already is not found out again.
-        assert!(NoKernel::Wrong.is_for_good());
-        assert!(!NoKernel::Absent.is_for_good() && !NoKernel::Broken.is_for_good());
+        // Another NVRTC may be installed later; a known failure needs no further test.
+        assert!(KernelError::WrongResult.is_permanent());
+        assert!(!KernelError::Absent.is_permanent() && !KernelError::Broken.is_permanent());
     }
 
     #[test]
-    fn nvrtc_compiles_the_kernel_where_there_is_one() {
+    fn nvrtc_compiles_the_kernel_if_available() {
         for capability in [(8, 0), (9, 0)] {
             match compile(capability) {
                 Ok(ptx) => {
@@ -261,11 +266,11 @@ mod tests {
                     let (major, minor) = capability;
                     assert!(text.contains(&format!(".target sm_{major}{minor}")), "{text}");
                     assert!(text.contains(".visible .entry copy_slices("), "{text}");
-                    // Words of 16 bytes are moved as such.
+                    // Words of 16 bytes are moved by vector instructions.
                     assert!(text.contains("ld.global.v4.u32") || text.contains("ld.v4.u32"), "{text}");
                     println!("compiled for sm_{major}{minor}: {} bytes of PTX", text.len());
                 }
-                Err(NoKernel::Absent) => println!("SKIPPED for sm_{capability:?}: there is no libnvrtc here"),
+                Err(KernelError::Absent) => println!("SKIPPED for sm_{capability:?}: libnvrtc is missing"),
                 Err(cause) => panic!("{cause}"),
             }
         }

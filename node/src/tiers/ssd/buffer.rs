@@ -1,5 +1,5 @@
-//! Page-aligned memory for direct I/O: buffers, a pool of chunks that the kernel knows, and places that
-//! reads land in. Not here: what is in it.
+//! Page-aligned memory for direct I/O: buffers, a pool of chunks that the kernel can register, and
+//! destinations of reads. Not here: their content.
 
 #![allow(unsafe_code)]
 
@@ -13,8 +13,7 @@ use parking_lot::Mutex;
 use super::format::PAGE_BYTES;
 use crate::arena::{SLOT_ALIGN_BYTES, SlotMut};
 
-const _: () =
-    assert!(SLOT_ALIGN_BYTES.is_multiple_of(PAGE_BYTES), "reads land in arena slots, by whole pages");
+const _: () = assert!(SLOT_ALIGN_BYTES.is_multiple_of(PAGE_BYTES), "reads fill arena slots in whole pages");
 
 /// A zeroed buffer of whole pages, aligned to one.
 #[derive(Debug)]
@@ -23,7 +22,7 @@ pub(crate) struct PageBuffer {
     layout: Layout,
 }
 
-// SAFETY: plain memory, owned by this value alone.
+// SAFETY: plain memory with a single owner.
 unsafe impl Send for PageBuffer {}
 // SAFETY: shared references only read.
 unsafe impl Sync for PageBuffer {}
@@ -71,13 +70,13 @@ impl DerefMut for PageBuffer {
 
 /// Equal chunks of one buffer, each with one holder at a time.
 #[derive(Debug)]
-pub(crate) struct Pool {
+pub(crate) struct ChunkPool {
     memory: Arc<PageBuffer>,
     chunk_bytes: usize,
     free: Vec<u16>,
 }
 
-/// A chunk of a pool. Goes back by [`Pool::give_back`].
+/// A chunk of a pool, returned by [`ChunkPool::release`].
 #[derive(Debug)]
 pub(crate) struct Chunk {
     memory: Arc<PageBuffer>,
@@ -85,10 +84,10 @@ pub(crate) struct Chunk {
     chunk_bytes: usize,
 }
 
-impl Pool {
-    pub(crate) fn new(chunks: u16, chunk_bytes: usize) -> Pool {
+impl ChunkPool {
+    pub(crate) fn new(chunks: u16, chunk_bytes: usize) -> ChunkPool {
         let memory = Arc::new(PageBuffer::new(usize::from(chunks) * chunk_bytes));
-        Pool { memory, chunk_bytes, free: (0..chunks).rev().collect() }
+        ChunkPool { memory, chunk_bytes, free: (0..chunks).rev().collect() }
     }
 
     pub(crate) fn take(&mut self) -> Option<Chunk> {
@@ -96,8 +95,8 @@ impl Pool {
         Some(Chunk { memory: Arc::clone(&self.memory), number, chunk_bytes: self.chunk_bytes })
     }
 
-    #[allow(clippy::needless_pass_by_value)] // its holder has it no longer
-    pub(crate) fn give_back(&mut self, chunk: Chunk) {
+    #[allow(clippy::needless_pass_by_value)] // consumes the chunk, so its holder cannot use it again
+    pub(crate) fn release(&mut self, chunk: Chunk) {
         self.free.push(chunk.number);
     }
 
@@ -105,7 +104,8 @@ impl Pool {
         !self.free.is_empty()
     }
 
-    /// Start and length of every chunk, for registration with a ring that lives no longer than `memory`.
+    /// Start and length of every chunk, for registration with a ring that does not outlive
+    /// `memory`.
     pub(crate) fn ranges(&self) -> (Vec<(*mut u8, usize)>, Arc<PageBuffer>) {
         let chunks = self.memory.len() / self.chunk_bytes;
         let start = |number: usize| self.memory.base.as_ptr().wrapping_add(number * self.chunk_bytes);
@@ -127,7 +127,8 @@ impl Deref for Chunk {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the range lies in `memory`, and no two chunks with one number exist at a time.
+        // SAFETY: the range lies in `memory`, and no two chunks with the same number exist at a
+        // time.
         unsafe { std::slice::from_raw_parts(self.start(), self.chunk_bytes) }
     }
 }
@@ -139,79 +140,81 @@ impl DerefMut for Chunk {
     }
 }
 
-/// Memory that one read fills in several pieces, whoever it belongs to.
+/// Memory that one read fills in several pieces.
 #[derive(Debug)]
-pub(crate) struct Landing {
+pub(crate) struct ReadBuffer {
     base: NonNull<u8>,
     len: usize,
-    landed: Mutex<Landed>,
-    owner: LandingOwner,
+    filled: Mutex<FilledRanges>,
+    owner: ReadBufferOwner,
 }
 
-/// Which bytes of a landing are there.
+/// Filled bytes of a read buffer.
 #[derive(Debug, Default)]
-struct Landed {
-    /// All before this are.
-    front: usize,
-    /// Pieces that came before others in front of them.
-    beyond: Vec<Range<usize>>,
+struct FilledRanges {
+    /// All bytes before this one are filled.
+    prefix: usize,
+    /// Filled pieces behind a gap.
+    detached: Vec<Range<usize>>,
 }
 
-/// What a read lands in.
+/// Owner of a read buffer's memory.
 #[derive(Debug)]
-pub(crate) enum LandingOwner {
+pub(crate) enum ReadBufferOwner {
     /// A slot of the arena.
     Slot(SlotMut),
-    /// Memory of its own.
+    /// Separate pages.
     Pages(PageBuffer),
 }
 
-// SAFETY: the memory is the owner's, which this value has; pieces are handed out by `piece`, whose callers
-// keep them apart.
-unsafe impl Send for Landing {}
+// SAFETY: the memory belongs to the owner, which this value holds; callers of `piece_start` keep
+// pieces disjoint.
+unsafe impl Send for ReadBuffer {}
 // SAFETY: as above.
-unsafe impl Sync for Landing {}
+unsafe impl Sync for ReadBuffer {}
 
-impl Landing {
-    pub(crate) fn new(mut owner: LandingOwner) -> Landing {
+impl ReadBuffer {
+    pub(crate) fn new(mut owner: ReadBufferOwner) -> ReadBuffer {
         let memory: &mut [u8] = match &mut owner {
-            LandingOwner::Slot(slot) => slot.whole_mut(),
-            LandingOwner::Pages(pages) => pages,
+            ReadBufferOwner::Slot(slot) => slot.whole_mut(),
+            ReadBufferOwner::Pages(pages) => pages,
         };
         let (base, len) = (NonNull::from(&mut *memory).cast(), memory.len());
-        Landing { base, len, landed: Mutex::default(), owner }
+        ReadBuffer { base, len, filled: Mutex::default(), owner }
     }
 
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
-    /// Where a piece begins; the range is inside.
-    pub(crate) fn piece(&self, range: &Range<usize>) -> *mut u8 {
-        assert!(range.start <= range.end && range.end <= self.len, "a piece outside its landing");
+    /// Start of a piece; panics if the range is outside.
+    pub(crate) fn piece_start(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(range.start <= range.end && range.end <= self.len, "a piece outside its buffer");
         self.base.as_ptr().wrapping_add(range.start)
     }
 
-    /// A piece is there: whoever wrote it does so no more. For the ring, which alone knows.
-    pub(super) fn has_landed(&self, range: Range<usize>) {
-        let mut landed = self.landed.lock();
-        landed.beyond.push(range);
-        let Landed { front, beyond } = &mut *landed;
+    /// Marks a piece as filled: its writer is done with it. Only the ring, which knows this, may
+    /// call it.
+    pub(super) fn mark_filled(&self, range: Range<usize>) {
+        let mut landed = self.filled.lock();
+        landed.detached.push(range);
+        let FilledRanges { prefix: front, detached: beyond } = &mut *landed;
         while let Some(next) = beyond.iter().position(|piece| piece.start == *front) {
             *front = beyond.swap_remove(next).end.min(self.len);
         }
     }
 
-    /// The leading bytes that are there.
-    pub(crate) fn front(&self) -> &[u8] {
-        let bytes = self.landed.lock().front;
-        // SAFETY: inside the owner's memory, which nobody else has while `self` is borrowed. All pieces up to there have
-        // ended by what the ring says, and pieces are kept apart, so nothing writes there any more.
+    /// The leading filled bytes.
+    pub(crate) fn filled_prefix(&self) -> &[u8] {
+        let bytes = self.filled.lock().prefix;
+        // SAFETY: inside the owner's memory, which is borrowed with `self`. The ring reported the
+        // end of all pieces up to there, and pieces are disjoint, so these bytes are not written
+        // any more.
         unsafe { std::slice::from_raw_parts(self.base.as_ptr(), bytes) }
     }
 
-    /// The memory, once no piece is on its way any more: callers hold the last reference then.
-    pub(crate) fn into_owner(self) -> LandingOwner {
+    /// The memory. No piece may be in flight: callers hold the last reference then.
+    pub(crate) fn into_owner(self) -> ReadBufferOwner {
         self.owner
     }
 }
@@ -231,28 +234,28 @@ mod tests {
 
     #[test]
     fn chunks_never_overlap_and_come_back() {
-        let mut pool = Pool::new(3, PAGE_BYTES);
+        let mut pool = ChunkPool::new(3, PAGE_BYTES);
         let mut chunks: Vec<Chunk> = std::iter::from_fn(|| pool.take()).collect();
         assert_eq!((chunks.len(), pool.has_chunk()), (3, false));
         for (fill, chunk) in (1u8..).zip(&mut chunks) {
             chunk.fill(fill);
         }
         assert!((1u8..).zip(&chunks).all(|(fill, chunk)| chunk.iter().all(|byte| *byte == fill)));
-        pool.give_back(chunks.pop().unwrap());
+        pool.release(chunks.pop().unwrap());
         assert!(pool.take().is_some());
     }
 
     #[test]
-    fn a_landing_is_filled_piece_by_piece() {
-        let landing = Landing::new(LandingOwner::Pages(PageBuffer::new(2 * PAGE_BYTES)));
-        let piece = landing.piece(&(PAGE_BYTES..2 * PAGE_BYTES));
-        // SAFETY: the second page of the landing, which nobody else has.
+    fn read_buffer_is_filled_piece_by_piece() {
+        let landing = ReadBuffer::new(ReadBufferOwner::Pages(PageBuffer::new(2 * PAGE_BYTES)));
+        let piece = landing.piece_start(&(PAGE_BYTES..2 * PAGE_BYTES));
+        // SAFETY: the second page of the buffer, without another user.
         unsafe { piece.write_bytes(7, PAGE_BYTES) };
-        landing.has_landed(PAGE_BYTES..2 * PAGE_BYTES);
-        assert!(landing.front().is_empty(), "the first page is on its way");
-        landing.has_landed(0..PAGE_BYTES);
-        assert_eq!((landing.front().len(), landing.front()[PAGE_BYTES]), (2 * PAGE_BYTES, 7));
-        let LandingOwner::Pages(pages) = landing.into_owner() else { panic!("another owner") };
+        landing.mark_filled(PAGE_BYTES..2 * PAGE_BYTES);
+        assert!(landing.filled_prefix().is_empty(), "the first page is still in flight");
+        landing.mark_filled(0..PAGE_BYTES);
+        assert_eq!((landing.filled_prefix().len(), landing.filled_prefix()[PAGE_BYTES]), (2 * PAGE_BYTES, 7));
+        let ReadBufferOwner::Pages(pages) = landing.into_owner() else { panic!("another owner") };
         assert!(pages[..PAGE_BYTES].iter().all(|byte| *byte == 0));
         assert!(pages[PAGE_BYTES..].iter().all(|byte| *byte == 7));
     }

@@ -1,7 +1,7 @@
-//! What bytes lie on: a file, or in tests something that breaks as devices do. How they get there is the
-//! ring's matter, so that one engine runs over all of them.
+//! Storage of bytes: a file, or in tests a device with faults. The ring performs the I/O, so that
+//! one engine works with all of them.
 //!
-//! Not here: what the bytes mean (`format`).
+//! Not here: the meaning of the bytes (`format`).
 
 use std::fmt::Debug;
 use std::fs::{File, OpenOptions};
@@ -20,35 +20,37 @@ use rustix::fs::FallocateFlags;
 use super::buffer::PageBuffer;
 use super::format::PAGE_BYTES;
 
-/// When the first device was opened, or soon after.
+/// Start of the clock, at or soon after the opening of the first device.
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// A place for bytes, read and written at whole pages.
-pub(crate) trait Device: Debug + Send + Sync {
-    /// For a ring in the kernel; without one, the calls below do all.
+/// Storage that is read and written in whole pages.
+pub(crate) trait BlockDevice: Debug + Send + Sync {
+    /// File descriptor for a kernel ring; without one the calls below are used.
     fn fd(&self) -> Option<RawFd>;
 
-    /// Reads at most `into`; fewer bytes are no error.
+    /// Reads up to the length of `into`; a short read is not an error.
     fn read_at(&self, into: &mut [u8], at: u64) -> io::Result<usize>;
 
-    /// Writes at most `from`; fewer bytes are no error.
+    /// Writes up to the length of `from`; a short write is not an error.
     fn write_at(&self, from: &[u8], at: u64) -> io::Result<usize>;
 
-    /// What was written and has ended is on the medium after it.
+    /// Makes all completed writes durable.
     fn sync(&self) -> io::Result<()>;
 
     /// Size in bytes.
     fn bytes(&self) -> io::Result<u64>;
 
-    /// Reserves room up to `bytes`, so that a full medium is noticed here and not in the middle of a block.
+    /// Reserves space up to `bytes`, so that a full medium fails here and not in the middle of a
+    /// block.
     fn grow(&self, bytes: u64) -> io::Result<()>;
 
-    /// Which of `open` ended operations is told next. The first, except in tests of what order may do.
-    fn next_told(&self, _open: usize) -> usize {
+    /// Index of the next completion to report among `open` ones. The first, except in tests of
+    /// reordering.
+    fn next_reported(&self, _open: usize) -> usize {
         0
     }
 
-    /// The time by which its work is measured: the clock's, except in tests of devices that become slow.
+    /// The time for measuring its work: the clock's, except in tests of slow devices.
     fn now(&self) -> Timestamp {
         Timestamp(u64::try_from(START.elapsed().as_micros()).unwrap_or(u64::MAX))
     }
@@ -59,8 +61,8 @@ pub(crate) trait Device: Debug + Send + Sync {
 pub(crate) struct FileDevice {
     file: File,
     grown: AtomicU64,
-    /// The first page of a new file. It is written with the first segment: a full medium keeps nobody from
-    /// opening a file, and a file of zeros counts as new.
+    /// The first page of a new file. It is written with the first segment, so that a file can be
+    /// opened on a full medium; a file of zeros counts as new.
     head: Mutex<Option<PageBuffer>>,
 }
 
@@ -72,8 +74,8 @@ impl FileDevice {
         Ok(FileDevice { file, grown, head: Mutex::new(None) })
     }
 
-    /// A file that will begin with `head`; whatever is in it goes.
-    pub(crate) fn begin(path: &Path, direct: bool, head: &[u8; PAGE_BYTES]) -> io::Result<FileDevice> {
+    /// Creates a file that will begin with `head`; its previous content is deleted.
+    pub(crate) fn create(path: &Path, direct: bool, head: &[u8; PAGE_BYTES]) -> io::Result<FileDevice> {
         let mut page = PageBuffer::new(PAGE_BYTES);
         page.copy_from_slice(head);
         let device = FileDevice::open(path, direct)?;
@@ -95,7 +97,7 @@ impl FileDevice {
     }
 }
 
-impl Device for FileDevice {
+impl BlockDevice for FileDevice {
     fn fd(&self) -> Option<RawFd> {
         Some(self.file.as_raw_fd())
     }
@@ -121,16 +123,16 @@ impl Device for FileDevice {
         if bytes <= grown {
             return Ok(());
         }
-        // First of all: a file that has room and no head would not be known again.
+        // The head goes first: a file with space but without a head would not be recognised again.
         self.write_head()?;
         let grown = self.grown.load(Ordering::Relaxed);
         match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), grown, bytes.saturating_sub(grown)) {
             Ok(()) => {}
             Err(rustix::io::Errno::OPNOTSUPP) => self.file.set_len(bytes)?,
             Err(cause) => {
-                // Some file systems keep what they found before the room ended.
+                // Some file systems keep the space that they allocated before they ran out.
                 if let Err(cause) = self.file.set_len(grown) {
-                    tracing::warn!(%cause, "room that the SSD tier could not use stays taken");
+                    tracing::warn!(%cause, "space that the SSD tier could not use stays allocated");
                 }
                 return Err(cause.into());
             }
@@ -143,8 +145,8 @@ impl Device for FileDevice {
 /// Reads all of `into`, in as many calls as the device needs.
 ///
 /// # Errors
-/// What the device said; `UnexpectedEof` where it ends.
-pub(crate) fn read_all(device: &dyn Device, into: &mut [u8], at: u64) -> io::Result<()> {
+/// The device's error; `UnexpectedEof` at its end.
+pub(crate) fn read_all(device: &dyn BlockDevice, into: &mut [u8], at: u64) -> io::Result<()> {
     let mut done = 0;
     while done < into.len() {
         match device.read_at(&mut into[done..], at + done as u64)? {
@@ -158,8 +160,8 @@ pub(crate) fn read_all(device: &dyn Device, into: &mut [u8], at: u64) -> io::Res
 /// Writes all of `from`, in as many calls as the device needs.
 ///
 /// # Errors
-/// What the device said; `WriteZero` where it takes nothing.
-pub(crate) fn write_all(device: &dyn Device, from: &[u8], at: u64) -> io::Result<()> {
+/// The device's error; `WriteZero` if it accepts no byte.
+pub(crate) fn write_all(device: &dyn BlockDevice, from: &[u8], at: u64) -> io::Result<()> {
     let mut done = 0;
     while done < from.len() {
         match device.write_at(&from[done..], at + done as u64)? {
@@ -173,11 +175,11 @@ pub(crate) fn write_all(device: &dyn Device, from: &[u8], at: u64) -> io::Result
 /// Whether files of this directory can be opened for direct I/O.
 ///
 /// # Errors
-/// When a file cannot be made there at all.
+/// If no file can be created there.
 pub(crate) fn direct_io_works(dir: &Path) -> io::Result<bool> {
     let path = dir.join(".probe");
     if let Err(cause) = std::fs::write(&path, [0u8; PAGE_BYTES]) {
-        // Of a write to a full medium the empty file stays; whether it can be removed changes nothing.
+        // After a write to a full medium the empty file remains; a failed removal does not matter.
         let _ = std::fs::remove_file(&path);
         return Err(cause);
     }
@@ -193,10 +195,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_cannot_grow_has_its_head_and_no_more_than_before() {
+    fn failed_growth_leaves_only_the_file_head() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let device = FileDevice::begin(file.path(), false, &[7; PAGE_BYTES]).unwrap();
-        // No file system has so much.
+        let device = FileDevice::create(file.path(), false, &[7; PAGE_BYTES]).unwrap();
+        // No file system is this large.
         assert!(device.grow(1 << 62).is_err());
         assert_eq!(std::fs::read(file.path()).unwrap(), vec![7; PAGE_BYTES]);
         device.grow(5 * PAGE_BYTES as u64).unwrap();

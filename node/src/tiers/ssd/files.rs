@@ -1,7 +1,7 @@
-//! The files of a directory: the one with segments, found or made, a lock, and what is set aside (renamed to
-//! `*.quarantined`, never read again, never removed).
+//! The files of a directory: the segment file, found or created, a lock, and quarantined files
+//! (renamed to `*.quarantined`, never read again, never removed).
 //!
-//! Not here: what is in the segments (`recover`).
+//! Not here: the content of segments (`recover`).
 
 use std::fs::File;
 use std::io;
@@ -13,26 +13,26 @@ use kv_core::id::IdentityDigest;
 use super::engine::SsdFaults;
 use super::format::{PAGE_BYTES, SEGMENTS_AT, check_file_head};
 
-/// The file with the segments.
+/// Name of the segment file.
 pub(super) const FILE_NAME: &str = "segments.kvs";
 
-/// What follows the name of a file that was set aside.
+/// Suffix of a quarantined file.
 const QUARANTINED: &str = ".quarantined";
 
-/// A directory as it was found.
+/// A directory at start.
 #[derive(Debug)]
 pub(super) struct Directory {
     pub(super) path: PathBuf,
-    /// Segment size of the file that is there, in pages.
+    /// Segment size of the existing file, in pages; `None` without one.
     pub(super) segment_pages: Option<u32>,
-    /// Files set aside, by their new names.
+    /// Quarantined files, by their new names.
     pub(super) quarantined: Vec<PathBuf>,
-    /// Held as long as the tier: two processes on one directory would overwrite each other.
+    /// Held as long as the tier: two processes on one directory would overwrite each other's data.
     _lock: File,
 }
 
 impl Directory {
-    /// Makes it if absent, locks it and looks at its files.
+    /// Creates the directory if absent, locks it and checks its files.
     pub(super) fn open(path: &Path, identity: IdentityDigest, faults: &SsdFaults) -> io::Result<Directory> {
         std::fs::create_dir_all(path)?;
         let lock = lock(path)?;
@@ -49,10 +49,11 @@ impl Directory {
                 match check_file(&file, identity, faults)? {
                     Ok(0) => {}
                     Ok(segment_bytes) => found.segment_pages = Some(segment_bytes / PAGE_BYTES as u32),
-                    Err(reason) => found.set_aside(&reason)?,
+                    Err(reason) => found.quarantine(&reason)?,
                 }
             } else if name.starts_with("blocks-") && name.ends_with(".kvs") {
-                found.rename(&file, "an earlier release wrote it, with slots in place of segments")?;
+                found
+                    .quarantine_file(&file, "an earlier release wrote it, with slots in place of segments")?;
             }
         }
         Ok(found)
@@ -62,34 +63,34 @@ impl Directory {
         self.path.join(FILE_NAME)
     }
 
-    /// Sets the file with the segments aside; a new one takes its place.
-    pub(super) fn set_aside(&mut self, reason: &str) -> io::Result<()> {
+    /// Quarantines the segment file; a new one replaces it.
+    pub(super) fn quarantine(&mut self, reason: &str) -> io::Result<()> {
         self.segment_pages = None;
-        self.rename(&self.file(), reason)
+        self.quarantine_file(&self.file(), reason)
     }
 
-    fn rename(&mut self, file: &Path, reason: &str) -> io::Result<()> {
-        let target = free_name(file)?;
+    fn quarantine_file(&mut self, file: &Path, reason: &str) -> io::Result<()> {
+        let target = quarantine_name(file)?;
         std::fs::rename(file, &target)?;
-        tracing::error!(file = %target.display(), reason, "SSD file set aside, its blocks are not served: keep it for a look, or delete it");
+        tracing::error!(file = %target.display(), reason, "SSD file quarantined, its blocks are not served: keep it for analysis, or delete it");
         self.quarantined.push(target);
         Ok(())
     }
 
-    /// Makes the file if there is none; its head comes with its first segment.
+    /// Creates the file if there is none; its head is written with its first segment.
     pub(super) fn create(&self) -> io::Result<()> {
         File::options().write(true).create(true).truncate(false).open(self.file())?;
         File::open(&self.path)?.sync_all()
     }
 }
 
-/// Segment size of the file in bytes; 0 for one that was begun and holds nothing.
+/// Segment size of the file in bytes; 0 for a file without data.
 fn check_file(path: &Path, identity: IdentityDigest, faults: &SsdFaults) -> io::Result<Result<u32, String>> {
     let file = File::open(path)?;
     if file.metadata()?.len() == 0 {
         return Ok(Ok(0));
     }
-    if is_untouched(&file).unwrap_or(false) {
+    if is_blank(&file).unwrap_or(false) {
         return Ok(Ok(0));
     }
     let mut page = vec![0u8; PAGE_BYTES];
@@ -103,9 +104,9 @@ fn check_file(path: &Path, identity: IdentityDigest, faults: &SsdFaults) -> io::
     Ok(check_file_head(&page, identity).map_err(str::to_owned))
 }
 
-/// Whether a file was begun and nothing was written into it before a crash: zeros where its head belongs, and
-/// where that of its first segment does, which is used before any other.
-fn is_untouched(file: &File) -> io::Result<bool> {
+/// Whether a file was created and never written before a crash: zeros at its head and at the head
+/// of its first segment, which is always used first.
+fn is_blank(file: &File) -> io::Result<bool> {
     let is_zero = |at: u64| {
         let mut page = [0u8; PAGE_BYTES];
         match file.read_exact_at(&mut page, at) {
@@ -117,8 +118,8 @@ fn is_untouched(file: &File) -> io::Result<bool> {
     Ok(file.metadata()?.len() >= PAGE_BYTES as u64 && is_zero(0)? && is_zero(SEGMENTS_AT)?)
 }
 
-/// A name beside `path` that no file has: what was set aside before may be somebody's evidence.
-fn free_name(path: &Path) -> io::Result<PathBuf> {
+/// An unused name beside `path`: earlier quarantined files may be needed for analysis.
+fn quarantine_name(path: &Path) -> io::Result<PathBuf> {
     let mut number = 0u64;
     loop {
         let mut target = path.as_os_str().to_owned();

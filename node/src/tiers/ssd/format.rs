@@ -1,21 +1,23 @@
-//! What lies on the SSD, byte by byte: the head of the file, the head of a segment, records, the footer.
+//! The format on SSD: file head, segment head, records, footer.
 //!
-//! All numbers are little endian, and each part has its own CRC32C. Payload checksums are the frame's own.
-//! The whole picture is in `docs/adr/0022-ssd-segments.md`. Not here: reading and writing.
+//! All numbers are little-endian, and each part has its own CRC32C. Payload checksums are the
+//! frame's own. `docs/adr/0022-ssd-segments.md` shows the whole layout. Not here: reading and
+//! writing.
 
 use kv_core::evict::BlockTraits;
 use kv_core::id::{BlockHash, Category, Generation, IdentityDigest, RequestKind, TenantId};
 
-/// Unit of direct I/O in bytes; everything begins at a multiple of it.
+/// Unit of direct I/O in bytes; every part begins at a multiple of it.
 pub(crate) const PAGE_BYTES: usize = 4096;
 
-/// Last bytes of a record: what its block is, behind the frame so that the frame begins on a page.
+/// Length of a record's trailer in bytes. It describes the block, and follows the frame so that the
+/// frame begins on a page.
 pub(crate) const TRAILER_BYTES: usize = 128;
 
-/// A line of a footer's table in bytes, and the size of the line that ends it.
+/// Length of a footer entry in bytes, and of the footer's trailer.
 pub(crate) const ENTRY_BYTES: usize = 64;
 
-/// Where the first segment begins: behind the head of the file.
+/// Offset of the first segment, behind the head of the file.
 pub(crate) const SEGMENTS_AT: u64 = 64 << 10;
 
 const FILE_MAGIC: [u8; 8] = *b"KVFSEG\0\x01";
@@ -27,24 +29,24 @@ const TRAILER_CRC_AT: usize = 80;
 const HEAD_CRC_AT: usize = 32;
 const FOOTER_CRC_AT: usize = 24;
 
-/// Pages of the record of a frame of `frame_bytes`.
+/// Pages of the record for a frame of `frame_bytes`.
 pub(crate) fn record_pages(frame_bytes: usize) -> u32 {
     u32::try_from((frame_bytes + TRAILER_BYTES).div_ceil(PAGE_BYTES)).unwrap_or(u32::MAX)
 }
 
-/// Room that a frame of `frame_bytes` takes, in bytes.
+/// Space for a frame of `frame_bytes`, in bytes.
 #[must_use]
 pub fn record_bytes(frame_bytes: usize) -> usize {
     (frame_bytes + TRAILER_BYTES).next_multiple_of(PAGE_BYTES)
 }
 
-/// Pages of a footer with so many records.
+/// Pages of a footer with `records` records.
 pub(crate) fn footer_pages(records: u32) -> u32 {
     let bytes = (u64::from(records) + 1) * ENTRY_BYTES as u64;
     u32::try_from(bytes.div_ceil(PAGE_BYTES as u64)).unwrap_or(u32::MAX)
 }
 
-/// First page of a file.
+/// The first page of a file.
 pub(crate) fn file_head(segment_bytes: u32, identity: IdentityDigest) -> [u8; PAGE_BYTES] {
     let mut page = [0u8; PAGE_BYTES];
     page[..8].copy_from_slice(&FILE_MAGIC);
@@ -56,7 +58,8 @@ pub(crate) fn file_head(segment_bytes: u32, identity: IdentityDigest) -> [u8; PA
     page
 }
 
-/// Checks the head of a file and gives its segment size; the error is the reason for setting it aside.
+/// Checks the head of a file and returns its segment size; the error is the reason to quarantine
+/// it.
 pub(crate) fn check_file_head(page: &[u8], identity: IdentityDigest) -> Result<u32, &'static str> {
     if page.len() < 36 || page[..8] != FILE_MAGIC {
         return Err("it does not begin with a kvfleet superblock");
@@ -66,12 +69,12 @@ pub(crate) fn check_file_head(page: &[u8], identity: IdentityDigest) -> Result<u
     }
     if u32_at(page, 8) != FILE_VERSION {
         return Err(
-            "another version of this format wrote it: rename it back to serve it by a release of that version",
+            "another version of this format wrote it: rename it back to serve it with a release of that version",
         );
     }
     let segment_bytes = u32_at(page, 12);
     if segment_bytes < 4 * PAGE_BYTES as u32 || !(segment_bytes as usize).is_multiple_of(PAGE_BYTES) {
-        return Err("its segments are no whole pages");
+        return Err("its segments are not whole pages");
     }
     if page[16..32] != identity.0 {
         return Err(
@@ -81,8 +84,8 @@ pub(crate) fn check_file_head(page: &[u8], identity: IdentityDigest) -> Result<u
     Ok(segment_bytes)
 }
 
-/// One use of a segment. The nonce is drawn anew each time, so that nothing of an earlier use, and no
-/// payload that somebody wrote to look like a record, passes for one of this use.
+/// One use of a segment. Each use has a new random nonce, so that data of an earlier use, or a
+/// payload forged to look like a record, is not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SegmentHead {
     pub(crate) segment: u32,
@@ -110,44 +113,44 @@ impl SegmentHead {
             return Err("segment head does not match its checksum");
         }
         if u32_at(head, 4) != segment {
-            return Err("segment head is of another segment");
+            return Err("segment head belongs to another segment");
         }
         Ok(Some(SegmentHead { segment, nonce: u64_at(head, 8) }))
     }
 }
 
-/// What a record says about its block.
+/// Metadata of a record's block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecordHeader {
-    /// The block.
+    /// Hash of the block.
     pub hash: BlockHash,
-    /// Hash before it.
+    /// Hash of the preceding block.
     pub parent: Option<BlockHash>,
-    /// Who saved it.
+    /// Tenant that saved it.
     pub tenant: TenantId,
     /// Category and offset; `bytes` is the encoded frame's length.
     pub traits: BlockTraits,
-    /// The weights it was computed with; its frame has the identity of these.
+    /// Generation of the weights that computed it; its frame has the matching identity.
     pub generation: Generation,
-    /// Order of writing; of two records with one hash the later counts.
+    /// Write order; of two records with one hash the later one is valid.
     pub sequence: u64,
 }
 
-/// Where a record lies, written into it so that a misdirected write is noticed.
+/// Position of a record, stored in it to detect a misdirected write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Place {
+pub(crate) struct RecordPosition {
     pub(crate) head: SegmentHead,
     /// Page in the segment.
     pub(crate) page: u32,
 }
 
 impl RecordHeader {
-    /// Writes the trailer of the record at `place`.
-    pub(crate) fn write(&self, place: Place, out: &mut [u8]) {
+    /// Writes the trailer of the record at `position`.
+    pub(crate) fn write(&self, place: RecordPosition, out: &mut [u8]) {
         out[..TRAILER_BYTES].fill(0);
         out[..4].copy_from_slice(&RECORD_MAGIC);
         out[4] = self.traits.category.kind as u8;
-        out[5] = self.traits.category.turn;
+        out[5] = self.traits.category.conversation_turn;
         out[6] = u8::from(self.parent.is_some());
         out[8..12].copy_from_slice(&self.tenant.0.to_le_bytes());
         out[12..16].copy_from_slice(&self.traits.offset_blocks.to_le_bytes());
@@ -163,8 +166,8 @@ impl RecordHeader {
         out[TRAILER_CRC_AT..TRAILER_CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
     }
 
-    /// Reads the trailer of the record at `place`.
-    pub(crate) fn read(trailer: &[u8], place: Place) -> Result<RecordHeader, &'static str> {
+    /// Reads the trailer of the record at `position`.
+    pub(crate) fn read(trailer: &[u8], place: RecordPosition) -> Result<RecordHeader, &'static str> {
         let Some(head) = trailer.get(..TRAILER_BYTES) else { return Err("record is cut off") };
         if head[..4] != RECORD_MAGIC
             || u32_at(head, TRAILER_CRC_AT) != crc32c::crc32c(&head[..TRAILER_CRC_AT])
@@ -173,15 +176,15 @@ impl RecordHeader {
         }
         let found = (u64_at(head, 64), u32_at(head, 72), u32_at(head, 76));
         if found != (place.head.nonce, place.head.segment, place.page) {
-            return Err("record is of another time or place");
+            return Err("record belongs to another use or position");
         }
         let numbers = [u32_at(head, 8), u32_at(head, 12), u32_at(head, 16), u32_at(head, 20)];
-        Ok(header_of(head, 4, 32, 48, numbers, u64_at(head, 24)))
+        Ok(decode_header(head, 4, 32, 48, numbers, u64_at(head, 24)))
     }
 }
 
-/// Two layouts of the same fields; `numbers` are tenant, offset, length and generation.
-fn header_of(
+/// Decodes the fields from either layout; `numbers` are tenant, offset, length and generation.
+fn decode_header(
     bytes: &[u8],
     kind_at: usize,
     hash_at: usize,
@@ -189,7 +192,8 @@ fn header_of(
     [tenant, offset_blocks, frame_bytes, generation]: [u32; 4],
     sequence: u64,
 ) -> RecordHeader {
-    let category = Category { kind: RequestKind::from_u8(bytes[kind_at]), turn: bytes[kind_at + 1] };
+    let category =
+        Category { kind: RequestKind::from_u8(bytes[kind_at]), conversation_turn: bytes[kind_at + 1] };
     let hash = BlockHash(array_at(bytes, hash_at));
     let fingerprint = hash.fingerprint();
     let traits = BlockTraits { category, offset_blocks, bytes: frame_bytes, is_partial: false, fingerprint };
@@ -198,16 +202,16 @@ fn header_of(
     RecordHeader { hash, parent, tenant, traits, generation, sequence }
 }
 
-/// A line of a footer.
+/// An entry of a footer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Entry {
+pub(crate) struct FooterEntry {
     pub(crate) header: RecordHeader,
     /// Page in the segment.
     pub(crate) page: u32,
 }
 
 /// The pages of a footer, which are the last ones of their segment.
-pub(crate) fn footer(head: SegmentHead, entries: &[Entry]) -> Vec<u8> {
+pub(crate) fn footer(head: SegmentHead, entries: &[FooterEntry]) -> Vec<u8> {
     let count = u32::try_from(entries.len()).unwrap_or(u32::MAX);
     let mut bytes = vec![0u8; footer_pages(count) as usize * PAGE_BYTES];
     let (lines, _) = bytes.as_chunks_mut::<ENTRY_BYTES>();
@@ -221,7 +225,7 @@ pub(crate) fn footer(head: SegmentHead, entries: &[Entry]) -> Vec<u8> {
         line[48..52].copy_from_slice(&header.traits.bytes.to_le_bytes());
         line[52..56].copy_from_slice(&entry.page.to_le_bytes());
         line[56] = header.traits.category.kind as u8;
-        line[57] = header.traits.category.turn;
+        line[57] = header.traits.category.conversation_turn;
         line[58] = u8::from(header.parent.is_some());
         line[60..64].copy_from_slice(&header.generation.0.to_le_bytes());
     }
@@ -238,29 +242,29 @@ pub(crate) fn footer(head: SegmentHead, entries: &[Entry]) -> Vec<u8> {
     bytes
 }
 
-/// The last line of a footer.
+/// The trailer of a footer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct FooterEnd {
+pub(crate) struct FooterTrailer {
     pub(crate) head: SegmentHead,
     pub(crate) records: u32,
     table_crc: u32,
 }
 
-impl FooterEnd {
-    /// Reads it from the last page of a segment; nothing when there is none of this segment.
-    pub(crate) fn read(page: &[u8], segment: u32, segment_pages: u32) -> Option<FooterEnd> {
+impl FooterTrailer {
+    /// Reads it from the last page of a segment; `None` if that is not a footer of this segment.
+    pub(crate) fn read(page: &[u8], segment: u32, segment_pages: u32) -> Option<FooterTrailer> {
         let end = page.get(page.len().checked_sub(ENTRY_BYTES)?..)?;
         let whole = end[..4] == FOOTER_MAGIC
             && u32_at(end, FOOTER_CRC_AT) == crc32c::crc32c(&end[..FOOTER_CRC_AT])
             && u32_at(end, 4) == segment;
         let head = SegmentHead { segment, nonce: u64_at(end, 8) };
-        let found = FooterEnd { head, records: u32_at(end, 16), table_crc: u32_at(end, 20) };
+        let found = FooterTrailer { head, records: u32_at(end, 16), table_crc: u32_at(end, 20) };
         (whole && found.records < segment_pages && footer_pages(found.records) < segment_pages)
             .then_some(found)
     }
 
-    /// The lines of the footer whose pages these are.
-    pub(crate) fn entries(self, pages: &[u8]) -> Option<Vec<Entry>> {
+    /// The entries in the footer's pages; `None` if their checksum differs.
+    pub(crate) fn entries(self, pages: &[u8]) -> Option<Vec<FooterEntry>> {
         let table = pages.get(..self.records as usize * ENTRY_BYTES)?;
         if crc32c::crc32c(table) != self.table_crc {
             return None;
@@ -269,8 +273,8 @@ impl FooterEnd {
         let entry = |line: &[u8; ENTRY_BYTES]| {
             let sequence = u64_at(line, 32);
             let numbers = [u32_at(line, 40), u32_at(line, 44), u32_at(line, 48), u32_at(line, 60)];
-            let header = header_of(line, 56, 0, 16, numbers, sequence);
-            Entry { header, page: u32_at(line, 52) }
+            let header = decode_header(line, 56, 0, 16, numbers, sequence);
+            FooterEntry { header, page: u32_at(line, 52) }
         };
         Some(lines.iter().map(entry).collect())
     }
@@ -296,7 +300,7 @@ mod tests {
     use super::*;
 
     const HEAD: SegmentHead = SegmentHead { segment: 3, nonce: 0x1234_5678_9abc_def0 };
-    const PLACE: Place = Place { head: HEAD, page: 17 };
+    const POSITION: RecordPosition = RecordPosition { head: HEAD, page: 17 };
 
     fn header() -> RecordHeader {
         RecordHeader {
@@ -304,7 +308,7 @@ mod tests {
             parent: Some(BlockHash([2; 16])),
             tenant: TenantId(9),
             traits: BlockTraits {
-                category: Category { kind: RequestKind::Agent, turn: 4 },
+                category: Category { kind: RequestKind::Agent, conversation_turn: 4 },
                 offset_blocks: 17,
                 bytes: 1234,
                 is_partial: false,
@@ -316,26 +320,26 @@ mod tests {
     }
 
     #[test]
-    fn a_trailer_reads_back_at_its_place_only() {
+    fn trailer_is_valid_only_at_its_position() {
         let mut bytes = [0xffu8; TRAILER_BYTES];
         for header in [header(), RecordHeader { parent: None, ..header() }] {
-            header.write(PLACE, &mut bytes);
-            assert_eq!(RecordHeader::read(&bytes, PLACE), Ok(header));
+            header.write(POSITION, &mut bytes);
+            assert_eq!(RecordHeader::read(&bytes, POSITION), Ok(header));
         }
         let other = SegmentHead { nonce: 1, ..HEAD };
-        for place in [Place { page: 18, ..PLACE }, Place { head: other, ..PLACE }] {
+        for place in [RecordPosition { page: 18, ..POSITION }, RecordPosition { head: other, ..POSITION }] {
             assert!(RecordHeader::read(&bytes, place).unwrap_err().contains("another"));
         }
-        assert!(RecordHeader::read(&bytes[..50], PLACE).is_err());
+        assert!(RecordHeader::read(&bytes[..50], POSITION).is_err());
     }
 
     #[test]
-    fn every_flipped_bit_of_a_trailer_or_a_head_is_noticed() {
+    fn bit_flips_in_trailer_and_head_are_detected() {
         let mut bytes = [0u8; TRAILER_BYTES];
-        header().write(PLACE, &mut bytes);
+        header().write(POSITION, &mut bytes);
         for bit in 0..(TRAILER_CRC_AT + 4) * 8 {
             bytes[bit / 8] ^= 1 << (bit % 8);
-            assert!(RecordHeader::read(&bytes, PLACE).is_err(), "bit {bit}");
+            assert!(RecordHeader::read(&bytes, POSITION).is_err(), "bit {bit}");
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
         let mut page = HEAD.page();
@@ -350,14 +354,14 @@ mod tests {
     }
 
     #[test]
-    fn a_footer_reads_back_and_every_flipped_bit_is_noticed() {
+    fn footer_round_trips_and_bit_flips_are_detected() {
         let entry =
-            |page: u32| Entry { header: RecordHeader { sequence: u64::from(page), ..header() }, page };
-        let entries: Vec<Entry> = (1..=70).map(entry).collect();
+            |page: u32| FooterEntry { header: RecordHeader { sequence: u64::from(page), ..header() }, page };
+        let entries: Vec<FooterEntry> = (1..=70).map(entry).collect();
         let mut bytes = footer(HEAD, &entries);
         assert_eq!(bytes.len(), 2 * PAGE_BYTES);
         let read = |bytes: &[u8]| {
-            let end = FooterEnd::read(&bytes[PAGE_BYTES..], 3, 1024)?;
+            let end = FooterTrailer::read(&bytes[PAGE_BYTES..], 3, 1024)?;
             (end.head == HEAD).then_some(end)?.entries(bytes)
         };
         assert_eq!(read(&bytes).unwrap(), entries);
@@ -371,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn the_head_of_a_file_says_why_it_is_refused() {
+    fn rejected_file_head_names_the_reason() {
         let identity = IdentityDigest([5; 16]);
         let page = file_head(65536, identity);
         assert_eq!(check_file_head(&page, identity), Ok(65536));

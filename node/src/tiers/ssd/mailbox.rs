@@ -1,7 +1,7 @@
-//! Jobs on their way to the thread of a device, and the bell that wakes it: at most one system call for all
-//! jobs that come while it sleeps, none while it works.
+//! A job queue to the thread of a device, with an eventfd that wakes it: at most one system call
+//! for all jobs sent while it sleeps, none while it works.
 //!
-//! Not here: what a job is (`engine`).
+//! Not here: the jobs (`engine`).
 
 use std::collections::VecDeque;
 use std::io;
@@ -11,16 +11,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use parking_lot::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
-/// A queue with a bell.
+/// A queue that can wake its receiver.
 #[derive(Debug)]
 pub(crate) struct Mailbox<T> {
-    queue: Mutex<Queue<T>>,
+    queue: Mutex<JobQueue<T>>,
     sleeping: AtomicBool,
-    bell: OwnedFd,
+    wake_fd: OwnedFd,
 }
 
 #[derive(Debug)]
-struct Queue<T> {
+struct JobQueue<T> {
     jobs: VecDeque<T>,
     closed: bool,
 }
@@ -28,16 +28,16 @@ struct Queue<T> {
 impl<T> Mailbox<T> {
     pub(crate) fn new() -> io::Result<Mailbox<T>> {
         let bell = eventfd(0, EventfdFlags::CLOEXEC)?;
-        let queue = Mutex::new(Queue { jobs: VecDeque::new(), closed: false });
-        Ok(Mailbox { queue, sleeping: AtomicBool::new(false), bell })
+        let queue = Mutex::new(JobQueue { jobs: VecDeque::new(), closed: false });
+        Ok(Mailbox { queue, sleeping: AtomicBool::new(false), wake_fd: bell })
     }
 
-    /// Reads of this block until the bell has rung.
-    pub(crate) fn bell(&self) -> RawFd {
-        self.bell.as_raw_fd()
+    /// A read of this descriptor blocks until a wake-up.
+    pub(crate) fn wake_fd(&self) -> RawFd {
+        self.wake_fd.as_raw_fd()
     }
 
-    /// `false` once the thread has gone.
+    /// Sends a job; `false` once the mailbox is closed.
     pub(crate) fn send(&self, job: T) -> bool {
         let mut queue = self.queue.lock();
         if queue.closed {
@@ -45,33 +45,33 @@ impl<T> Mailbox<T> {
         }
         queue.jobs.push_back(job);
         drop(queue);
-        self.ring();
+        self.wake();
         true
     }
 
-    /// No more jobs come.
+    /// Closes the mailbox: no further jobs.
     pub(crate) fn close(&self) {
         self.queue.lock().closed = true;
-        self.ring();
+        self.wake();
     }
 
-    fn ring(&self) {
+    fn wake(&self) {
         if self.sleeping.swap(false, Ordering::SeqCst)
-            && let Err(cause) = rustix::io::write(&self.bell, &1u64.to_ne_bytes())
+            && let Err(cause) = rustix::io::write(&self.wake_fd, &1u64.to_ne_bytes())
         {
-            tracing::error!(%cause, "the SSD thread cannot be woken");
+            tracing::error!(%cause, "cannot wake the SSD thread");
         }
     }
 
-    /// Moves all jobs to the end of `into`. `true` once no more come.
+    /// Moves all jobs to the end of `into`. `true` once the mailbox is closed.
     pub(crate) fn take(&self, into: &mut VecDeque<T>) -> bool {
         let mut queue = self.queue.lock();
         into.append(&mut queue.jobs);
         queue.closed
     }
 
-    /// Says that the thread is about to sleep. `false` when there is something to do instead.
-    pub(crate) fn may_sleep(&self) -> bool {
+    /// Announces that the thread is about to sleep. `false` if there is work instead.
+    pub(crate) fn prepare_to_sleep(&self) -> bool {
         self.sleeping.store(true, Ordering::SeqCst);
         let queue = self.queue.lock();
         let idle = queue.jobs.is_empty() && !queue.closed;
@@ -81,15 +81,15 @@ impl<T> Mailbox<T> {
         idle
     }
 
-    /// Says that the thread is awake for another reason than the bell.
-    pub(crate) fn woke(&self) {
+    /// Announces that the thread woke for another reason.
+    pub(crate) fn mark_awake(&self) {
         self.sleeping.store(false, Ordering::SeqCst);
     }
 
-    /// Sleeps until the bell rings, for a thread that waits for nothing else.
+    /// Sleeps until a wake-up, for a thread without other events.
     pub(crate) fn wait(&self) {
         let mut count = [0u8; 8];
-        while let Err(rustix::io::Errno::INTR) = rustix::io::read(&self.bell, &mut count) {}
+        while let Err(rustix::io::Errno::INTR) = rustix::io::read(&self.wake_fd, &mut count) {}
     }
 }
 
@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_job_reaches_a_thread_that_sleeps_when_it_may() {
+    fn every_job_reaches_a_sleeping_thread() {
         let mailbox = Arc::new(Mailbox::new().unwrap());
         let theirs = Arc::clone(&mailbox);
         let thread = std::thread::spawn(move || {
@@ -112,7 +112,7 @@ mod tests {
                 if over {
                     return sum;
                 }
-                if theirs.may_sleep() {
+                if theirs.prepare_to_sleep() {
                     theirs.wait();
                 }
             }

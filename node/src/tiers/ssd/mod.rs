@@ -1,9 +1,9 @@
-//! The SSD tier: a log of records in segments, on one or several devices, each with a thread of its own.
+//! The SSD tier: a log of records in segments, on one or several devices, each with its own thread.
 //!
-//! A block is committed (written and flushed) before anyone hears of it, and verified whenever it is
-//! read. After a restart the segments say what they hold. The format and its invariants are in
-//! `docs/adr/0022-ssd-segments.md`. Not here: which blocks belong on SSD (`kv_core::tier`), and what follows
-//! from an error (`store`).
+//! A block is committed (written and flushed) before it is announced, and verified at every read.
+//! After a restart its content is recovered from the segments. The format and its invariants are in
+//! `docs/adr/0022-ssd-segments.md`. Not here: which blocks belong on SSD (`kv_core::tier`), and
+//! handling of errors (`store`).
 
 mod book;
 pub mod budget;
@@ -20,11 +20,11 @@ mod pick;
 mod recover;
 mod ring;
 pub mod shape;
-mod slow;
+mod slowness;
 #[cfg(test)]
 mod tests;
 mod weights;
-mod writing;
+mod writer;
 
 pub use depth::Depth;
 pub use engine::{ReadFault, Report, SsdFaults};
@@ -42,62 +42,63 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use crate::arena::{Arena, SlotMut};
 use book::{RecordId, SegmentBook};
-use buffer::Pool;
-use device::{Device, FileDevice};
-use engine::{Engine, Parts, QUEUE_DEPTH};
+use buffer::ChunkPool;
+use device::{BlockDevice, FileDevice};
+use engine::{DeviceEngine, EngineParts, QUEUE_DEPTH};
 use files::Directory;
-use lane::{Ended, Lane, Sight};
+use lane::{DeviceHealth, Lane, LaneEvent};
 use mailbox::Mailbox;
-use recover::Recovery;
+use recover::DeviceRecovery;
 use ring::Ring;
-use shape::Shape;
-use weights::Noted;
+use shape::SegmentShape;
+use weights::WeightsNote;
 
-/// Jobs handed to a device and not yet reported; callers are told to come again above it.
+/// Maximum open jobs of a device; above it callers must retry later.
 pub const JOBS_MAX: usize = 1024;
 
-const _: () = assert!(depth::DEPTH_MAX.moves <= JOBS_MAX, "a device takes a job for each move");
+const _: () = assert!(depth::DEPTH_MAX.moves <= JOBS_MAX, "a device accepts a job for each move");
 
-/// Devices of one node; a record says which in eight bits.
+/// Maximum devices of one node; a record stores the device in eight bits.
 pub const DEVICES_MAX: usize = 64;
 
-/// Memory for what is known of one record, in bytes, and for what a start finds of it; lists grow by doubling.
-pub(crate) const RECORD_BYTES_MAX: u64 = 3 * book::RECORD_BYTES + 2 * size_of::<FoundBlock>() as u64;
+/// Memory per record in bytes, including recovery at start; lists grow by doubling.
+pub(crate) const RECORD_BYTES_MAX: u64 = 3 * book::RECORD_BYTES + 2 * size_of::<ScannedBlock>() as u64;
 
-/// Memory of one device's engine, in bytes: chunks that are written, records that are moved or checked, and at start the
-/// one segment that a crash makes it read whole.
+/// Memory of one device's engine, in bytes: write chunks, records being relocated or checked, and
+/// at start the one unsealed segment that is read whole.
 pub(crate) fn memory_bytes_max(capacity: Capacity, frame_bytes_max: usize) -> u64 {
     let record = format::record_bytes(frame_bytes_max) as u64;
-    let moved = (lane::RECORDS_HELD_MAX as u64).saturating_mul(record);
-    let staging = Depth::of(frame_bytes_max).staging_records(1);
-    let segment = Shape::new(capacity, frame_bytes_max, staging, None).segment_bytes();
-    writing::POOL_BYTES as u64 + moved.saturating_add(segment)
+    let moved = (lane::RECORDS_IN_MEMORY_MAX as u64).saturating_mul(record);
+    let staging = Depth::for_frames(frame_bytes_max).staging_records(1);
+    let segment = SegmentShape::new(capacity, frame_bytes_max, staging, None).segment_bytes();
+    writer::POOL_BYTES as u64 + moved.saturating_add(segment)
 }
 
-/// How the tier is opened.
+/// Configuration of the tier.
 #[derive(Clone, Debug)]
 pub struct SsdConfig {
-    /// Directories, each best on a device of its own; made if absent. The capacity is spread evenly.
+    /// Directories, ideally each on its own device; created if absent. The capacity is spread
+    /// evenly.
     pub dirs: Vec<PathBuf>,
-    /// Identity of every block in it, under weights of generation 0.
+    /// Identity of every block in it, with weights of generation 0.
     pub identity: IdentityDigest,
-    /// Size of all of them together.
+    /// Total capacity of all directories.
     pub capacity: Capacity,
     /// Length of the largest frame, in bytes.
     pub frame_bytes_max: usize,
-    /// Blocks on their way at once.
+    /// Limits of blocks in transit.
     pub depth: Depth,
-    /// Try io_uring (otherwise plain calls).
+    /// Whether to try io_uring; otherwise system calls are used.
     pub uring: bool,
-    /// Differs from start to start; what tells one use of a segment from the others is drawn from it.
+    /// Seed that differs between starts; nonces of segments are derived from it.
     pub seed: u64,
-    /// Where blocks are read to, if it is known: devices keep it mapped.
+    /// Destination of reads, if known: devices register it with the kernel.
     pub arena: Option<Arena>,
-    /// Faults for tests.
+    /// Faults injected by tests.
     pub faults: Arc<SsdFaults>,
 }
 
-/// The directory cannot be used.
+/// Error of an unusable directory.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "cannot use SSD directory {}: {cause}; give this node a directory of its own that it may write, or set ssd_bytes = 0",
@@ -106,11 +107,11 @@ pub struct SsdConfig {
 pub struct SsdError {
     /// The directory.
     pub dir: PathBuf,
-    /// What the system said.
+    /// The system's error.
     pub cause: io::Error,
 }
 
-/// A block's record; stays the same when its bytes are moved.
+/// A block's record; stays the same when it is relocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SsdRecord {
     lane: u8,
@@ -119,66 +120,67 @@ pub struct SsdRecord {
 
 /// A block found at start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FoundBlock {
+pub struct ScannedBlock {
     /// Its record.
     pub record: SsdRecord,
-    /// What the record says.
+    /// The record's metadata.
     pub header: RecordHeader,
-    /// Its bytes were read and are right; otherwise only the footer of its segment says so.
+    /// Whether its bytes were read and verified; otherwise only the segment's footer lists it.
     pub is_verified: bool,
 }
 
-/// What a start found.
+/// Result of the scan at start.
 #[derive(Debug, Default)]
 pub struct ScanReport {
-    /// Blocks, oldest first: those of the generation that the node was told last, written since.
-    pub blocks: Vec<FoundBlock>,
-    /// That generation.
+    /// Recovered blocks, oldest first: those of the current generation, written since it took
+    /// effect.
+    pub blocks: Vec<ScannedBlock>,
+    /// The current generation.
     pub generation: Generation,
-    /// All others, which are left out and free.
-    pub void: u64,
+    /// Number of blocks of other generations, which are discarded.
+    pub invalidated: u64,
     /// Records and segments skipped: damaged, unreadable, or too long for this node.
     pub damaged: u64,
-    /// Writes that a crash cut short; nobody was told of them.
+    /// Writes cut short by a crash; they were never announced.
     pub torn: u64,
-    /// Files set aside, by their new names.
+    /// Quarantined files, by their new names.
     pub quarantined: Vec<PathBuf>,
 }
 
-/// A job's end.
+/// Result of a job.
 #[derive(Debug)]
-pub enum Done {
-    /// The block is on the medium.
+pub enum SsdCompletion {
+    /// A write ended.
     Written {
         /// The job.
         token: u64,
-        /// Whether it is.
+        /// Whether the block is on the medium.
         result: io::Result<()>,
     },
-    /// The block is in DRAM again, verified.
+    /// A read ended.
     Read {
         /// The job.
         token: u64,
-        /// Its frame.
+        /// The verified frame.
         result: Result<Bytes, ReadFault>,
     },
-    /// A block that nobody asked for turned out to be unreadable while it was moved. Its record is gone.
+    /// A block turned out to be unreadable during a relocation or check. Its record is freed.
     Lost {
         /// The record.
         record: SsdRecord,
-        /// What was given with it.
+        /// The owner given with it.
         owner: u32,
-        /// Why.
+        /// The reason.
         fault: ReadFault,
     },
-    /// A record was read though nobody asked.
+    /// The scrubber checked a record.
     Checked {
-        /// The bytes that are as they were written, or what the medium said when it was to be read.
+        /// Bytes verified, or the medium's error.
         result: io::Result<u64>,
     },
-    /// A device cannot write for itself; nothing is written to it before [`Ssd::resume`].
+    /// A maintenance write of a device failed; it accepts no writes until [`SsdTier::resume`].
     Failed {
-        /// What it said.
+        /// The error.
         cause: io::Error,
     },
 }
@@ -186,72 +188,73 @@ pub enum Done {
 /// Bytes written since start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Wear {
-    /// Frames that came from DRAM.
+    /// Bytes of frames from DRAM.
     pub saved_bytes: u64,
-    /// Frames that were written again so that their segment could be.
-    pub rescued_bytes: u64,
+    /// Bytes of frames rewritten to reclaim their segment.
+    pub rewritten_bytes: u64,
 }
 
 /// Handle of the tier. Dropping it ends the threads after the open jobs.
 #[derive(Debug)]
-pub struct Ssd {
+pub struct SsdTier {
     lanes: Vec<Lane>,
-    /// The device that is tried first for the next block.
-    turn: usize,
-    /// The device of which a record is checked next.
-    scrub_turn: usize,
+    /// The device to try first for the next block.
+    next_device: usize,
+    /// The device to scrub next.
+    next_scrub_device: usize,
     sequence: u64,
-    /// Held as long as this handle.
+    /// Held as long as this handle, for the directory locks.
     dirs: Vec<Directory>,
 }
 
-impl Ssd {
-    /// Opens the directories, reads what they hold and starts the threads; `reports` gets the ends of jobs,
-    /// for [`Self::take_in`].
+impl SsdTier {
+    /// Opens the directories, recovers their content and starts the threads; `reports` receives the
+    /// ends of jobs, for [`Self::complete`].
     ///
     /// # Errors
-    /// [`SsdError`] when a directory cannot be read or written at all.
+    /// [`SsdError`] if a directory cannot be read or written at all.
     pub fn open(
         config: &SsdConfig,
         reports: &UnboundedSender<Report>,
-    ) -> Result<(Ssd, ScanReport), SsdError> {
+    ) -> Result<(SsdTier, ScanReport), SsdError> {
         let mut report = ScanReport::default();
-        let mut ssd = Ssd::empty();
+        let mut ssd = SsdTier::empty();
         for dir in config.dirs.iter().take(DEVICES_MAX) {
             let opened = ssd.open_dir(config, dir, reports.clone(), &mut report);
             opened.map_err(|cause| SsdError { dir: dir.clone(), cause })?;
         }
-        let noted = ssd.noted(&report)?;
-        ssd.order(noted, &mut report);
+        let noted = ssd.read_weights_note(&report)?;
+        ssd.merge_recovered(noted, &mut report);
         Ok((ssd, report))
     }
 
-    fn empty() -> Ssd {
-        Ssd { lanes: Vec::new(), turn: 0, scrub_turn: 0, sequence: 0, dirs: Vec::new() }
+    fn empty() -> SsdTier {
+        SsdTier { lanes: Vec::new(), next_device: 0, next_scrub_device: 0, sequence: 0, dirs: Vec::new() }
     }
 
-    /// Brings what all devices hold into one order.
-    fn order(&mut self, noted: Noted, report: &mut ScanReport) {
-        // A record that was being moved may be at both places, with one number: rather the one that was read. Runs that
-        // are in order already, as most segments are, are only put together.
+    /// Merges the blocks of all devices into one order.
+    fn merge_recovered(&mut self, noted: WeightsNote, report: &mut ScanReport) {
+        // A relocation in progress may have left two records with the same sequence: prefer the
+        // verified one. The sort merges runs that are already in order, as most segments are.
         report.blocks.sort_by_key(|found| (found.header.sequence, found.is_verified));
         self.sequence = report.blocks.last().map_or(0, |found| found.header.sequence);
-        self.keep_these_weights(noted, report);
+        self.drop_other_weights(noted, report);
         self.keep_newest(&mut report.blocks);
     }
 
-    /// What the node was told last of its weights. Where that cannot be read nothing is brought back, and it is noted anew.
-    fn noted(&self, report: &ScanReport) -> Result<Noted, SsdError> {
-        let (mut noted, mut is_known) = (Noted::default(), true);
+    /// The last recorded change of weights. If it cannot be read, no block is recovered, and a new
+    /// note is written.
+    fn read_weights_note(&self, report: &ScanReport) -> Result<WeightsNote, SsdError> {
+        let (mut noted, mut is_known) = (WeightsNote::default(), true);
         for dir in &self.dirs {
             match weights::read(&dir.path) {
-                // A device that was away while others were told knows less than they.
+                // A device that was absent during a change has an older note than the others.
                 Ok(found) => {
                     let both = [noted, found.unwrap_or_default()].into_iter();
-                    noted = both.max_by_key(|noted| noted.after).unwrap_or_default();
+                    noted = both.max_by_key(|noted| noted.older_up_to).unwrap_or_default();
                 }
                 Err(cause) => {
-                    tracing::error!(dir = %dir.path.display(), %cause, "of which weights the SSD blocks are cannot be read: none of them is served, and it is noted anew; look at the device");
+                    tracing::error!(dir = %dir.path.display(), %cause, "cannot read which weights the SSD blocks have: none of them is served, and a new note is written; check the device");
                     is_known = false;
                 }
             }
@@ -260,42 +263,42 @@ impl Ssd {
             return Ok(noted);
         }
         let last = report.blocks.iter().map(|found| found.header.sequence).max().unwrap_or_default();
-        let anew = Noted { generation: noted.generation, after: noted.after.max(last) };
+        let anew = WeightsNote { generation: noted.generation, older_up_to: noted.older_up_to.max(last) };
         for dir in &self.dirs {
             weights::write(&dir.path, anew).map_err(|cause| SsdError { dir: dir.path.clone(), cause })?;
         }
         Ok(anew)
     }
 
-    /// What was written before the node was told of these weights is not brought back, nor is what is of others.
-    fn keep_these_weights(&mut self, noted: Noted, report: &mut ScanReport) {
+    /// Discards blocks written before the current weights took effect, and blocks of other weights.
+    fn drop_other_weights(&mut self, noted: WeightsNote, report: &mut ScanReport) {
         report.generation = noted.generation;
-        self.sequence = self.sequence.max(noted.after);
+        self.sequence = self.sequence.max(noted.older_up_to);
         let found = report.blocks.len();
         report.blocks.retain(|found| {
             let RecordHeader { generation, sequence, .. } = found.header;
-            let keep = generation == noted.generation && sequence > noted.after;
+            let keep = generation == noted.generation && sequence > noted.older_up_to;
             if !keep {
                 self.free(found.record);
             }
             keep
         });
-        report.void = (found - report.blocks.len()) as u64;
+        report.invalidated = (found - report.blocks.len()) as u64;
     }
 
-    /// Notes that other weights are in force from here on, before anything is written under them.
+    /// Records that other weights are in effect from here on, before any block of them is written.
     ///
     /// # Errors
-    /// When no directory takes the note: after a restart nobody would know.
-    pub fn note_weights(&self, generation: Generation) -> io::Result<()> {
-        let noted = Noted { generation, after: self.sequence };
+    /// If no directory could store the note: it would be lost at a restart.
+    pub fn record_weights(&self, generation: Generation) -> io::Result<()> {
+        let noted = WeightsNote { generation, older_up_to: self.sequence };
         let mut failed = None;
         let mut is_noted = self.dirs.is_empty();
         for dir in &self.dirs {
             match weights::write(&dir.path, noted) {
                 Ok(()) => is_noted = true,
                 Err(cause) => {
-                    tracing::error!(dir = %dir.path.display(), %cause, "which weights are in force cannot be noted");
+                    tracing::error!(dir = %dir.path.display(), %cause, "cannot record the weights in effect");
                     failed = Some(cause);
                 }
             }
@@ -312,21 +315,21 @@ impl Ssd {
     ) -> io::Result<()> {
         let mut directory = Directory::open(dir, config.identity, &config.faults)?;
         let direct = direct_io(dir, &config.faults)?;
-        let capacity = share(config.capacity, config.dirs.len());
+        let capacity = capacity_share(config.capacity, config.dirs.len());
         let longest = config.frame_bytes_max;
         let staging = config.depth.staging_records(config.dirs.len());
-        let mut shape = Shape::new(capacity, longest, staging, directory.segment_pages);
+        let mut shape = SegmentShape::new(capacity, longest, staging, directory.segment_pages);
         if !shape.fits() {
-            directory.set_aside("its segments hold fewer than four of the largest blocks of this node")?;
-            shape = Shape::new(capacity, longest, staging, None);
+            directory.quarantine("its segments hold fewer than four of the largest blocks of this node")?;
+            shape = SegmentShape::new(capacity, longest, staging, None);
         }
-        let device: Arc<dyn Device> = if directory.segment_pages.is_some() {
+        let device: Arc<dyn BlockDevice> = if directory.segment_pages.is_some() {
             Arc::new(FileDevice::open(&directory.file(), direct)?)
         } else {
             directory.create()?;
             let bytes = u32::try_from(shape.segment_bytes()).map_err(|_| io::ErrorKind::InvalidInput)?;
             let head = format::file_head(bytes, config.identity);
-            Arc::new(FileDevice::begin(&directory.file(), direct, &head)?)
+            Arc::new(FileDevice::create(&directory.file(), direct, &head)?)
         };
         report.quarantined.append(&mut directory.quarantined);
         self.open_device(config, device, shape, directory.file().display().to_string(), reports, report)?;
@@ -334,19 +337,19 @@ impl Ssd {
         Ok(())
     }
 
-    /// Reads what a device holds and starts its thread.
+    /// Recovers a device's content and starts its thread.
     fn open_device(
         &mut self,
         config: &SsdConfig,
-        device: Arc<dyn Device>,
-        shape: Shape,
+        device: Arc<dyn BlockDevice>,
+        shape: SegmentShape,
         name: String,
         reports: UnboundedSender<Report>,
         report: &mut ScanReport,
     ) -> io::Result<()> {
         let number = u8::try_from(self.lanes.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let (identity, faults) = (config.identity, &*config.faults);
-        let recovery = Recovery {
+        let recovery = DeviceRecovery {
             device: &*device,
             shape,
             identity,
@@ -354,15 +357,15 @@ impl Ssd {
             name: name.clone(),
             flushed: Mutex::default(),
         };
-        let (segments, skipped) = recovery.all()?;
+        let (segments, skipped) = recovery.read_segments()?;
         let records = segments.iter().map(|found| found.entries().len()).sum();
         let mut book = SegmentBook::new(shape);
-        book.expect_records(records);
+        book.reserve_records(records);
         report.blocks.reserve(records);
         for found in segments {
-            let is_verified = matches!(&found, book::Found::Records { sealed: false, .. });
+            let is_verified = matches!(&found, book::RecoveredSegment::Records { sealed: false, .. });
             let (lane, headers) = (number, found.entries().iter().map(|entry| entry.header));
-            report.blocks.extend(headers.zip(book.adopt(&found)).map(|(header, id)| FoundBlock {
+            report.blocks.extend(headers.zip(book.add_recovered(&found)).map(|(header, id)| ScannedBlock {
                 record: SsdRecord { lane, id },
                 header,
                 is_verified,
@@ -372,12 +375,13 @@ impl Ssd {
         report.torn += skipped.torn;
         let mailbox = Arc::new(Mailbox::new()?);
         let tally = Arc::default();
-        let sight = Sight::new(Arc::clone(&device), Arc::clone(&tally), Arc::clone(&config.faults), name);
-        let parts = Parts {
+        let sight =
+            DeviceHealth::new(Arc::clone(&device), Arc::clone(&tally), Arc::clone(&config.faults), name);
+        let parts = EngineParts {
             lane: usize::from(number),
             identity,
             device,
-            tally,
+            totals: tally,
             mailbox: Arc::clone(&mailbox),
             reports: reports.clone(),
             faults: Arc::clone(&config.faults),
@@ -385,15 +389,16 @@ impl Ssd {
         let (uring, arena) = (config.uring, config.arena.clone());
         let thread = std::thread::Builder::new()
             .name(format!("kvfleet-ssd-{number}"))
-            .spawn(move || run(parts, uring, arena.as_ref()))?;
+            .spawn(move || run_device_thread(parts, uring, arena.as_ref()))?;
         let seed = config.seed.wrapping_add(u64::from(number) << 32);
         self.lanes.push(Lane::new(book, usize::from(number), mailbox, reports, thread, sight, seed));
         Ok(())
     }
 
-    /// Of several records with one hash the last written stays; the others are free.
-    fn keep_newest(&mut self, blocks: &mut Vec<FoundBlock>) {
-        // Sorted, not looked up one by one: of a million that would be most of what a start does.
+    /// Keeps the newest of several records with one hash, and frees the others.
+    fn keep_newest(&mut self, blocks: &mut Vec<ScannedBlock>) {
+        // Sorting is much faster than lookups: with a million records, lookups would dominate the
+        // start.
         let mut by_hash: Vec<(BlockHash, usize)> =
             blocks.iter().enumerate().map(|(at, found)| (found.header.hash, at)).collect();
         by_hash.sort_unstable();
@@ -411,10 +416,11 @@ impl Ssd {
         });
     }
 
-    /// Reads a frame into `into` (which has its length) and verifies it; [`Done::Read`] follows.
+    /// Reads a frame into `into` (which has its length) and verifies it; [`SsdCompletion::Read`]
+    /// follows.
     ///
     /// # Errors
-    /// When [`JOBS_MAX`] are open, or the record is not there.
+    /// If [`JOBS_MAX`] are open, or the record does not exist.
     pub fn read(
         &mut self,
         token: u64,
@@ -426,13 +432,13 @@ impl Ssd {
         lane.read(token, record.id, block, into)
     }
 
-    /// Begins to check the next record that nobody asked for, on a device that nobody waits for;
-    /// [`Done::Checked`] or [`Done::Lost`] follows. Says how many bytes it has; nothing when there is none now.
-    /// A record is checked once in a pass.
+    /// Starts to check the next record on an idle device; [`SsdCompletion::Checked`] or
+    /// [`SsdCompletion::Lost`] follows. Returns its length in bytes, or `None` if no check started.
+    /// Each record is checked once in a pass.
     pub fn check_next(&mut self, pass: u64) -> Option<u64> {
         let count = self.lanes.len().max(1);
-        let first = self.scrub_turn;
-        self.scrub_turn = (first + 1) % count;
+        let first = self.next_scrub_device;
+        self.next_scrub_device = (first + 1) % count;
         (first..count).chain(0..first).find_map(|number| self.lanes.get_mut(number)?.check_next(pass))
     }
 
@@ -443,42 +449,42 @@ impl Ssd {
         }
     }
 
-    /// What comes back with [`Done::Lost`] of a record found at start.
+    /// Sets the owner of a recovered record, which [`SsdCompletion::Lost`] returns.
     pub fn set_owner(&mut self, record: SsdRecord, owner: u32) {
         if let Some(lane) = self.lanes.get_mut(usize::from(record.lane)) {
             lane.book.set_owner(record.id, owner);
         }
     }
 
-    /// The end of a job; nothing for what the tier does for itself.
-    pub fn take_in(&mut self, report: Report) -> Option<Done> {
+    /// Processes the end of a job; `None` for the tier's own jobs.
+    pub fn complete(&mut self, report: Report) -> Option<SsdCompletion> {
         let Report { lane: number, job, outcome } = report;
         let lane = self.lanes.get_mut(number)?;
-        Some(match lane.take_in(job, outcome)? {
-            Ended::Written { token, result } => Done::Written { token, result },
-            Ended::Read { token, result } => Done::Read { token, result },
-            Ended::Lost { record, owner, fault } => Done::Lost {
+        Some(match lane.complete(job, outcome)? {
+            LaneEvent::Written { token, result } => SsdCompletion::Written { token, result },
+            LaneEvent::Read { token, result } => SsdCompletion::Read { token, result },
+            LaneEvent::Lost { record, owner, fault } => SsdCompletion::Lost {
                 record: SsdRecord { lane: u8::try_from(number).ok()?, id: record },
                 owner,
                 fault,
             },
-            Ended::Checked { result } => Done::Checked { result },
-            Ended::Failed { cause } => Done::Failed { cause },
+            LaneEvent::Checked { result } => SsdCompletion::Checked { result },
+            LaneEvent::Failed { cause } => SsdCompletion::Failed { cause },
         })
     }
 
-    /// Whose records are to be written again soon, so that there is room: each is named once. One that is freed before
-    /// [`Self::go_on`] is not.
-    pub fn next_to_move(&mut self) -> Vec<u32> {
-        self.lanes.iter_mut().flat_map(Lane::next_to_move).collect()
+    /// Owners of records that will be rewritten soon to reclaim space; each is named once. Records
+    /// freed before [`Self::relocate_offered`] are not rewritten.
+    pub fn next_to_relocate(&mut self) -> Vec<u32> {
+        self.lanes.iter_mut().flat_map(Lane::next_to_relocate).collect()
     }
 
-    /// What of [`Self::next_to_move`] is still there is moved.
-    pub fn go_on(&mut self) {
-        self.lanes.iter_mut().for_each(Lane::go_on);
+    /// Relocates the remaining records of [`Self::next_to_relocate`].
+    pub fn relocate_offered(&mut self) {
+        self.lanes.iter_mut().for_each(Lane::relocate_offered);
     }
 
-    /// Tries to write again, on every device.
+    /// Resumes writing on every device.
     pub fn resume(&mut self) {
         self.lanes.iter_mut().for_each(Lane::resume);
     }
@@ -488,22 +494,22 @@ impl Ssd {
     pub fn wear(&self) -> Wear {
         self.lanes.iter().fold(Wear::default(), |sum, lane| Wear {
             saved_bytes: sum.saved_bytes + lane.wear.saved_bytes,
-            rescued_bytes: sum.rescued_bytes + lane.wear.rescued_bytes,
+            rewritten_bytes: sum.rewritten_bytes + lane.wear.rewritten_bytes,
         })
     }
 }
 
 /// The thread of a device.
-fn run(parts: Parts, uring: bool, arena: Option<&Arena>) {
-    let pool = Pool::new(writing::CHUNKS, writing::CHUNK_BYTES);
-    let (device, bell) = (Arc::clone(&parts.device), parts.mailbox.bell());
+fn run_device_thread(parts: EngineParts, uring: bool, arena: Option<&Arena>) {
+    let pool = ChunkPool::new(writer::CHUNKS, writer::CHUNK_BYTES);
+    let (device, bell) = (Arc::clone(&parts.device), parts.mailbox.wake_fd());
     let ring = Ring::new(device, bell, &pool, arena, QUEUE_DEPTH as u32, uring);
-    tracing::debug!(ring = ring.name(), lane = parts.lane, "SSD tier runs");
-    Engine::new(parts, ring, pool).run();
+    tracing::debug!(ring = ring.name(), lane = parts.lane, "SSD device thread started");
+    DeviceEngine::new(parts, ring, pool).run();
 }
 
-/// The part of a capacity that one of `count` devices has.
-fn share(capacity: Capacity, count: usize) -> Capacity {
+/// The share of a capacity for one of `count` devices.
+fn capacity_share(capacity: Capacity, count: usize) -> Capacity {
     let count = count.max(1) as u64;
     match capacity {
         Capacity::Bytes(bytes) => Capacity::Bytes(bytes.div_ceil(count)),
@@ -511,14 +517,14 @@ fn share(capacity: Capacity, count: usize) -> Capacity {
     }
 }
 
-/// Whether to go round the page cache. A full directory cannot be probed, and what it holds is served.
+/// Whether to bypass the page cache. A full directory cannot be probed, but its content is served.
 fn direct_io(dir: &Path, faults: &SsdFaults) -> io::Result<bool> {
     let probed = SsdFaults::apply(&faults.write_errno, Ok(()));
     let dir_shown = dir.display();
     match probed.and_then(|()| device::direct_io_works(dir)) {
         Ok(true) => Ok(true),
         Ok(false) => {
-            tracing::warn!(dir = %dir_shown, "direct I/O is refused here; the SSD tier goes through the page cache");
+            tracing::warn!(dir = %dir_shown, "direct I/O is not supported here; the SSD tier uses the page cache");
             Ok(false)
         }
         Err(cause) if cause.kind() == io::ErrorKind::StorageFull => {

@@ -1,7 +1,9 @@
-//! Which weights the records of a node are of: a small file in each directory, written anew whenever the node is told of others.
+//! The weights of a node's records: a small file in each directory, rewritten at every change of
+//! weights.
 //!
-//! Records say the number of their generation, and a number may come to stand for other weights: where routers lost their state they count anew. So a
-//! start brings back what was written since the node was told of a change, and nothing else. Not here: the records (`format.rs`).
+//! Records store the number of their generation, but a number may later mean other weights, since
+//! routers that lost their state count anew. So a start recovers only blocks written since the last
+//! change. Not here: the records (`format.rs`).
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -9,61 +11,61 @@ use std::path::Path;
 
 use kv_core::id::Generation;
 
-/// The file.
+/// Name of the file.
 pub(super) const FILE_NAME: &str = "weights.kvs";
 
-/// What it is called until it is whole.
-const NEW: &str = "weights.kvs.new";
+/// Name of the file until it is complete.
+const TEMPORARY_NAME: &str = "weights.kvs.new";
 
 const MAGIC: &[u8; 8] = b"KVFWGHT1";
 
-/// Magic, generation, sequence, CRC32C of all of these; little endian.
+/// Magic, generation, sequence, and the CRC32C of all of these; little-endian.
 const BYTES: usize = 24;
 
-/// What a node was told last.
+/// The last change of weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Noted {
-    /// The generation in force.
+pub(super) struct WeightsNote {
+    /// The generation in effect.
     pub(super) generation: Generation,
-    /// Records up to this sequence number were written before.
-    pub(super) after: u64,
+    /// Records up to this sequence number are older than the change.
+    pub(super) older_up_to: u64,
 }
 
-impl Noted {
+impl WeightsNote {
     fn bytes(self) -> [u8; BYTES] {
         let mut bytes = [0; BYTES];
         bytes[..8].copy_from_slice(MAGIC);
         bytes[8..12].copy_from_slice(&self.generation.0.to_le_bytes());
-        bytes[12..20].copy_from_slice(&self.after.to_le_bytes());
+        bytes[12..20].copy_from_slice(&self.older_up_to.to_le_bytes());
         let sum = crc32c::crc32c(&bytes[..20]);
         bytes[20..].copy_from_slice(&sum.to_le_bytes());
         bytes
     }
 
-    fn of(bytes: &[u8]) -> Option<Noted> {
+    fn parse(bytes: &[u8]) -> Option<WeightsNote> {
         let bytes: &[u8; BYTES] = bytes.try_into().ok()?;
         let generation = u32::from_le_bytes(bytes[8..12].try_into().ok()?);
         let after = u64::from_le_bytes(bytes[12..20].try_into().ok()?);
-        let noted = Noted { generation: Generation(generation), after };
+        let noted = WeightsNote { generation: Generation(generation), older_up_to: after };
         (noted.bytes() == *bytes).then_some(noted)
     }
 }
 
-/// What is noted in a directory; nothing in one whose node was never told of a change.
+/// The note of a directory; `None` if there was never a change.
 ///
 /// # Errors
-/// When it cannot be read, or is not what was written.
-pub(super) fn read(directory: &Path) -> io::Result<Option<Noted>> {
+/// If it cannot be read or is damaged.
+pub(super) fn read(directory: &Path) -> io::Result<Option<WeightsNote>> {
     match std::fs::read(directory.join(FILE_NAME)) {
-        Ok(bytes) => Noted::of(&bytes).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()),
+        Ok(bytes) => WeightsNote::parse(&bytes).map(Some).ok_or_else(|| io::ErrorKind::InvalidData.into()),
         Err(cause) if cause.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(cause) => Err(cause),
     }
 }
 
-/// Notes it, so that it is there after a crash, or what was there before is.
-pub(super) fn write(directory: &Path, noted: Noted) -> io::Result<()> {
-    let new = directory.join(NEW);
+/// Writes a note atomically: after a crash either the new or the previous one exists.
+pub(super) fn write(directory: &Path, noted: WeightsNote) -> io::Result<()> {
+    let new = directory.join(TEMPORARY_NAME);
     let mut file = File::create(&new)?;
     file.write_all(&noted.bytes())?;
     file.sync_all()?;
@@ -77,10 +79,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_noted_is_found_and_anything_else_is_an_error() {
+    fn note_round_trips_and_corruption_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(read(dir.path()).unwrap(), None);
-        let noted = Noted { generation: Generation(5), after: 1 << 40 };
+        let noted = WeightsNote { generation: Generation(5), older_up_to: 1 << 40 };
         write(dir.path(), noted).unwrap();
         assert_eq!(read(dir.path()).unwrap(), Some(noted));
         let whole = std::fs::read(dir.path().join(FILE_NAME)).unwrap();
@@ -92,9 +94,9 @@ mod tests {
             std::fs::write(dir.path().join(FILE_NAME), &whole[..at]).unwrap();
             assert_eq!(read(dir.path()).unwrap_err().kind(), io::ErrorKind::InvalidData, "cut at {at}");
         }
-        // A crash before it was whole changes nothing.
+        // A crash before completion has no effect.
         write(dir.path(), noted).unwrap();
-        std::fs::write(dir.path().join(NEW), &whole[..7]).unwrap();
+        std::fs::write(dir.path().join(TEMPORARY_NAME), &whole[..7]).unwrap();
         assert_eq!(read(dir.path()).unwrap(), Some(noted));
     }
 }

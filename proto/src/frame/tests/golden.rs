@@ -1,17 +1,17 @@
-//! Frames as version 1 stores them, byte by byte: what lies on SSDs and on the wire between releases.
+//! Frames of version 1, byte by byte: the bytes on SSDs and on the wire between releases.
 //!
-//! A change that makes these fail makes stored blocks unreadable: it takes a new [`VERSION`], and these bytes stay
-//! as those of version 1. Not here: what is refused (the parent module).
+//! A change that makes these tests fail makes stored blocks unreadable. It needs a new [`VERSION`],
+//! and these bytes stay as those of version 1. Not here: rejected frames (the parent module).
 
 use super::*;
 
-const GOLDEN_IDENTITY: IdentityDigest = IdentityDigest(counted(0xa0));
-const GOLDEN_HASH: BlockHash = BlockHash(counted(0xb0));
+const GOLDEN_IDENTITY: IdentityDigest = IdentityDigest(counting(0xa0));
+const GOLDEN_HASH: BlockHash = BlockHash(counting(0xb0));
 
 /// Three slices, one of them empty.
 const SLICES: [&[u8]; 3] = [b"abc", b"", b"01234"];
 
-/// Each line is a part: start, identity, hash, slice table, checksum of the header, payload.
+/// One part per line: start, identity, hash, slice table, header checksum, payload.
 const RAW: [&str; 6] = [
     "4b56463101004c000000000003000000",
     "a0a1a2a3a4a5a6a7a8a9aaabacadaeaf",
@@ -21,10 +21,10 @@ const RAW: [&str; 6] = [
     "6162633031323334",
 ];
 
-/// The same with keys after rotation: another number, and with it another checksum.
+/// The same frame with rotated keys: another key form number, and therefore another checksum.
 const ROTATED: [&str; 6] = ["4b56463101004c000100000003000000", RAW[1], RAW[2], RAW[3], "792170d7", RAW[5]];
 
-const fn counted(from: u8) -> [u8; 16] {
+const fn counting(from: u8) -> [u8; 16] {
     let mut bytes = [0; 16];
     let mut at = 0;
     while at < bytes.len() {
@@ -40,7 +40,7 @@ fn bytes_of(parts: [&str; 6]) -> Bytes {
 }
 
 #[test]
-fn stored_frames_of_each_key_form_are_read_as_what_they_were() {
+fn reads_stored_frames_of_each_key_form() {
     for (key_form, golden) in [(KeyForm::Raw, bytes_of(RAW)), (KeyForm::Rotated, bytes_of(ROTATED))] {
         let frame = Frame::parse(golden.clone()).unwrap();
         assert_eq!((frame.identity, frame.hash, frame.key_form()), (GOLDEN_IDENTITY, GOLDEN_HASH, key_form));
@@ -48,15 +48,15 @@ fn stored_frames_of_each_key_form_are_read_as_what_they_were() {
         for (layer, slice) in SLICES.iter().enumerate() {
             assert_eq!(frame.slice(layer).unwrap(), *slice, "slice {layer}, {key_form} keys");
         }
-        verify(&frame, GOLDEN_IDENTITY, GOLDEN_HASH).unwrap();
+        verify_every_way(&frame, GOLDEN_IDENTITY, GOLDEN_HASH).unwrap();
         let mut settled = vec![0; golden.len()];
-        settle(&golden, GOLDEN_IDENTITY, key_form, GOLDEN_HASH, &mut settled).unwrap();
+        copy_and_verify(&golden, GOLDEN_IDENTITY, key_form, GOLDEN_HASH, &mut settled).unwrap();
         assert_eq!(settled, golden);
     }
 }
 
 #[test]
-fn frames_of_each_key_form_are_written_as_those_that_are_stored() {
+fn writes_frames_equal_to_the_stored_ones() {
     let lengths = SLICES.map(|slice| u32::try_from(slice.len()).unwrap());
     let payload = SLICES.concat();
     for (key_form, golden) in [(KeyForm::Raw, bytes_of(RAW)), (KeyForm::Rotated, bytes_of(ROTATED))] {

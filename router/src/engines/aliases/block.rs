@@ -1,105 +1,107 @@
-//! A block of an engine, as it is kept under its name.
+//! An engine block, as it is kept under its name.
 //!
-//! Not here: the table of names (`names.rs`), and what events change.
+//! Not here: the table of names (`names.rs`), and the effect of events.
 
 use std::collections::VecDeque;
 
 use kv_core::id::BlockHash;
 use kv_core::prefix::Chain;
-use kvfleet_proto::engine_events::EngineHash;
+use kvfleet_engine_events::events::EngineHash;
 use smallvec::SmallVec;
 
-use super::names::{Named, Slot};
+use super::names::{NamedEntry, Slot};
 
-/// A block of an engine. Two lines of a cache, of which the first has all that the going of one block of ours takes, or of a part.
+/// An engine block. Two cache lines; the first holds all that the removal of a block needs, if it
+/// is one of ours or a part.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub(super) struct Alias {
     pub(super) name: EngineHash,
-    pub(super) ours: Ours,
-    /// A parent's is below its children's.
-    pub(super) nth: u64,
-    /// Which departure its last one was; none is zero.
-    pub(super) left: u64,
-    /// Where the block before it was when this one came. Another one may be there now.
+    pub(super) our_blocks: OurBlocks,
+    /// Creation order: a parent's is below its children's.
+    pub(super) order: u64,
+    /// Number of its last departure; 0 if it never left.
+    pub(super) departure: u64,
+    /// Slot of its parent when this block was stored; the slot may have been reused.
     pub(super) parent_slot: Slot,
     pub(super) hasher: u16,
     pub(super) is_resident: bool,
     has_before: bool,
-    /// The block of ours before the first that it has a part of.
+    /// Our block before the first one that it has a part of.
     before: BlockHash,
-    /// Behind the last block of ours that ends in it or before it.
+    /// Chain after our last block that ends in it or before it.
     pub(super) chain: Chain,
-    /// The block before it.
+    /// Name of its parent.
     pub(super) parent: Option<EngineHash>,
 }
 
 const _: () = assert!(size_of::<Option<Alias>>() == 128);
 
-/// Which of our blocks an engine's block is.
+/// The part of our blocks that an engine block covers.
 #[derive(Debug)]
-pub(super) enum Ours {
+pub(super) enum OurBlocks {
     One(BlockHash),
     Several(Box<[BlockHash]>),
     Part(Part),
 }
 
-/// A block of an engine that is smaller than ours.
+/// An engine block that is smaller than ours.
 #[derive(Debug)]
 pub(super) struct Part {
     /// Tokens of our block up to the end of this part.
     pub(super) filled: u16,
     /// Tokens of this part.
     pub(super) count: u16,
-    /// The one block of ours that it is a part of, or [`WholeId::NONE`], or [`WholeId::SEVERAL`].
-    of: WholeId,
-    /// Nothing for the last part: it is of one block of ours, and its tokens are not asked for again.
-    more: Option<Box<More>>,
+    /// Our block that it is a part of, or [`SplitBlockId::NONE`], or [`SplitBlockId::SEVERAL`].
+    split_block: SplitBlockId,
+    /// `None` for the last part, which belongs to one block of ours and needs no tokens later.
+    inner: Option<Box<EarlyPart>>,
 }
 
-/// What is kept of a part that is not the last.
+/// Data of a part that is not the last.
 #[derive(Debug)]
-struct More {
+struct EarlyPart {
     tokens: SmallVec<[u32; 16]>,
-    /// Our blocks that it is a part of, where they are several: one for each way to go on from here to the end of ours.
-    of: Vec<WholeId>,
+    /// Our blocks that it is a part of, if several: one for each continuation to the end of our
+    /// block.
+    split_blocks: Vec<SplitBlockId>,
 }
 
-/// Where a block of ours that is in parts is kept.
+/// Index of one of our blocks that is in parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct WholeId(u32);
+pub(super) struct SplitBlockId(u32);
 
-impl WholeId {
-    const NONE: WholeId = WholeId(u32::MAX);
-    const SEVERAL: WholeId = WholeId(u32::MAX - 1);
+impl SplitBlockId {
+    const NONE: SplitBlockId = SplitBlockId(u32::MAX);
+    const SEVERAL: SplitBlockId = SplitBlockId(u32::MAX - 1);
 }
 
-/// A block of ours in parts.
+/// One of our blocks that is in parts.
 #[derive(Debug)]
-pub(super) struct Whole {
+pub(super) struct SplitBlock {
     pub(super) block: BlockHash,
     pub(super) before: Option<BlockHash>,
-    /// The part that made it whole. As long as this is kept, none of its parts is forgotten.
-    pub(super) last: Slot,
-    /// Parts that are not resident.
+    /// The part that completed it. While this is kept, none of its parts is forgotten.
+    pub(super) last_part: Slot,
+    /// Number of its parts that are not resident.
     pub(super) missing: u32,
 }
 
-/// Where a block of an engine begins.
+/// Position at which an engine block begins.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct ChainPosition {
     pub(super) hasher: u16,
     pub(super) chain: Chain,
-    /// The block of ours before it.
+    /// Our block before it.
     pub(super) before: Option<BlockHash>,
-    /// Tokens between that one's end and here.
+    /// Tokens from the end of that block to here.
     pub(super) filled: usize,
-    /// The engine's block before it, and where that is kept.
+    /// Name and slot of the engine's previous block.
     pub(super) parent: Option<EngineHash>,
     pub(super) parent_slot: Slot,
 }
 
-impl Named for Alias {
+impl NamedEntry for Alias {
     #[inline]
     fn name(&self) -> EngineHash {
         self.name
@@ -107,15 +109,21 @@ impl Named for Alias {
 }
 
 impl Alias {
-    /// One that came just now.
+    /// A newly stored block.
     #[inline]
-    pub(super) fn new(name: EngineHash, nth: u64, place: Place, chain: Chain, ours: Ours) -> Alias {
-        let Place { hasher, before, parent, parent_slot, .. } = place;
+    pub(super) fn new(
+        name: EngineHash,
+        order: u64,
+        place: ChainPosition,
+        chain: Chain,
+        our_blocks: OurBlocks,
+    ) -> Alias {
+        let ChainPosition { hasher, before, parent, parent_slot, .. } = place;
         Alias {
             name,
-            ours,
-            nth,
-            left: 0,
+            our_blocks,
+            order,
+            departure: 0,
             parent_slot,
             hasher,
             is_resident: true,
@@ -131,116 +139,116 @@ impl Alias {
     }
 
     pub(super) fn part(&self) -> Option<&Part> {
-        match &self.ours {
-            Ours::Part(part) => Some(part),
-            Ours::One(_) | Ours::Several(_) => None,
+        match &self.our_blocks {
+            OurBlocks::Part(part) => Some(part),
+            OurBlocks::One(_) | OurBlocks::Several(_) => None,
         }
     }
 
     pub(super) fn part_mut(&mut self) -> Option<&mut Part> {
-        match &mut self.ours {
-            Ours::Part(part) => Some(part),
-            Ours::One(_) | Ours::Several(_) => None,
+        match &mut self.our_blocks {
+            OurBlocks::Part(part) => Some(part),
+            OurBlocks::One(_) | OurBlocks::Several(_) => None,
         }
     }
 
-    /// Blocks of ours in it, for the limit.
+    /// Number of our blocks in it, for the limit.
     #[inline]
     pub(super) fn weight(&self) -> usize {
-        match &self.ours {
-            Ours::Several(blocks) => blocks.len(),
-            Ours::One(_) | Ours::Part(_) => 1,
+        match &self.our_blocks {
+            OurBlocks::Several(blocks) => blocks.len(),
+            OurBlocks::One(_) | OurBlocks::Part(_) => 1,
         }
     }
 }
 
 impl Part {
-    /// One that is not the last.
+    /// A part that is not the last.
     pub(super) fn early(tokens: &[u32], filled: usize) -> Part {
-        let more = More { tokens: SmallVec::from_slice(tokens), of: Vec::new() };
+        let more = EarlyPart { tokens: SmallVec::from_slice(tokens), split_blocks: Vec::new() };
         Part {
             filled: filled as u16,
             count: tokens.len() as u16,
-            of: WholeId::NONE,
-            more: Some(Box::new(more)),
+            split_block: SplitBlockId::NONE,
+            inner: Some(Box::new(more)),
         }
     }
 
-    /// The last one of a block of ours.
-    pub(super) fn last(count: usize, filled: usize, of: WholeId) -> Part {
-        Part { filled: filled as u16, count: count as u16, of, more: None }
+    /// The last part of our block.
+    pub(super) fn last(count: usize, filled: usize, split_block: SplitBlockId) -> Part {
+        Part { filled: filled as u16, count: count as u16, split_block, inner: None }
     }
 
-    /// Its tokens, which the last one does not keep.
+    /// Its tokens; empty for the last part.
     pub(super) fn tokens(&self) -> &[u32] {
-        self.more.as_deref().map_or(&[], |more| &more.tokens)
+        self.inner.as_deref().map_or(&[], |more| &more.tokens)
     }
 
     /// Our blocks that it is a part of.
     #[inline]
-    pub(super) fn of(&self) -> &[WholeId] {
-        match (self.of, &self.more) {
-            (WholeId::NONE, _) => &[],
-            (WholeId::SEVERAL, Some(more)) => &more.of,
-            _ => std::slice::from_ref(&self.of),
+    pub(super) fn split_blocks(&self) -> &[SplitBlockId] {
+        match (self.split_block, &self.inner) {
+            (SplitBlockId::NONE, _) => &[],
+            (SplitBlockId::SEVERAL, Some(more)) => &more.split_blocks,
+            _ => std::slice::from_ref(&self.split_block),
         }
     }
 
-    /// Notes that it is a part of another one.
-    pub(super) fn push(&mut self, whole: WholeId) {
-        match (self.of, &mut self.more) {
-            (WholeId::NONE, _) => self.of = whole,
-            (WholeId::SEVERAL, Some(more)) => more.of.push(whole),
+    /// Records that it is a part of another block.
+    pub(super) fn push(&mut self, whole: SplitBlockId) {
+        match (self.split_block, &mut self.inner) {
+            (SplitBlockId::NONE, _) => self.split_block = whole,
+            (SplitBlockId::SEVERAL, Some(more)) => more.split_blocks.push(whole),
             (one, Some(more)) => {
-                more.of.extend([one, whole]);
-                self.of = WholeId::SEVERAL;
+                more.split_blocks.extend([one, whole]);
+                self.split_block = SplitBlockId::SEVERAL;
             }
             (_, None) => {}
         }
     }
 
-    /// Notes that one of them is not known any more.
-    pub(super) fn forget(&mut self, whole: WholeId) {
-        if self.of == whole {
-            self.of = WholeId::NONE;
-        } else if let (WholeId::SEVERAL, Some(more)) = (self.of, &mut self.more)
-            && let Some(at) = more.of.iter().rposition(|of| *of == whole)
+    /// Records that one of them is forgotten.
+    pub(super) fn forget(&mut self, whole: SplitBlockId) {
+        if self.split_block == whole {
+            self.split_block = SplitBlockId::NONE;
+        } else if let (SplitBlockId::SEVERAL, Some(more)) = (self.split_block, &mut self.inner)
+            && let Some(at) = more.split_blocks.iter().rposition(|of| *of == whole)
         {
-            more.of.swap_remove(at);
-            if more.of.is_empty() {
-                (more.of, self.of) = (Vec::new(), WholeId::NONE);
+            more.split_blocks.swap_remove(at);
+            if more.split_blocks.is_empty() {
+                (more.split_blocks, self.split_block) = (Vec::new(), SplitBlockId::NONE);
             }
         }
     }
 }
 
-/// Blocks of ours that engine blocks are parts of. Places that became free are taken in the order in which they did, as those of the parts.
+/// Our blocks in parts. Free entries are reused first in, first out, as slots of parts are.
 #[derive(Debug, Default)]
-pub(super) struct Wholes {
-    list: Vec<Option<Whole>>,
-    free: VecDeque<WholeId>,
+pub(super) struct SplitBlocks {
+    list: Vec<Option<SplitBlock>>,
+    free: VecDeque<SplitBlockId>,
 }
 
-impl Wholes {
+impl SplitBlocks {
     #[cfg(test)]
     pub(super) fn len(&self) -> usize {
         self.list.len() - self.free.len()
     }
 
     #[inline]
-    pub(super) fn get(&self, id: WholeId) -> Option<&Whole> {
+    pub(super) fn get(&self, id: SplitBlockId) -> Option<&SplitBlock> {
         self.list.get(id.0 as usize)?.as_ref()
     }
 
     #[inline]
-    pub(super) fn get_mut(&mut self, id: WholeId) -> Option<&mut Whole> {
+    pub(super) fn get_mut(&mut self, id: SplitBlockId) -> Option<&mut SplitBlock> {
         self.list.get_mut(id.0 as usize)?.as_mut()
     }
 
-    pub(super) fn insert(&mut self, whole: Whole) -> WholeId {
+    pub(super) fn insert(&mut self, whole: SplitBlock) -> SplitBlockId {
         let Some(id) = self.free.pop_front() else {
             self.list.push(Some(whole));
-            return WholeId(self.list.len() as u32 - 1);
+            return SplitBlockId(self.list.len() as u32 - 1);
         };
         if let Some(own) = self.list.get_mut(id.0 as usize) {
             *own = Some(whole);
@@ -248,13 +256,13 @@ impl Wholes {
         id
     }
 
-    pub(super) fn remove(&mut self, id: WholeId) -> Option<Whole> {
+    pub(super) fn remove(&mut self, id: SplitBlockId) -> Option<SplitBlock> {
         let whole = self.list.get_mut(id.0 as usize)?.take()?;
         self.free.push_back(id);
         Some(whole)
     }
 
     pub(super) fn clear(&mut self) {
-        *self = Wholes::default();
+        *self = SplitBlocks::default();
     }
 }

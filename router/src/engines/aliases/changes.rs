@@ -1,25 +1,25 @@
-//! What events change for the soft plane, collected.
+//! Collects the residency changes of events.
 //!
-//! Not here: what an event changes (`aliases.rs`), and who tells it (`teller.rs`).
+//! Not here: the effect of an event (`aliases.rs`), and reporting (`reporter.rs`).
 
 use kv_core::id::{BlockHash, Tier};
 use kv_core::index::command::Change;
 
-/// What changes for the plane.
+/// Residency changes in order.
 #[derive(Debug, Default)]
 pub(in crate::engines) struct Changes {
     list: Vec<Change>,
-    /// Blocks in it.
+    /// Number of blocks in the list.
     blocks: usize,
 }
 
 impl Changes {
-    /// Blocks in it.
+    /// Number of collected blocks.
     pub(in crate::engines) fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// Hands out what was collected.
+    /// Takes the collected changes.
     pub(in crate::engines) fn take(&mut self) -> Vec<Change> {
         self.blocks = 0;
         std::mem::take(&mut self.list)
@@ -48,7 +48,7 @@ impl Changes {
         });
     }
 
-    /// Nothing before it matters.
+    /// Replaces all changes with `Cleared`.
     pub(super) fn clear(&mut self) {
         (self.list, self.blocks) = (vec![Change::Cleared], 1);
     }

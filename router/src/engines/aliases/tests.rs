@@ -1,11 +1,12 @@
-//! Blocks of engines against what a request of the same tokens asks for, in every ratio of sizes, by example and by chance.
+//! Engine blocks against the hashes that a request of the same tokens uses, for every ratio of
+//! block sizes, by example and at random.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use kv_core::id::Tier;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
-use kvfleet_proto::engine_events::Extra;
+use kvfleet_engine_events::events::ExtraKeys;
 use proptest::prelude::*;
 
 use super::*;
@@ -19,12 +20,12 @@ fn manifest(block_tokens: u32) -> IdentityManifest {
 fn aliases(block_tokens: u32) -> Aliases {
     Aliases::new(Arc::new(Tenants {
         manifest: manifest(block_tokens),
-        by_salt: [("tenant-a".to_owned(), TENANT_A)].into(),
-        without_salt: [0; 32],
+        secrets_by_salt: [("tenant-a".to_owned(), TENANT_A)].into(),
+        default_secret: [0; 32],
     }))
 }
 
-/// What a request of these tokens asks for, whole blocks only.
+/// The hashes that a request of these tokens uses, whole blocks only.
 fn asked(block_tokens: u32, secret: &[u8; 32], tokens: &[u32]) -> Vec<BlockHash> {
     let hasher = PrefixHasher::new(&manifest(block_tokens), secret);
     let (mut chain, mut hashes) = (hasher.start(), Vec::new());
@@ -33,19 +34,19 @@ fn asked(block_tokens: u32, secret: &[u8; 32], tokens: &[u32]) -> Vec<BlockHash>
 }
 
 fn number(number: u64) -> EngineHash {
-    EngineHash::of_number(number)
+    EngineHash::from_u64(number)
 }
 
-/// Blocks numbered so, behind a parent, of these tokens.
-fn store(hashes: &[u64], parent: Option<u64>, tokens: &[u32], block_tokens: u32) -> Stored {
-    Stored {
+/// Stores blocks with these hashes and tokens after a parent.
+fn store(hashes: &[u64], parent: Option<u64>, tokens: &[u32], block_tokens: u32) -> StoredBlocks {
+    StoredBlocks {
         hashes: hashes.iter().copied().map(number).collect(),
         parent: parent.map(number),
         tokens: Tokens::Ids(tokens.to_vec()),
         block_tokens,
         medium: Medium::Gpu,
         adapter: None,
-        extra: Extra::default(),
+        extra: ExtraKeys::default(),
         group: None,
         is_full_attention: true,
     }
@@ -53,16 +54,16 @@ fn store(hashes: &[u64], parent: Option<u64>, tokens: &[u32], block_tokens: u32)
 
 fn remove(hashes: &[u64]) -> EngineEvent {
     let hashes = hashes.iter().copied().map(number).collect();
-    EngineEvent::Removed(Removed { hashes, medium: Medium::Gpu, group: None })
+    EngineEvent::Removed(RemovedBlocks { hashes, medium: Medium::Gpu, group: None })
 }
 
 fn take(aliases: &mut Aliases, event: impl Into<EngineEvent>) -> Vec<Change> {
     let mut changes = Changes::default();
-    aliases.take(&event.into(), &mut changes);
+    aliases.apply_event(&event.into(), &mut changes);
     changes.take()
 }
 
-/// What changes come to, with the parent that each block was told behind.
+/// The listed blocks after these changes, each with its parent.
 fn apply(listed: &mut BTreeMap<BlockHash, Option<BlockHash>>, changes: &[Change]) {
     for change in changes {
         match change {
@@ -74,12 +75,12 @@ fn apply(listed: &mut BTreeMap<BlockHash, Option<BlockHash>>, changes: &[Change]
                 }
             }
             Change::Dropped { blocks, .. } => {
-                blocks
-                    .iter()
-                    .for_each(|block| assert!(listed.remove(block).is_some(), "dropped what is not there"));
+                blocks.iter().for_each(|block| {
+                    assert!(listed.remove(block).is_some(), "dropped a block that is not listed");
+                });
             }
             Change::Cleared => listed.clear(),
-            Change::Moved { .. } => panic!("nothing moves"),
+            Change::Moved { .. } => panic!("blocks do not move"),
         }
     }
 }
@@ -93,16 +94,16 @@ fn blocks_of_the_same_size_have_the_hashes_of_requests() {
     assert_eq!(first, [Change::Stored { parent: None, blocks: ours[..2].into(), tier: Tier::Gpu }]);
     let next = take(&mut aliases, EngineEvent::Stored(store(&[3, 4], Some(2), &tokens[32..], 16)));
     assert_eq!(next, [Change::Stored { parent: Some(ours[1]), blocks: ours[2..].into(), tier: Tier::Gpu }]);
-    // Said again, as after a hit, and taken away twice.
+    // Repeated, as after a hit, and removed twice.
     assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[1, 2], None, &tokens[..32], 16))), []);
     let gone =
         [Change::Dropped { blocks: vec![ours[3], ours[2]], tier: Tier::Gpu, cause: Default::default() }];
     assert_eq!(take(&mut aliases, remove(&[4, 3])), gone);
     assert_eq!(take(&mut aliases, remove(&[4, 3])), []);
-    // Back from the host's memory, without tokens.
+    // Back from host memory, without tokens.
     let back = take(&mut aliases, EngineEvent::Stored(store(&[3], Some(2), &[], 16)));
     assert_eq!(back, [Change::Stored { parent: Some(ours[1]), blocks: vec![ours[2]], tier: Tier::Gpu }]);
-    assert_eq!(aliases.take_left_out(), LeftOut::default());
+    assert_eq!(aliases.take_unmapped(), UnmappedBlocks::default());
 }
 
 #[test]
@@ -117,13 +118,13 @@ fn salts_and_adapters_are_prefixes_of_their_own() {
     };
     let first = blocks_of(&take(&mut aliases, EngineEvent::Stored(salted.clone())));
     assert_eq!(first, asked(16, &TENANT_A, &tokens[..16]));
-    // The salt is said for the first block only.
+    // The salt is sent for the first block only.
     let second = blocks_of(&take(&mut aliases, EngineEvent::Stored(store(&[2], Some(1), &tokens[16..], 16))));
     assert_eq!(second, asked(16, &TENANT_A, &tokens)[1..]);
     salted.extra.salt = Some("nobody".to_owned());
     salted.hashes = vec![number(5)];
     assert_eq!(take(&mut aliases, EngineEvent::Stored(salted)), []);
-    assert_eq!(aliases.take_left_out(), LeftOut { unknown_salt: 1, ..LeftOut::default() });
+    assert_eq!(aliases.take_unmapped(), UnmappedBlocks { unknown_salt: 1, ..UnmappedBlocks::default() });
     let mut adapted = store(&[6], None, &tokens[..16], 16);
     adapted.adapter = Some("sql".to_owned());
     let adapted = blocks_of(&take(&mut aliases, EngineEvent::Stored(adapted)));
@@ -132,49 +133,49 @@ fn salts_and_adapters_are_prefixes_of_their_own() {
 }
 
 #[test]
-fn what_no_request_can_ask_for_is_left_out_and_counted() {
+fn unhashable_blocks_are_left_out_and_counted() {
     let tokens: Vec<u32> = (0..48).collect();
     let mut aliases = aliases(16);
-    let mut left_out = LeftOut::default();
-    let mut left = |aliases: &mut Aliases, stored: Stored, expected: LeftOut| {
+    let mut unmapped = UnmappedBlocks::default();
+    let mut left = |aliases: &mut Aliases, stored: StoredBlocks, expected: UnmappedBlocks| {
         assert_eq!(take(aliases, EngineEvent::Stored(stored)), []);
-        left_out = aliases.take_left_out();
-        assert_eq!(left_out, expected);
+        unmapped = aliases.take_unmapped();
+        assert_eq!(unmapped, expected);
     };
-    let none = LeftOut::default;
+    let none = UnmappedBlocks::default;
     let orphan = store(&[2], Some(1), &tokens[..16], 16);
-    left(&mut aliases, orphan, LeftOut { orphans: 1, ..none() });
-    left(&mut aliases, store(&[2], None, &[], 16), LeftOut { orphans: 1, ..none() });
-    left(&mut aliases, store(&[2, 3], None, &tokens[..48], 24), LeftOut { odd_size: 2, ..none() });
-    left(&mut aliases, store(&[2], None, &tokens, 16), LeftOut { opaque: 1, ..none() });
-    left(&mut aliases, store(&[2], None, &tokens, 0), LeftOut { opaque: 1, ..none() });
-    let pairs = Stored { tokens: Tokens::Other, ..store(&[2], None, &tokens[..16], 16) };
-    left(&mut aliases, pairs, LeftOut { opaque: 1, ..none() });
-    let group = Stored { group: Some(1), ..store(&[2], None, &tokens[..16], 16) };
-    left(&mut aliases, group, LeftOut { other_group: 1, ..none() });
-    let window = Stored { is_full_attention: false, ..store(&[2], None, &tokens[..16], 16) };
-    left(&mut aliases, window, LeftOut { other_group: 1, ..none() });
-    let disk = Stored { medium: Medium::Storage, ..store(&[2], None, &tokens[..16], 16) };
+    left(&mut aliases, orphan, UnmappedBlocks { orphans: 1, ..none() });
+    left(&mut aliases, store(&[2], None, &[], 16), UnmappedBlocks { orphans: 1, ..none() });
+    left(&mut aliases, store(&[2, 3], None, &tokens[..48], 24), UnmappedBlocks { odd_size: 2, ..none() });
+    left(&mut aliases, store(&[2], None, &tokens, 16), UnmappedBlocks { opaque: 1, ..none() });
+    left(&mut aliases, store(&[2], None, &tokens, 0), UnmappedBlocks { opaque: 1, ..none() });
+    let pairs = StoredBlocks { tokens: Tokens::Other, ..store(&[2], None, &tokens[..16], 16) };
+    left(&mut aliases, pairs, UnmappedBlocks { opaque: 1, ..none() });
+    let group = StoredBlocks { group: Some(1), ..store(&[2], None, &tokens[..16], 16) };
+    left(&mut aliases, group, UnmappedBlocks { other_group: 1, ..none() });
+    let window = StoredBlocks { is_full_attention: false, ..store(&[2], None, &tokens[..16], 16) };
+    left(&mut aliases, window, UnmappedBlocks { other_group: 1, ..none() });
+    let disk = StoredBlocks { medium: Medium::Storage, ..store(&[2], None, &tokens[..16], 16) };
     left(&mut aliases, disk, none());
 }
 
 #[test]
-fn an_image_ends_what_can_be_hashed() {
+fn an_image_ends_the_hashable_prefix() {
     let tokens: Vec<u32> = (0..48).collect();
     let mut aliases = aliases(16);
     let mut image = store(&[1, 2, 3], None, &tokens, 16);
-    image.extra.plain_blocks = Some(1);
+    image.extra.first_opaque_block = Some(1);
     let ours = asked(16, &[0; 32], &tokens[..16]);
     let changes = take(&mut aliases, EngineEvent::Stored(image));
     assert_eq!(changes, [Change::Stored { parent: None, blocks: ours, tier: Tier::Gpu }]);
-    assert_eq!(aliases.take_left_out(), LeftOut { opaque: 2, ..LeftOut::default() });
-    // What comes behind the image is behind a parent that is not known.
+    assert_eq!(aliases.take_unmapped(), UnmappedBlocks { opaque: 2, ..UnmappedBlocks::default() });
+    // Blocks after the image have an unknown parent.
     assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[4], Some(3), &tokens[..16], 16))), []);
-    assert_eq!(aliases.take_left_out().orphans, 1);
+    assert_eq!(aliases.take_unmapped().orphans, 1);
 }
 
 #[test]
-fn a_block_of_ours_is_there_while_all_of_its_parts_are() {
+fn our_block_is_resident_while_all_its_parts_are() {
     let tokens: Vec<u32> = (0..64).collect();
     let ours = asked(64, &[0; 32], &tokens);
     let mut aliases = aliases(64);
@@ -187,7 +188,7 @@ fn a_block_of_ours_is_there_while_all_of_its_parts_are() {
     assert_eq!(aliases.all(), [Change::Cleared]);
     assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[2], Some(1), &tokens[16..32], 16))), []);
     assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[4], Some(3), &tokens[48..], 16))), there);
-    // Another way to go on from the second part.
+    // Another continuation of the second part.
     let other: Vec<u32> = tokens[..32].iter().copied().chain(500..532).collect();
     let other_there = asked(64, &[0; 32], &other);
     let changes = take(&mut aliases, EngineEvent::Stored(store(&[13, 14], Some(2), &other[32..], 16)));
@@ -201,41 +202,41 @@ fn a_block_of_ours_is_there_while_all_of_its_parts_are() {
 }
 
 #[test]
-fn the_name_of_a_block_outlives_what_is_known_of_it() {
+fn an_alias_outlives_residency() {
     let tokens: Vec<u32> = (0..64).collect();
     let ours = asked(16, &[0; 32], &tokens);
     let mut aliases = aliases(16);
     take(&mut aliases, EngineEvent::Stored(store(&[1, 2, 3], None, &tokens[..48], 16)));
     aliases.forget_resident();
     assert_eq!(aliases.all(), [Change::Cleared]);
-    // A block behind the second proves both before it, and not the third.
+    // A block after the second proves both before it, and not the third.
     let proved = take(&mut aliases, EngineEvent::Stored(store(&[9], Some(2), &[7; 16], 16)));
     let mut listed = BTreeMap::new();
     apply(&mut listed, &proved);
     assert!(listed.contains_key(&ours[0]) && listed.contains_key(&ours[1]) && !listed.contains_key(&ours[2]));
     assert_eq!(listed.len(), 3);
-    // Another process gives names of its own.
+    // Another process uses names of its own.
     aliases.forget();
     assert_eq!(take(&mut aliases, EngineEvent::Stored(store(&[9], Some(2), &[7; 16], 16))), []);
-    assert_eq!(aliases.take_left_out().orphans, 1);
+    assert_eq!(aliases.take_unmapped().orphans, 1);
 }
 
 #[test]
-fn word_of_other_memories_and_groups_does_not_choose_the_group() {
+fn events_of_other_media_and_groups_do_not_choose_the_group() {
     let tokens: Vec<u32> = (0..16).collect();
     let mut aliases = aliases(16);
-    let offloaded = Stored { medium: Medium::Cpu, ..store(&[5], None, &tokens, 16) };
+    let offloaded = StoredBlocks { medium: Medium::Cpu, ..store(&[5], None, &tokens, 16) };
     take(&mut aliases, EngineEvent::Stored(offloaded));
-    let empty = Stored { group: Some(2), ..store(&[6], None, &[], 16) };
+    let empty = StoredBlocks { group: Some(2), ..store(&[6], None, &[], 16) };
     take(&mut aliases, EngineEvent::Stored(empty));
-    let of_group = Stored { group: Some(0), ..store(&[1], None, &tokens, 16) };
+    let of_group = StoredBlocks { group: Some(0), ..store(&[1], None, &tokens, 16) };
     assert_eq!(take(&mut aliases, EngineEvent::Stored(of_group)).len(), 1);
-    // Who says no group when something goes may mean ours.
+    // A removal without a group may mean ours.
     assert_eq!(take(&mut aliases, remove(&[1])).len(), 1);
 }
 
 #[test]
-fn names_are_bounded_and_those_that_left_longest_ago_go_first() {
+fn aliases_are_bounded_and_the_oldest_departures_go_first() {
     let (mut many, mut hostile) = (aliases(16), aliases(1));
     let prompt = |number: u64| [number as u32; 16];
     for number in 0..2 * KNOWN_MAX as u64 {
@@ -248,16 +249,16 @@ fn names_are_bounded_and_those_that_left_longest_ago_go_first() {
         }
     }
     assert_eq!(many.known.len(), KNOWN_MAX);
-    assert!(many.take_left_out().over_limit > 0 && many.departed.is_empty());
-    // One that holds half of all that there is, a thousand times: still no more is kept.
+    assert!(many.take_unmapped().over_limit > 0 && many.departed.is_empty());
+    // A block that holds half of the limit, a thousand times: the limit still holds.
     let long: Vec<u32> = (0..KNOWN_MAX as u32 / 2).collect();
     for number in 0..1_000 {
         let stored = store(&[number], None, &long, KNOWN_MAX as u32 / 2);
         take(&mut hostile, EngineEvent::Stored(stored));
         take(&mut hostile, remove(&[number]));
     }
-    assert!(hostile.ours <= KNOWN_MAX && hostile.known.len() <= 2, "{} of ours", hostile.ours);
-    // Small ones that left do not make room for large ones, one for one.
+    assert!(hostile.our_blocks <= KNOWN_MAX && hostile.known.len() <= 2, "{} of ours", hostile.our_blocks);
+    // Small departed blocks do not make room for large ones one for one.
     let mut uneven = aliases(1);
     for number in 0..KNOWN_MAX as u64 {
         take(&mut uneven, EngineEvent::Stored(store(&[number], None, &[number as u32], 1)));
@@ -265,12 +266,12 @@ fn names_are_bounded_and_those_that_left_longest_ago_go_first() {
     take(&mut uneven, remove(&(0..KNOWN_MAX as u64).collect::<Vec<_>>()));
     for number in 10_000..10_020 {
         take(&mut uneven, EngineEvent::Stored(store(&[number], None, &long, KNOWN_MAX as u32 / 2)));
-        assert!(uneven.ours <= KNOWN_MAX, "{} of ours", uneven.ours);
+        assert!(uneven.our_blocks <= KNOWN_MAX, "{} of ours", uneven.our_blocks);
     }
 }
 
 #[test]
-fn parts_that_many_prefixes_share_keep_nothing_of_those_that_are_forgotten() {
+fn shared_parts_drop_forgotten_blocks() {
     let mut aliases = aliases(64);
     let shared: Vec<u32> = (0..48).collect();
     take(&mut aliases, EngineEvent::Stored(store(&[1, 2, 3], None, &shared, 16)));
@@ -283,10 +284,13 @@ fn parts_that_many_prefixes_share_keep_nothing_of_those_that_are_forgotten() {
         take(&mut aliases, remove(&[100 + number]));
     }
     let second = aliases.known.find(number(2)).unwrap();
-    let of = aliases.known.get(second).unwrap().part().unwrap().of().len();
-    assert!(of <= DEPARTED_MIN + 1 && of == aliases.wholes.len(), "{of} blocks of ours of one part");
-    assert!(aliases.known.len() <= DEPARTED_MIN + 4);
-    // One that was forgotten and comes back is there once.
+    let of = aliases.known.get(second).unwrap().part().unwrap().split_blocks().len();
+    assert!(
+        of <= KEPT_DEPARTED_MIN + 1 && of == aliases.split_blocks.len(),
+        "{of} blocks of ours of one part"
+    );
+    assert!(aliases.known.len() <= KEPT_DEPARTED_MIN + 4);
+    // A block that was forgotten and returns is listed once.
     take(&mut aliases, EngineEvent::Stored(store(&[100], Some(3), &[1_000; 16], 16)));
     assert_eq!(take(&mut aliases, remove(&[1])).len(), 1);
     assert_eq!(take(&mut aliases, remove(&[2])), []);
@@ -298,18 +302,18 @@ fn parts_that_many_prefixes_share_keep_nothing_of_those_that_are_forgotten() {
 }
 
 #[test]
-fn a_name_that_is_given_twice_makes_no_circle() {
+fn a_reused_name_makes_no_cycle() {
     let mut aliases = aliases(16);
     take(&mut aliases, EngineEvent::Stored(store(&[1, 2], None, &[5; 32], 16)));
     take(&mut aliases, remove(&[1, 2]));
-    for other in 0..2 * DEPARTED_MIN as u64 {
+    for other in 0..2 * KEPT_DEPARTED_MIN as u64 {
         take(&mut aliases, EngineEvent::Stored(store(&[100 + other], None, &[other as u32; 16], 16)));
         if aliases.known.find(number(1)).is_none() {
             break;
         }
         take(&mut aliases, remove(&[100 + other]));
     }
-    // The first is forgotten, and then told as a child of its own child.
+    // The first is forgotten and then stored as a child of its own child.
     if aliases.known.find(number(2)).is_some() {
         take(&mut aliases, EngineEvent::Stored(store(&[1], Some(2), &[9; 16], 16)));
     }
@@ -318,9 +322,9 @@ fn a_name_that_is_given_twice_makes_no_circle() {
     take(&mut aliases, EngineEvent::Stored(store(&[51], Some(1), &[8; 16], 16)));
 }
 
-/// Of a long event with names that are said twice, near each other and far apart, and some that are known already.
+/// A long event with repeated names, near and far apart, some of them already known.
 #[test]
-fn an_event_says_what_its_blocks_say_one_by_one() {
+fn an_event_equals_its_blocks_one_by_one() {
     for (ours, theirs) in [(16, 16), (64, 16), (16, 32)] {
         let tokens: Vec<u32> = (0..200 * theirs).map(|token| token * 7 % 1_000).collect();
         let mut names: Vec<u64> = (1_000..1_200).collect();
@@ -338,7 +342,7 @@ fn an_event_says_what_its_blocks_say_one_by_one() {
         }
         assert!(at_once.all().len() > 1, "{ours} and {theirs}");
         assert_eq!(at_once.all(), single.all(), "{ours} and {theirs}");
-        assert_eq!(at_once.take_left_out(), single.take_left_out());
+        assert_eq!(at_once.take_unmapped(), single.take_unmapped());
         assert_eq!(at_once.known.len(), single.known.len());
         let gone: Vec<u64> = names.iter().rev().step_by(3).copied().collect();
         for aliases in [&mut at_once, &mut single] {
@@ -348,21 +352,21 @@ fn an_event_says_what_its_blocks_say_one_by_one() {
     }
 }
 
-/// An engine that says what comes to its mind about prefixes of a small tree of tokens.
+/// Random engine steps on prefixes of a small tree of tokens.
 #[derive(Clone, Debug)]
-enum Step {
-    /// The first blocks of one of the prompts are there.
+enum EngineStep {
+    /// Stores the first blocks of one prompt.
     Store {
         prompt: usize,
         blocks: usize,
     },
-    /// Further blocks of one are there, if those before them are.
+    /// Stores further blocks of a prompt if those before them are resident.
     Continue {
         prompt: usize,
         from: usize,
         blocks: usize,
     },
-    /// A block of one is not.
+    /// Removes a block of a prompt.
     Remove {
         prompt: usize,
         block: usize,
@@ -370,31 +374,31 @@ enum Step {
     Clear,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn steps() -> impl Strategy<Value = Vec<EngineStep>> {
     let one = prop_oneof![
-        8 => (0..3usize, 1..=16usize).prop_map(|(prompt, blocks)| Step::Store { prompt, blocks }),
-        4 => (0..3usize, 1..12usize, 1..6usize).prop_map(|(prompt, from, blocks)| Step::Continue { prompt, from, blocks }),
-        8 => (0..3usize, 0..16usize).prop_map(|(prompt, block)| Step::Remove { prompt, block }),
-        1 => Just(Step::Clear),
+        8 => (0..3usize, 1..=16usize).prop_map(|(prompt, blocks)| EngineStep::Store { prompt, blocks }),
+        4 => (0..3usize, 1..12usize, 1..6usize).prop_map(|(prompt, from, blocks)| EngineStep::Continue { prompt, from, blocks }),
+        8 => (0..3usize, 0..16usize).prop_map(|(prompt, block)| EngineStep::Remove { prompt, block }),
+        1 => Just(EngineStep::Clear),
     ];
     prop::collection::vec(one, 1..60)
 }
 
-/// Prompts of 128 tokens that share their first 64, or their first 24.
+/// Prompts of 128 tokens that share their first 64 or their first 24.
 fn prompt(which: usize) -> Vec<u32> {
     let shared = [128, 64, 24][which];
     (0..128).map(|token| if token < shared { token } else { token + 1_000 * which as u32 }).collect()
 }
 
 proptest! {
-    /// What is listed is what the engine has, by the hashes of requests: of a block of ours all parts, with its own parent; and
-    /// telling everything again says the same.
+    /// Listed blocks equal the engine's blocks under request hashes: our block needs all its parts
+    /// and has its own parent. A full report says the same.
     #[test]
-    fn what_is_listed_is_what_is_resident(steps in steps(), theirs in prop::sample::select(vec![8u32, 16, 32]), ours in prop::sample::select(vec![8u32, 16, 32, 64])) {
+    fn listed_blocks_equal_resident_blocks(steps in steps(), theirs in prop::sample::select(vec![8u32, 16, 32]), ours in prop::sample::select(vec![8u32, 16, 32, 64])) {
         let mut aliases = aliases(ours);
         let mut listed = BTreeMap::new();
         let mut resident: BTreeSet<Vec<u32>> = BTreeSet::new();
-        // The engine's hash of a prefix is its place in this list.
+        // The engine's hash of a prefix is its index in this list.
         let mut names: Vec<Vec<u32>> = Vec::new();
         let mut name = |prefix: &[u32]| {
             let at = names.iter().position(|named| named == prefix);
@@ -403,7 +407,7 @@ proptest! {
         let theirs_usize = theirs as usize;
         for step in steps {
             let event = match step {
-                Step::Store { prompt: which, blocks } => {
+                EngineStep::Store { prompt: which, blocks } => {
                     let tokens = prompt(which);
                     let tokens = &tokens[..tokens.len().min(blocks * theirs_usize)];
                     let ends = (1..=tokens.len() / theirs_usize).map(|end| end * theirs_usize);
@@ -411,7 +415,7 @@ proptest! {
                     resident.extend(ends.map(|end| tokens[..end].to_vec()));
                     EngineEvent::Stored(store(&hashes, None, tokens, theirs))
                 }
-                Step::Continue { prompt: which, from, blocks } => {
+                EngineStep::Continue { prompt: which, from, blocks } => {
                     let tokens = prompt(which);
                     let start = tokens.len().min(from * theirs_usize);
                     let tokens = &tokens[..tokens.len().min(start + blocks * theirs_usize)];
@@ -425,13 +429,13 @@ proptest! {
                     let parent = name(&tokens[..start]);
                     EngineEvent::Stored(store(&hashes, Some(parent), &tokens[start..], theirs))
                 }
-                Step::Remove { prompt: which, block } => {
+                EngineStep::Remove { prompt: which, block } => {
                     let tokens = prompt(which);
                     let end = tokens.len().min((block + 1) * theirs_usize);
                     resident.remove(&tokens[..end]);
                     remove(&[name(&tokens[..end])])
                 }
-                Step::Clear => { resident.clear(); EngineEvent::Cleared }
+                EngineStep::Clear => { resident.clear(); EngineEvent::Cleared }
             };
             let changes = take(&mut aliases, event);
             apply(&mut listed, &changes);
@@ -441,7 +445,7 @@ proptest! {
                 let all = asked(ours, &[0; 32], &tokens);
                 for (at, hash) in all.iter().enumerate() {
                     let (start, end) = (at * ours as usize, (at + 1) * ours as usize);
-                    // Blocks of the engine that this one of ours has anything of.
+                    // Engine blocks that overlap this block of ours.
                     let first = start / theirs_usize * theirs_usize + theirs_usize;
                     let mut ends = (first..end + theirs_usize).step_by(theirs_usize).filter(|part| *part < end + theirs_usize && *part <= tokens.len());
                     if ends.all(|part| resident.contains(&tokens[..part])) {

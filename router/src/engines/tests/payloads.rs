@@ -1,9 +1,10 @@
-//! Payloads as a vLLM of today makes them, in msgpack of our own making.
+//! vLLM payloads, encoded in msgpack by hand.
 //!
-//! Not here: those of SGLang (`sglang.rs`), and payloads in all their shapes (`kvfleet_proto::engine_events`).
+//! Not here: SGLang payloads (`sglang.rs`), and all shapes of payloads
+//! (`kvfleet_proto::engine_events`).
 
 /// One event, in msgpack.
-pub(crate) type Event = Vec<u8>;
+pub(crate) type EventBytes = Vec<u8>;
 
 pub(super) fn number(out: &mut Vec<u8>, number: u64) {
     out.push(0xcf);
@@ -22,8 +23,8 @@ pub(super) fn text(out: &mut Vec<u8>, text: &str) {
     out.extend(text.as_bytes());
 }
 
-/// Blocks of sixteen tokens.
-pub(crate) fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Event {
+/// A store event with blocks of sixteen tokens.
+pub(crate) fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> EventBytes {
     let mut out = vec![0x86];
     text(&mut out, "type");
     text(&mut out, "BlockStored");
@@ -43,7 +44,7 @@ pub(crate) fn stored(hashes: &[u64], parent: Option<u64>, tokens: &[u32]) -> Eve
     out
 }
 
-pub(crate) fn removed(hashes: &[u64]) -> Event {
+pub(crate) fn removed(hashes: &[u64]) -> EventBytes {
     let mut out = vec![0x83];
     text(&mut out, "type");
     text(&mut out, "BlockRemoved");
@@ -54,7 +55,7 @@ pub(crate) fn removed(hashes: &[u64]) -> Event {
     out
 }
 
-pub(crate) fn cleared() -> Event {
+pub(crate) fn cleared() -> EventBytes {
     let mut out = vec![0x81];
     text(&mut out, "type");
     text(&mut out, "AllBlocksCleared");
@@ -62,12 +63,12 @@ pub(crate) fn cleared() -> Event {
 }
 
 /// A batch of one rank.
-pub(crate) fn batch(rank: u8, events: &[Event]) -> Vec<u8> {
+pub(crate) fn batch(rank: u8, events: &[EventBytes]) -> Vec<u8> {
     batch_at(0.0, rank, events)
 }
 
-/// The same, made at this time in seconds since 1970.
-pub(crate) fn batch_at(at_s: f64, rank: u8, events: &[Event]) -> Vec<u8> {
+/// A batch of one rank, created at this time in seconds since 1970.
+pub(crate) fn batch_at(at_s: f64, rank: u8, events: &[EventBytes]) -> Vec<u8> {
     let mut out = vec![0x93, 0xcb];
     out.extend(at_s.to_be_bytes());
     out.push(0x90 | events.len() as u8);
@@ -76,13 +77,13 @@ pub(crate) fn batch_at(at_s: f64, rank: u8, events: &[Event]) -> Vec<u8> {
     out
 }
 
-/// A store whose hash covers tokens behind the block too, as vLLM says since 0.33; or that it covers none, in so many words.
+/// A store with a flag whether its hash covers tokens after the block, as vLLM sends since 0.33.
 pub(super) fn stored_looking_ahead(
     hash: u64,
     parent: Option<u64>,
     tokens: &[u32],
     ahead: Option<u32>,
-) -> Event {
+) -> EventBytes {
     let mut out = stored(&[hash], parent, tokens);
     out[0] += 1;
     text(&mut out, "lookahead_token_ids");

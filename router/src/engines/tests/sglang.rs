@@ -1,12 +1,13 @@
-//! A whole follower against an engine that speaks as SGLang does: signed hashes, salts that stand elsewhere, replays without a topic,
-//! pages in memory of the host, and tokens in pairs.
+//! A whole follower against an engine that behaves as SGLang does: signed hashes, salts in another
+//! field, replays without a topic, pages in host memory, and token pairs.
 //!
-//! Not here: all that is the same as with a vLLM (`../tests.rs`), and SGLang's shapes one by one (`kvfleet_proto::engine_events`).
+//! Not here: behaviour shared with vLLM (`../tests.rs`), and single SGLang shapes
+//! (`kvfleet_proto::engine_events`).
 
 use super::payloads::{list, text};
 use super::*;
 
-/// The secret behind the salt that some requests have.
+/// The secret of the salt that some requests have.
 const SECRET: [u8; 32] = [10; 32];
 
 const SALT: &str = "tenant-a";
@@ -23,26 +24,26 @@ fn optional<T>(out: &mut Vec<u8>, value: Option<T>, put: impl Fn(&mut Vec<u8>, T
     }
 }
 
-/// How a release writes events.
+/// Event encoding of a release.
 #[derive(Clone, Copy, Debug)]
-enum Release {
-    /// Positional arrays, until 0.5.19.
+enum SglangRelease {
+    /// Positional arrays, up to 0.5.19.
     Arrays,
     /// Maps, from 0.5.20 on.
     Maps,
 }
 
-impl Release {
-    /// An event of these fields, of which arrays have the values in this order.
-    fn event(self, name: &str, fields: Vec<(&str, Vec<u8>)>) -> Event {
+impl SglangRelease {
+    /// An event with these fields; arrays hold the values in this order.
+    fn event(self, name: &str, fields: Vec<(&str, Vec<u8>)>) -> EventBytes {
         let mut out = Vec::new();
         match self {
-            Release::Arrays => {
+            SglangRelease::Arrays => {
                 out.push(0x90 | (fields.len() + 1) as u8);
                 text(&mut out, name);
                 fields.iter().for_each(|(_, value)| out.extend(value));
             }
-            Release::Maps => {
+            SglangRelease::Maps => {
                 out.push(0x80 | (fields.len() + 1) as u8);
                 text(&mut out, "type");
                 text(&mut out, name);
@@ -55,8 +56,8 @@ impl Release {
         out
     }
 
-    /// Stores pages of sixteen of what there is in `tokens`, one way or another.
-    fn stored(self, hashes: &[i64], parent: Option<i64>, tokens: Vec<u8>, salt: Option<&str>) -> Event {
+    /// Stores pages of sixteen from the encoded `tokens`.
+    fn stored(self, hashes: &[i64], parent: Option<i64>, tokens: Vec<u8>, salt: Option<&str>) -> EventBytes {
         let value = |put: &dyn Fn(&mut Vec<u8>)| {
             let mut out = Vec::new();
             put(&mut out);
@@ -75,7 +76,7 @@ impl Release {
         self.event("BlockStored", fields)
     }
 
-    fn removed(self, hashes: &[i64], medium: &str) -> Event {
+    fn removed(self, hashes: &[i64], medium: &str) -> EventBytes {
         let (mut all, mut word) = (Vec::new(), Vec::new());
         list(&mut all, hashes, signed);
         text(&mut word, medium);
@@ -89,7 +90,7 @@ fn ids(block: u64) -> Vec<u8> {
     out
 }
 
-/// As EAGLE's pages have them: each token with the next.
+/// Pairs as in EAGLE pages: each token with the next.
 fn pairs(block: u64) -> Vec<u8> {
     let mut out = Vec::new();
     list(&mut out, &tokens(block), |out, token| {
@@ -98,7 +99,7 @@ fn pairs(block: u64) -> Vec<u8> {
     out
 }
 
-/// Hash of a page of requests without a salt; those of the salt are others, all of them negative.
+/// Page hash of requests without a salt; salted ones differ and are all negative.
 fn plain(block: u64) -> i64 {
     i64::MIN + block as i64
 }
@@ -108,18 +109,18 @@ fn salted(block: u64) -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_sglang_is_followed_from_a_replay_without_a_topic_on() {
+async fn sglang_is_followed_from_a_replay_without_topics() {
     let folder = tempfile::TempDir::new().unwrap();
     let secret_file = folder.path().join(SALT);
     std::fs::write(&secret_file, "0a".repeat(32)).unwrap();
-    for release in [Release::Arrays, Release::Maps] {
+    for release in [SglangRelease::Arrays, SglangRelease::Maps] {
         println!("{release:?}");
-        let (mut engine, events, replay) = Engine::listening_of((0, 0), None).await;
+        let (mut engine, events, replay) = TestEngine::listening_of((0, 0), None).await;
         let store = |block: u64, hash: fn(u64) -> i64, salt| {
             let parent = block.checked_sub(1).map(hash);
             batch(0, &[release.stored(&[hash(block)], parent, ids(block), salt)])
         };
-        // All of it before the router comes.
+        // All of it before the router connects.
         for block in 0..3 {
             engine.say(&store(block, plain, None), true).await;
         }
@@ -128,25 +129,25 @@ async fn an_sglang_is_followed_from_a_replay_without_a_topic_on() {
         }
         let tenants = vec![EngineTenantConfig { salt: SALT.into(), secret_file: secret_file.clone() }];
         let list = vec![EngineConfig { dialect: DialectConfig::Sglang, ..dialed(7, events, Some(replay)) }];
-        let following = Following::new(EnginesConfig { tenants, ..config(list) }).await;
+        let following = FollowingRouter::new(EnginesConfig { tenants, ..config(list) }).await;
         following.until(7, 3).await;
         following.until_of(7, &SECRET, 2).await;
         following.until_live(&mut engine).await;
-        // Two messages are lost, and replayed behind the third.
+        // Two messages are lost, and replayed after the third.
         for (block, is_lost) in [(3, true), (4, true), (5, false)] {
             engine.say(&store(block, plain, None), is_lost).await;
         }
         following.until(7, 6).await;
-        // From the host's memory is not from here.
+        // A removal from host memory does not affect the GPU.
         engine.say(&batch(0, &[release.removed(&[plain(1)], "CPU_PINNED")]), false).await;
         engine.say(&batch(0, &[release.removed(&[salted(1)], "GPU")]), false).await;
         following.until_of(7, &SECRET, 1).await;
         assert_eq!(following.resident(7), 6);
         engine.say(&batch(0, &[release.removed(&[plain(4), plain(5)], "GPU")]), false).await;
         following.until(7, 4).await;
-        // Of pairs nobody knows what a request would ask for.
+        // Pairs do not determine the hashes of a request.
         engine.say(&batch(0, &[release.stored(&[plain(4)], Some(plain(3)), pairs(4), None)]), false).await;
-        following.until_count_of("kvfleet_engine_left_out_blocks_total", "opaque", 1.0).await;
+        following.until_count_of("kvfleet_engine_unmapped_blocks_total", "opaque", 1.0).await;
         assert_eq!(following.resident(7), 4);
         assert_eq!(following.count("kvfleet_engine_gaps_total", "filled"), 1.0);
         assert_eq!(following.count("kvfleet_engine_restarts_total", "7"), 0.0);

@@ -1,24 +1,24 @@
-//! Why a log was not opened.
+//! Errors of opening a log.
 //!
-//! Not here: what can be done about it in the cluster (`crate::raft::boot`).
+//! Not here: their remedy in the cluster (`crate::raft::boot`).
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use super::frame::FORMAT;
 
-/// Why a log file was not opened.
+/// Error of opening a log file.
 #[derive(Debug, thiserror::Error)]
 pub enum LogError {
-    /// A record does not match its checksum, or one that must be there is missing.
+    /// A record does not match its checksum, or a required one is missing.
     #[error(
-        "raft log {path} is corrupted: {what}. This router refuses to start because it can no longer prove what it \
-         acknowledged and what it voted"
+        "raft log {path} is corrupted: {what}. This router refuses to start because it can no longer prove its \
+         acknowledgements and its votes"
     )]
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// Which record, and what is wrong with it.
+        /// The record, and its problem.
         what: String,
     },
     /// The file belongs to another router.
@@ -28,12 +28,12 @@ pub enum LogError {
     OtherRouter {
         /// The file.
         path: PathBuf,
-        /// Whose it is.
+        /// The router that owns it.
         found: u64,
-        /// Who we are.
+        /// This router.
         wanted: u64,
     },
-    /// The file belongs to another cluster, or cuts the index into other shards.
+    /// The file belongs to another cluster, or to one with another number of shards.
     #[error(
         "raft log {path} is of cluster {found:?} with {found_shards} shards, the config says cluster {wanted:?} with \
          {wanted_shards}: correct `cluster` and `shards`, which never change after the first start, or name an empty \
@@ -51,7 +51,7 @@ pub enum LogError {
         /// The shards of the config.
         wanted_shards: u16,
     },
-    /// The record layout is of another release.
+    /// The record layout belongs to another release.
     #[error(
         "raft log {path} has format {found}, this release reads {FORMAT}: start the release that wrote it, or make this \
          router a new member: run `kvfleet members remove`, move its data_dir away, start it with `join = true`, and \
@@ -71,12 +71,12 @@ pub enum LogError {
         /// The file.
         path: PathBuf,
     },
-    /// The file system refused.
+    /// A file system error.
     #[error("raft log {path} cannot be opened: {source}; check that the directory exists and is writable")]
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The operating system's error.
         source: io::Error,
     },
 }

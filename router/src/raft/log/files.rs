@@ -1,8 +1,8 @@
-//! The files of the log: how one is made, how it grows, how it is written and used again.
+//! The files of the log: creation, growth, writing and reuse.
 //!
-//! A file is written in pages that nobody wrote since it was made, so that a sync changes no more than their contents:
-//! zeros lie ahead of what is written. A file that is no longer wanted is renamed and used again, which spares the
-//! system new blocks. Not here: what is written (`frame.rs`), and which files are wanted (`disk.rs`).
+//! A file is written in pages that are preallocated with zeros, so that a sync changes only
+//! contents. An unneeded file is renamed and reused, which saves the allocation of new blocks. Not
+//! here: the contents (`frame.rs`), and the choice of needed files (`mod.rs`).
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -13,45 +13,45 @@ use bytes::Bytes;
 use super::frame::{FRAMES_START, FileHead};
 use super::page_file::PageFile;
 
-/// Bytes after which the next file is begun: small enough that most are free soon after a purge, large enough that
-/// this is rare. A single frame may be larger, and then has a file that is.
+/// Size at which the next file is started: small enough that most are free soon after a purge,
+/// large enough that a switch is rare. A larger frame gets a larger file.
 pub(super) const FILE_BYTES: u64 = if cfg!(test) { 128 << 10 } else { 32 << 20 };
 
-/// Bytes of a new file, and what lengths are a multiple of.
+/// Size of a new file; lengths are a multiple of it.
 const STEP_BYTES: u64 = if cfg!(test) { 32 << 10 } else { 1 << 20 };
 
-/// Zeros that are written ahead at once: frames that come meanwhile wait, so this must be rare for small ones, less
-/// than one in a hundred, and not long.
+/// Zeros written ahead at once: pending frames wait for it, so it must be rare (for small frames
+/// below one in a hundred) and short.
 const ZEROS_BYTES: u64 = if cfg!(test) { 32 << 10 } else { 4 << 20 };
 
-/// Room ahead below which the next zeros are written: that of a few frames.
+/// Remaining room at which the next zeros are written: a few frames.
 const AHEAD_MIN: u64 = if cfg!(test) { 16 << 10 } else { 128 << 10 };
 
-/// Bytes of a frame that holds next to nothing.
-pub(super) const MARK_BYTES: u64 = 2 * super::frame::PAGE as u64;
+/// Bytes of a nearly empty frame.
+pub(super) const EMPTY_FRAME_BYTES: u64 = 2 * super::frame::PAGE as u64;
 
-/// Files kept to be used again.
+/// Files kept for reuse.
 const FREE_MAX: usize = 4;
 
 /// Name of a file while its head is written.
 const NEW: &str = "new";
 
-/// Beginning of the name of one to be used again.
+/// Name prefix of a file for reuse.
 const FREE_PREFIX: &str = "free-";
 
-/// The folder, and what in it can be used again.
+/// The folder, and its reusable files.
 #[derive(Debug)]
-pub(super) struct Folder {
+pub(super) struct LogFolder {
     path: PathBuf,
     free: Vec<PathBuf>,
     #[cfg(test)]
     pub(super) is_full: std::sync::Arc<std::sync::atomic::AtomicBool>,
 }
 
-impl Folder {
-    /// Takes a folder as it is; what can be used again is found by [`Self::numbers`].
-    pub(super) fn new(path: PathBuf) -> Folder {
-        Folder {
+impl LogFolder {
+    /// Opens a folder; [`Self::numbers`] finds the reusable files.
+    pub(super) fn new(path: PathBuf) -> LogFolder {
+        LogFolder {
             path,
             free: Vec::new(),
             #[cfg(test)]
@@ -59,15 +59,15 @@ impl Folder {
         }
     }
 
-    /// Where a file is.
+    /// Path of a file.
     pub(super) fn path_of(&self, file: u64) -> PathBuf {
         self.path.join(format!("{file:016}"))
     }
 
-    /// Numbers of the files of the log, ascending. What else is there and ours is removed or used again.
+    /// Numbers of the log's files, ascending. Leftovers are removed or kept for reuse.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The file system's error.
     pub(super) fn numbers(&mut self) -> io::Result<Vec<u64>> {
         let mut numbers = Vec::new();
         for file in fs::read_dir(&self.path)? {
@@ -85,16 +85,17 @@ impl Folder {
         Ok(numbers)
     }
 
-    /// Makes the file that `head` names, of a free one or a new one; durable under its name when it returns.
+    /// Creates the file that `head` names, from a reusable file or a new one; durable under its
+    /// name on return.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The file system's error.
     pub(super) fn create(&mut self, mut head: FileHead) -> io::Result<LogFile> {
         self.refuse_when_full()?;
         let new = self.path.join(NEW);
         if let Some(free) = self.free.pop() {
             fs::rename(free, &new)?;
-            // Or a file could be found under its old name with its new head, once the power is back.
+            // Otherwise a power loss could leave the file under its old name with its new head.
             self.sync()?;
         }
         let mut file = PageFile::open(OpenOptions::new().create(true), &new)?;
@@ -106,17 +107,17 @@ impl Folder {
         fs::rename(&new, self.path_of(head.file))?;
         self.sync()?;
         let bytes = head.file_bytes;
-        Ok(LogFile { file, head, end: FRAMES_START, named: bytes, bytes, written: bytes })
+        Ok(LogFile { file, head, end: FRAMES_START, recorded_bytes: bytes, bytes, preallocated_end: bytes })
     }
 
-    /// A file that is not wanted any more. Durable when it returns, so that files go in order.
+    /// Releases a file that is no longer needed. Durable on return, so that files go in order.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The file system's error.
     pub(super) fn free(&mut self, file: u64) -> io::Result<()> {
         let path = self.path_of(file);
         if !path.exists() {
-            // It went before, and only that was not made durable.
+            // It is gone already, but maybe not durably.
             return self.sync();
         }
         if self.free.len() >= FREE_MAX || fs::metadata(&path)?.len() > 2 * FILE_BYTES {
@@ -124,7 +125,7 @@ impl Folder {
         } else {
             let free = self.path.join(format!("{FREE_PREFIX}{file:016}"));
             fs::rename(path, &free)?;
-            // Used again only once it is durably not a file of the log.
+            // Reused only once it is durably no file of the log.
             self.sync()?;
             self.free.push(free);
             return Ok(());
@@ -154,43 +155,42 @@ pub(super) fn sync_folder(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all().map_err(|error| sync_failed(&error))
 }
 
-/// Whether there is only no room: nothing was written that is not known of.
+/// Whether the disk is only full: no unknown data was written.
 pub(super) fn is_full(error: &io::Error) -> bool {
     use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
     matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }
 
-/// A sync that failed is more than a disk that is full, whatever the reason: what was to be synced may be lost, and the
-/// next sync succeeds all the same.
+/// A failed sync is worse than a full disk: the data may be lost, and yet the next sync succeeds.
 fn sync_failed(error: &io::Error) -> io::Error {
-    io::Error::other(format!("it cannot be synced: {error}"))
+    io::Error::other(format!("sync failed: {error}"))
 }
 
-/// The file that is written.
+/// A file that is open for writing.
 #[derive(Debug)]
 pub(super) struct LogFile {
     file: PageFile,
     pub(super) head: FileHead,
-    /// Where the next frame goes.
+    /// Offset of the next frame.
     pub(super) end: u64,
-    /// Bytes that it has, as its head or a frame says. Nothing is written beyond, but for what says more: so a file
-    /// that was cut is known for one.
-    named: u64,
-    /// Bytes that it has, durably.
+    /// Size of the file according to its head or a frame. Frames beyond it first record a larger
+    /// size, so that a truncated file is detected.
+    recorded_bytes: u64,
+    /// Durable size of the file.
     bytes: u64,
-    /// Up to where its blocks were written since it was made.
-    written: u64,
+    /// End of the preallocated part.
+    preallocated_end: u64,
 }
 
 impl LogFile {
-    /// One that was read: its frames end at `end`, and they say that it has `named` bytes.
+    /// A file that was read: its frames end at `end`, and record a size of `named` bytes.
     pub(super) fn reopen(path: &Path, head: FileHead, end: u64, named: u64) -> io::Result<LogFile> {
         let file = PageFile::open(&mut OpenOptions::new(), path)?;
         let bytes = file.bytes()?;
-        Ok(LogFile { file, head, end, named, bytes, written: bytes })
+        Ok(LogFile { file, head, end, recorded_bytes: named, bytes, preallocated_end: bytes })
     }
 
-    /// Whether no frame was written.
+    /// Whether it has no frame.
     pub(super) fn is_empty(&self) -> bool {
         self.end == FRAMES_START
     }
@@ -199,15 +199,14 @@ impl LogFile {
         self.head.file
     }
 
-    /// Whether frames up to `end` may be written, with room behind for one that says how long the file is, or that it
-    /// is closed.
+    /// Whether frames up to `end` fit, with room for one more that records a new size or the end.
     pub(super) fn has_room(&self, end: u64) -> bool {
-        end + MARK_BYTES <= self.named
+        end + EMPTY_FRAME_BYTES <= self.recorded_bytes
     }
 
-    /// Makes it long enough for frames up to `end`, durably: as long as files are, or as need be. That takes no room.
+    /// Extends the file durably for frames up to `end`. This allocates no blocks.
     pub(super) fn grow(&mut self, end: u64) -> io::Result<()> {
-        let needed = end + MARK_BYTES;
+        let needed = end + EMPTY_FRAME_BYTES;
         if needed <= self.bytes {
             return Ok(());
         }
@@ -218,44 +217,44 @@ impl LogFile {
         Ok(())
     }
 
-    /// Bytes that the next frame names.
+    /// File size that the next frame records.
     pub(super) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Writes commands one behind the other and syncs them.
-    pub(super) fn write_beside(&mut self, at: u64, commands: &[Bytes]) -> io::Result<()> {
+    /// Writes commands one after the other and syncs them.
+    pub(super) fn write_out_of_line(&mut self, at: u64, commands: &[Bytes]) -> io::Result<()> {
         self.file.write(at, commands)?;
         self.file.sync_data()
     }
 
-    /// Writes the copies of a frame and syncs them. The next one goes to `next`.
+    /// Writes the copies of a frame and syncs them. The next frame goes to `next`.
     pub(super) fn write_copies(&mut self, copies: &[u8], next: u64) -> io::Result<()> {
         self.file.write(self.end, &[copies])?;
         self.file.sync_data()?;
         self.end = next;
-        self.named = self.bytes;
-        self.written = self.written.max(next);
+        self.recorded_bytes = self.bytes;
+        self.preallocated_end = self.preallocated_end.max(next);
         Ok(())
     }
 
-    /// Makes room for small frames to come, before they wait for it: a longer file, and zeros in it.
+    /// Prepares room for later small frames: a longer file, and zeros in it.
     pub(super) fn write_ahead(&mut self) -> io::Result<()> {
-        let wanted = self.end + AHEAD_MIN;
-        if wanted <= self.written || self.written >= FILE_BYTES {
+        let needed_end = self.end + AHEAD_MIN;
+        if needed_end <= self.preallocated_end || self.preallocated_end >= FILE_BYTES {
             return Ok(());
         }
-        self.grow(wanted)?;
-        let to = (self.written + ZEROS_BYTES).min(self.bytes);
-        self.file.write_zeros(self.written, to)?;
+        self.grow(needed_end)?;
+        let to = (self.preallocated_end + ZEROS_BYTES).min(self.bytes);
+        self.file.write_zeros(self.preallocated_end, to)?;
         self.file.sync_data().map_err(|error| sync_failed(&error))?;
-        self.written = to;
+        self.preallocated_end = to;
         Ok(())
     }
 
-    /// Writes to another file from here on, for tests of what a disk may do; gives the one before.
+    /// Writes to another file from here on, for tests of disk failures; returns the previous one.
     #[cfg(test)]
-    pub(super) fn put_on(&mut self, file: File) -> File {
-        self.file.put_on(file)
+    pub(super) fn replace_file(&mut self, file: File) -> File {
+        self.file.replace_file(file)
     }
 }

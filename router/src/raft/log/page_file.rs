@@ -1,8 +1,7 @@
-//! A file that is written in whole pages, past the system's own copy of it where the file system allows that.
+//! A file written in whole pages with direct I/O where the file system supports it.
 //!
-//! What a log writes is not read again before the next start, so a copy in the system's memory is of no use to anybody,
-//! and making it was a seventh of what announced blocks cost a router. Not here: what is written where (`files.rs`),
-//! and reading (`recovery.rs`).
+//! The log is not read again before the next start, so a copy in the page cache is useless and
+//! costs noticeable processor time. Not here: the layout (`files.rs`), and reading (`recovery.rs`).
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -13,23 +12,23 @@ use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::frame::PAGE;
 
-/// Bytes of one write, at most: more would spare little, and stay in no cache near.
+/// Largest single write: more would save little and exceed near caches.
 const WRITE_BYTES_MAX: usize = if cfg!(test) { 4 * PAGE } else { 256 << 10 };
 
-/// The file, and the pages that are being filled.
+/// The file, and a buffer for pages.
 #[derive(Debug)]
 pub(super) struct PageFile {
     file: File,
-    /// Long enough for [`WRITE_BYTES_MAX`] wherever in it a page begins.
+    /// Has room for [`WRITE_BYTES_MAX`] from its first page boundary.
     pages: Box<[u8]>,
 }
 
 impl PageFile {
-    /// Opens a file for reading and writing, with these options besides. Where writes cannot go past the system's memory (some
-    /// file systems keep everything there), they go through it.
+    /// Opens a file for reading and writing with these options. Falls back to buffered I/O where
+    /// direct I/O is not supported.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The file system's error.
     pub(super) fn open(options: &mut OpenOptions, path: &Path) -> io::Result<PageFile> {
         let options = options.read(true).write(true);
         let file = match options.clone().custom_flags(OFlags::DIRECT.bits().cast_signed()).open(path) {
@@ -39,15 +38,16 @@ impl PageFile {
         Ok(PageFile { file, pages: vec![0; WRITE_BYTES_MAX + PAGE].into() })
     }
 
-    /// Bytes that it has.
+    /// Size of the file in bytes.
     pub(super) fn bytes(&self) -> io::Result<u64> {
         Ok(self.file.metadata()?.len())
     }
 
-    /// Writes all parts one behind the other from `at` on, where a page begins, and zeros up to the end of the last page.
+    /// Writes all parts contiguously from the page boundary `at`, and pads the last page with
+    /// zeros.
     ///
     /// # Errors
-    /// What the file system said. What was written then is not known.
+    /// The file system's error; the extent of the write is then unknown.
     pub(super) fn write<P: AsRef<[u8]>>(&mut self, mut at: u64, parts: &[P]) -> io::Result<()> {
         let mut filled = 0;
         for part in parts {
@@ -67,10 +67,10 @@ impl PageFile {
         self.write_window(at, end)
     }
 
-    /// Writes zeros from a page on to the beginning of another; nothing when that one lies before.
+    /// Writes zeros between two page boundaries; no effect if `to` is before `from`.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The file system's error.
     pub(super) fn write_zeros(&mut self, from: u64, to: u64) -> io::Result<()> {
         self.window().fill(0);
         let mut at = from;
@@ -82,7 +82,7 @@ impl PageFile {
         Ok(())
     }
 
-    /// Makes it so many bytes long, with zeros where there was nothing.
+    /// Sets the size of the file; new bytes are zero.
     pub(super) fn set_len(&self, bytes: u64) -> io::Result<()> {
         self.file.set_len(bytes)
     }
@@ -92,19 +92,18 @@ impl PageFile {
         self.file.sync_all()
     }
 
-    /// Makes what was written durable.
+    /// Makes written data durable.
     pub(super) fn sync_data(&self) -> io::Result<()> {
         self.file.sync_data()
     }
 
-    /// Writes to another file from here on, for tests of what a disk may do; gives the one before.
+    /// Writes to another file from here on, for tests of disk failures; returns the previous one.
     #[cfg(test)]
-    pub(super) fn put_on(&mut self, file: File) -> File {
+    pub(super) fn replace_file(&mut self, file: File) -> File {
         std::mem::replace(&mut self.file, file)
     }
 
-    /// Where the pages to be written are filled: from the beginning of a page of memory on, as writes past the system's memory
-    /// must be.
+    /// The page-aligned part of the buffer, as direct I/O requires.
     fn window(&mut self) -> &mut [u8] {
         let start = self.start();
         &mut self.pages[start..start + WRITE_BYTES_MAX]
@@ -114,7 +113,7 @@ impl PageFile {
         let start = self.start();
         let pages = &self.pages[start..start + bytes];
         match self.file.write_all_at(pages, at) {
-            // Some take the option, and want larger pages than these.
+            // Some file systems accept the option but need larger pages.
             Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
                 let flags = fcntl_getfl(&self.file)?;
                 fcntl_setfl(&self.file, flags - OFlags::DIRECT)?;
@@ -124,7 +123,7 @@ impl PageFile {
         }
     }
 
-    /// Where the first page in the memory begins.
+    /// Offset of the first page boundary in the buffer.
     fn start(&self) -> usize {
         self.pages.as_ptr().align_offset(PAGE).min(PAGE)
     }
@@ -137,7 +136,7 @@ mod tests {
 
     use super::*;
 
-    /// A file with so many bytes that are no zeros.
+    /// A file with this many nonzero bytes.
     fn filled(directory: &Path, bytes: usize) -> PageFile {
         let path = directory.join("file");
         std::fs::write(&path, vec![0xff; bytes]).unwrap();
@@ -146,7 +145,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn parts_lie_one_behind_the_other_and_zeros_up_to_the_next_page(
+        fn parts_are_contiguous_and_padded_to_a_page(
             lengths in prop::collection::vec(0..WRITE_BYTES_MAX + 300, 0..5), page in 0u64..3,
         ) {
             let parts: Vec<Vec<u8>> =
@@ -156,7 +155,7 @@ mod tests {
             let (from, to) = (page as usize * PAGE, page as usize * PAGE + written.len());
             expected[from..to].copy_from_slice(&written);
             expected[to..to.next_multiple_of(PAGE)].fill(0);
-            // On a file system on a disk, and on one in memory, which has no way past memory.
+            // On a disk file system, and on one in memory without direct I/O.
             for directory in [tempfile::tempdir(), tempfile::tempdir_in("/dev/shm")] {
                 let directory = directory.unwrap();
                 let mut file = filled(directory.path(), pages * PAGE);
@@ -168,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_go_past_memory_goes_through_it() {
+    fn unaligned_writes_fall_back_to_buffered_io() {
         let directory = tempfile::tempdir().unwrap();
         let mut file = filled(directory.path(), PAGE);
         file.window().fill(7);
@@ -178,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn zeros_go_up_to_the_page_named() {
+    fn zeros_end_at_the_given_page() {
         let directory = tempfile::tempdir().unwrap();
         let mut file = filled(directory.path(), 12 * PAGE);
         file.write_zeros(PAGE as u64, 11 * PAGE as u64).unwrap();

@@ -1,8 +1,9 @@
-//! Reads the log back after a start: every frame that was acknowledged is there, or the log is refused.
+//! Reads the log after a start: every acknowledged frame is present, or the log is refused.
 //!
-//! Frames are numbered without a gap, over all files. Where the next one is not sound in either copy, the log ends,
-//! unless a later frame or file shows that it goes on; a frame that was acknowledged has two sound copies, so one
-//! damaged place does not end the log early (docs/adr/0020). Not here: what records mean (`state.rs`).
+//! Frames are numbered without gaps over all files. The log ends at the first frame without a valid
+//! copy, unless a later frame or file proves that it continues. An acknowledged frame has two valid
+//! copies, so one damaged place does not end the log early (docs/adr/0020). Not here: the meaning
+//! of records (`state.rs`).
 
 use std::collections::BTreeSet;
 use std::fs::{self, File};
@@ -10,22 +11,22 @@ use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
 
-use super::files::{Folder, LogFile};
-use super::frame::{FRAMES_START, FileHead, Frame, NoHead, PAGE, next_copy};
+use super::files::{LogFile, LogFolder};
+use super::frame::{FRAMES_START, FileHead, Frame, HeadError, PAGE, next_copy};
 use super::state::{Change, LogState, Record, decode};
-use super::{LogError, Owner, corrupt};
+use super::{LogError, LogOwner, corrupt};
 use crate::raft::{Entry, LogId, Payload, Proposal};
 
-/// What was read.
-pub(super) struct Replayed {
+/// The recovered log.
+pub(super) struct ReplayedLog {
     pub(super) state: LogState,
     /// Numbers of the files, ascending.
     pub(super) files: Vec<u64>,
-    /// The file whose frames are last.
+    /// The file with the last frames.
     pub(super) tail: LogFile,
-    /// Whether its last frame says that the next file is there.
+    /// Whether its last frame records that the next file exists.
     pub(super) tail_is_closed: bool,
-    /// A file behind it, without a frame so far.
+    /// A later file without a frame yet.
     pub(super) empty: Option<LogFile>,
     /// Number of the next frame.
     pub(super) next_frame: u64,
@@ -54,10 +55,10 @@ impl ReadFile {
 /// Reads all files of a folder.
 ///
 /// # Errors
-/// [`LogError`] when they are another router's, of another format, or damaged.
-pub(super) fn replay(folder: &mut Folder, path: &Path, owner: &Owner) -> Result<Replayed, LogError> {
+/// [`LogError`] if they belong to another router, have another format, or are damaged.
+pub(super) fn replay(folder: &mut LogFolder, path: &Path, owner: &LogOwner) -> Result<ReplayedLog, LogError> {
     let numbers = folder.numbers().map_err(|source| LogError::Io { path: path.to_owned(), source })?;
-    let mut replay = Replay {
+    let mut replay = ReplayState {
         state: LogState::new(owner.cluster.groups()),
         salt: None,
         next_frame: 0,
@@ -71,12 +72,12 @@ pub(super) fn replay(folder: &mut Folder, path: &Path, owner: &Owner) -> Result<
     let Some(last) = read.pop() else { return Err(corrupt(path, "it holds no file")) };
     if last.is_closed {
         let gone = folder.path_of(last.head.file + 1);
-        return Err(corrupt(&gone, "it is missing, but the file before it says that it is there"));
+        return Err(corrupt(&gone, "it is missing, but the previous file records its existence"));
     }
     let is_new = numbers.first().is_none_or(|first| *first == FileHead::new(owner).file);
     for (group, state) in (0..).zip(&replay.state.groups) {
         if !is_new && !replay.marked.contains(&group) {
-            return Err(corrupt(path, format!("nothing says where group {group} stands")));
+            return Err(corrupt(path, format!("no record has the marks of group {group}")));
         }
         state.check(group).map_err(|what| corrupt(path, what))?;
     }
@@ -84,8 +85,8 @@ pub(super) fn replay(folder: &mut Folder, path: &Path, owner: &Owner) -> Result<
         Some(tail) if last.is_empty() => (tail, Some(last.reopen()?)),
         _ => (last, None),
     };
-    let Replay { state, next_frame, .. } = replay;
-    Ok(Replayed {
+    let ReplayState { state, next_frame, .. } = replay;
+    Ok(ReplayedLog {
         state,
         files: numbers,
         tail_is_closed: tail.is_closed,
@@ -95,29 +96,29 @@ pub(super) fn replay(folder: &mut Folder, path: &Path, owner: &Owner) -> Result<
     })
 }
 
-struct Replay {
+struct ReplayState {
     state: LogState,
     salt: Option<u64>,
-    /// Number that the next frame has; 0 before the first file.
+    /// Number of the next frame; 0 before the first file.
     next_frame: u64,
-    /// Groups whose marks were read. The first file of all that are left may have none: who made it was stopped before
-    /// they were written, and the next one has them.
+    /// Groups with marks read so far. The oldest remaining file may lack marks, if its process
+    /// stopped before writing them; the next file then has them.
     marked: BTreeSet<u16>,
 }
 
-impl Replay {
-    /// Reads a file that comes behind `before`.
+impl ReplayState {
+    /// Reads the file that follows `before`.
     fn file(
         &mut self,
         path: PathBuf,
         number: u64,
-        owner: &Owner,
+        owner: &LogOwner,
         before: Option<&ReadFile>,
     ) -> Result<ReadFile, LogError> {
         let bytes = durable_bytes(&path).map_err(|source| LogError::Io { path: path.clone(), source })?;
         let head = FileHead::decode(&bytes).map_err(|error| match error {
-            NoHead::Damaged => corrupt(&path, "its head is damaged in both copies"),
-            NoHead::OtherFormat(found) => LogError::Format { path: path.clone(), found: found.into() },
+            HeadError::Damaged => corrupt(&path, "its head is damaged in both copies"),
+            HeadError::OtherFormat(found) => LogError::Format { path: path.clone(), found: found.into() },
         })?;
         check_owner(path.parent().unwrap_or(&path), &head, owner)?;
         if head.file != number || self.salt.is_some_and(|salt| salt != head.salt) {
@@ -144,7 +145,8 @@ impl Replay {
         Ok(file)
     }
 
-    /// No file is missing before this one. One that was made, but not yet begun, may follow one without its end.
+    /// Checks that no file is missing before this one. A created but unused file may follow one
+    /// without its end record.
     fn check_order(&mut self, file: &ReadFile, before: Option<&ReadFile>) -> Result<(), LogError> {
         let Some(before) = before else {
             self.next_frame = file.head.first_frame;
@@ -162,7 +164,7 @@ impl Replay {
         Ok(())
     }
 
-    /// The next frame of a file, or nothing at its end.
+    /// The next frame of a file; `None` at its end.
     fn frame<'a>(&self, file: &ReadFile, bytes: &'a [u8]) -> Result<Option<Frame<'a>>, LogError> {
         let number = self.next_frame.max(file.head.first_frame);
         let Some(frame) = next_copy(file.head.seed(), bytes, file.end, number) else { return Ok(None) };
@@ -179,12 +181,12 @@ impl Replay {
         Ok(Some(frame))
     }
 
-    /// Takes over what a frame says.
+    /// Applies the records of a frame.
     fn records(&mut self, file: &mut ReadFile, frame: &Frame<'_>, bytes: &[u8]) -> Result<(), LogError> {
         let number = frame.head.number;
         let damaged = |what: String| corrupt(&file.path, format!("frame {number} {what}"));
         let records = decode(frame.records).map_err(|error| damaged(format!("does not decode: {error}")))?;
-        let mut beside = frame.beside_start();
+        let mut beside = frame.out_of_line_start();
         for record in records {
             let (group, change) = match record {
                 Record::Closed => {
@@ -225,7 +227,7 @@ impl Replay {
     }
 }
 
-fn check_owner(path: &Path, head: &FileHead, owner: &Owner) -> Result<(), LogError> {
+fn check_owner(path: &Path, head: &FileHead, owner: &LogOwner) -> Result<(), LogError> {
     let found = head.owner();
     if found.router != owner.router {
         let (found, wanted) = (found.router, owner.router);
@@ -243,8 +245,8 @@ fn check_owner(path: &Path, head: &FileHead, owner: &Owner) -> Result<(), LogErr
     Ok(())
 }
 
-/// The bytes of a file, durable: what a killed process wrote is in memory of the system at first, and what is built on
-/// it must not be more durable than it is.
+/// The bytes of a file, after a sync: data of a killed process may be only in memory, and later
+/// writes must not be more durable than it is.
 fn durable_bytes(path: &Path) -> std::io::Result<Vec<u8>> {
     File::open(path)?.sync_all()?;
     fs::read(path)
@@ -257,7 +259,7 @@ fn with_command(log_id: LogId, command: Bytes) -> Entry {
 fn command_at(bytes: &[u8], at: u64, length: u32, stored: u32) -> Result<Bytes, String> {
     let start = usize::try_from(at).unwrap_or(usize::MAX);
     let command = bytes.get(start..).and_then(|rest| rest.get(..length as usize));
-    let command = command.ok_or_else(|| format!("lies behind the end at byte {}", bytes.len()))?;
+    let command = command.ok_or_else(|| format!("extends past the end at byte {}", bytes.len()))?;
     let computed = crc32c::crc32c(command);
     if stored != computed {
         return Err(format!("has checksum {stored:08x}, its bytes give {computed:08x}"));

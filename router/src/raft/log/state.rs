@@ -1,7 +1,7 @@
-//! What the log says: the records of frames, and the state of every group that they add up to.
+//! Contents of the log: the records of frames, and the state of every group that results from them.
 //!
-//! Writing and reading share it: a change is applied here once its frame is durable, and again when the frame is read
-//! after a restart. Not here: frames and files.
+//! Writing and reading share it: a change is applied once its frame is durable, and again when the
+//! frame is read after a restart. Not here: frames and files.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -17,18 +17,18 @@ use crate::raft::{Entry, LogId, Payload, Proposal, Vote};
 pub(crate) enum Change {
     Vote(Vote),
     Append(Vec<Entry>),
-    /// Remove every entry with this index or a higher one.
+    /// Removes every entry with this index or a higher one.
     Truncate {
         from: u64,
     },
     Purge(LogId),
     Committed(Option<LogId>),
-    /// The group begins anew, with the vote it gave.
+    /// Resets the group except its vote.
     Forget,
 }
 
 impl Change {
-    /// Bytes of its commands.
+    /// Total bytes of its commands.
     pub(crate) fn command_bytes(&self) -> u64 {
         match self {
             Change::Append(new) => new.iter().map(command_bytes).sum(),
@@ -37,13 +37,14 @@ impl Change {
     }
 }
 
-/// A record of a frame. Names and the order of what they hold are part of the format.
+/// A record of a frame. Variant names and field order are part of the format.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Record {
-    /// All of a group but its entries, at the head of a file: what came before is not needed to know it.
+    /// State of a group except its entries, at the start of a file: earlier records are not needed
+    /// to know it.
     Group {
         group: u16,
-        marks: Marks,
+        marks: GroupMarks,
     },
     Vote {
         group: u16,
@@ -53,7 +54,7 @@ pub(super) enum Record {
         group: u16,
         entry: Entry,
     },
-    /// The command of the entry is the next one beside the records.
+    /// The entry's command is the next out-of-line one.
     AppendBeside {
         group: u16,
         log_id: LogId,
@@ -75,13 +76,13 @@ pub(super) enum Record {
     Forget {
         group: u16,
     },
-    /// Last of a file: the next one is there.
+    /// Last record of a file: the next file exists.
     Closed,
 }
 
-/// All of a group but its entries.
+/// State of a group except its entries.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Marks {
+pub(super) struct GroupMarks {
     pub(super) vote: Option<Vote>,
     pub(super) purged: Option<LogId>,
     pub(super) committed: Option<LogId>,
@@ -89,48 +90,48 @@ pub(super) struct Marks {
     pub(super) last: Option<u64>,
 }
 
-/// A group, and in which file each entry is.
+/// A group, with the file number of each entry.
 #[derive(Debug, Default)]
 pub(super) struct GroupState {
-    pub(super) marks: Marks,
+    pub(super) marks: GroupMarks,
     pub(super) entries: BTreeMap<u64, (u64, Entry)>,
 }
 
-/// Bytes of an entry's record besides its command, as far as that matters: the largest numbers take some more.
+/// Approximate bytes of an entry's record without its command.
 const RECORD_BYTES: u64 = 64;
 
-/// What a file holds that is still wanted.
+/// Needed entries of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Wanted {
+pub(super) struct LiveEntries {
     pub(super) entries: u64,
-    /// That its entries take in a file that they are moved to.
+    /// Bytes that its entries take in a file that they are moved to.
     pub(super) bytes: u64,
 }
 
-/// All groups, and what of each file they want.
+/// All groups, and the needed entries of each file.
 #[derive(Debug)]
 pub(super) struct LogState {
     pub(super) groups: Vec<GroupState>,
-    wanted: BTreeMap<u64, Wanted>,
+    live: BTreeMap<u64, LiveEntries>,
 }
 
 impl LogState {
     pub(super) fn new(groups: u16) -> LogState {
-        LogState { groups: (0..groups).map(|_| GroupState::default()).collect(), wanted: BTreeMap::new() }
+        LogState { groups: (0..groups).map(|_| GroupState::default()).collect(), live: BTreeMap::new() }
     }
 
-    pub(super) fn wanted(&self, file: u64) -> Wanted {
-        self.wanted.get(&file).copied().unwrap_or_default()
+    pub(super) fn live_in(&self, file: u64) -> LiveEntries {
+        self.live.get(&file).copied().unwrap_or_default()
     }
 
-    /// Bytes that all wanted entries take in files that they are moved to.
-    pub(super) fn wanted_bytes(&self) -> u64 {
-        self.wanted.values().map(|wanted| wanted.bytes).sum()
+    /// Bytes that all needed entries take in files that they are moved to.
+    pub(super) fn live_bytes(&self) -> u64 {
+        self.live.values().map(|wanted| wanted.bytes).sum()
     }
 
-    /// Takes over a change that is in `file`.
+    /// Applies a change that is stored in `file`.
     pub(super) fn apply(&mut self, group: u16, change: &Change, file: u64) -> io::Result<()> {
-        let Self { groups, wanted } = self;
+        let Self { groups, live: wanted } = self;
         let state = groups.get_mut(usize::from(group)).ok_or_else(|| io::Error::other("no such group"))?;
         let mut give_up = |gone: BTreeMap<u64, (u64, Entry)>| {
             gone.into_values().for_each(|(file, entry)| release(wanted, file, &entry));
@@ -154,19 +155,19 @@ impl LogState {
             }
             Change::Forget => {
                 give_up(std::mem::take(entries));
-                *marks = Marks { vote: marks.vote, ..Marks::default() };
+                *marks = GroupMarks { vote: marks.vote, ..GroupMarks::default() };
             }
         }
         Ok(())
     }
 
-    /// Records that say everything but entries.
+    /// Records of everything except entries.
     pub(super) fn marks(&self) -> Vec<Record> {
         let records = (0..).zip(&self.groups);
         records.map(|(group, state)| Record::Group { group, marks: state.marks }).collect()
     }
 
-    /// The wanted entries of a file, by group.
+    /// The needed entries of a file, by group.
     pub(super) fn entries_in(&self, file: u64) -> Vec<(u16, Change)> {
         let of_group = |(group, state): (u16, &GroupState)| {
             let here = state.entries.values().filter(|(place, _)| *place == file);
@@ -178,18 +179,18 @@ impl LogState {
 }
 
 impl GroupState {
-    fn insert(&mut self, entry: Entry, file: u64, wanted: &mut BTreeMap<u64, Wanted>) {
+    fn insert(&mut self, entry: Entry, file: u64, live: &mut BTreeMap<u64, LiveEntries>) {
         let index = entry.log_id.index();
-        let here = wanted.entry(file).or_default();
+        let here = live.entry(file).or_default();
         here.entries += 1;
-        here.bytes += moved_bytes(&entry);
+        here.bytes += relocated_bytes(&entry);
         if let Some((file, old)) = self.entries.insert(index, (file, entry)) {
-            release(wanted, file, &old);
+            release(live, file, &old);
         }
         self.marks.last = self.marks.last.max(Some(index));
     }
 
-    /// What is wrong with a group after all files were read: a hole, or an end before the end.
+    /// Checks a group after all files were read; the error names missing entries.
     pub(super) fn check(&self, group: u16) -> Result<(), String> {
         let mut expected = self.marks.purged.map_or(0, |purged| purged.index() + 1);
         for index in self.entries.keys() {
@@ -207,18 +208,19 @@ impl GroupState {
     }
 }
 
-fn release(wanted: &mut BTreeMap<u64, Wanted>, file: u64, entry: &Entry) {
-    if let Some(here) = wanted.get_mut(&file) {
+fn release(live: &mut BTreeMap<u64, LiveEntries>, file: u64, entry: &Entry) {
+    if let Some(here) = live.get_mut(&file) {
         here.entries = here.entries.saturating_sub(1);
-        here.bytes = here.bytes.saturating_sub(moved_bytes(entry));
+        here.bytes = here.bytes.saturating_sub(relocated_bytes(entry));
         if here.entries == 0 {
-            wanted.remove(&file);
+            live.remove(&file);
         }
     }
 }
 
-/// Bytes of an entry among many in one frame: its record twice, and its command beside them if it is large.
-fn moved_bytes(entry: &Entry) -> u64 {
+/// Bytes of an entry among many in one frame: its record twice, and its command once if it is out
+/// of line.
+fn relocated_bytes(entry: &Entry) -> u64 {
     let command = command_bytes(entry);
     let twice = if command > SMALL_COMMAND_BYTES_MAX as u64 { command } else { 2 * command };
     2 * RECORD_BYTES + twice
@@ -237,11 +239,11 @@ fn command(entry: &Entry) -> Option<&Bytes> {
     }
 }
 
-/// Changes as the records of one frame, and the commands that lie beside them.
+/// Changes as the records of one frame, and their out-of-line commands.
 #[derive(Debug, Default)]
 pub(super) struct Records {
     pub(super) encoded: Vec<u8>,
-    pub(super) beside: Vec<Bytes>,
+    pub(super) out_of_line: Vec<Bytes>,
 }
 
 impl Records {
@@ -249,30 +251,32 @@ impl Records {
         rmp_serde::encode::write(&mut self.encoded, record).map_err(io::Error::other)
     }
 
-    /// Adds a change; commands above `beside_min` bytes go beside the records.
-    pub(super) fn change(&mut self, group: u16, change: &Change, beside_min: usize) -> io::Result<()> {
+    /// Adds a change; commands above `beside_min` bytes are stored out of line.
+    pub(super) fn change(&mut self, group: u16, change: &Change, out_of_line_min: usize) -> io::Result<()> {
         match change {
             Change::Vote(vote) => self.push(&Record::Vote { group, vote: *vote }),
             Change::Truncate { from } => self.push(&Record::Truncate { group, from: *from }),
             Change::Purge(upto) => self.push(&Record::Purge { group, upto: *upto }),
             Change::Committed(last) => self.push(&Record::Committed { group, last: *last }),
             Change::Forget => self.push(&Record::Forget { group }),
-            Change::Append(new) => new.iter().try_for_each(|entry| self.append(group, entry, beside_min)),
+            Change::Append(new) => {
+                new.iter().try_for_each(|entry| self.append(group, entry, out_of_line_min))
+            }
         }
     }
 
-    fn append(&mut self, group: u16, entry: &Entry, beside_min: usize) -> io::Result<()> {
-        let Some(command) = command(entry).filter(|command| command.len() > beside_min) else {
+    fn append(&mut self, group: u16, entry: &Entry, out_of_line_min: usize) -> io::Result<()> {
+        let Some(command) = command(entry).filter(|command| command.len() > out_of_line_min) else {
             return self.push(&Record::Append { group, entry: entry.clone() });
         };
         let bytes = u32::try_from(command.len()).map_err(io::Error::other)?;
         let crc32c = crc32c::crc32c(command);
-        self.beside.push(command.clone());
+        self.out_of_line.push(command.clone());
         self.push(&Record::AppendBeside { group, log_id: entry.log_id, bytes, crc32c })
     }
 
-    pub(super) fn beside_bytes(&self) -> u64 {
-        self.beside.iter().map(|command| command.len() as u64).sum()
+    pub(super) fn out_of_line_bytes(&self) -> u64 {
+        self.out_of_line.iter().map(|command| command.len() as u64).sum()
     }
 }
 

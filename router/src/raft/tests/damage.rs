@@ -1,4 +1,5 @@
-//! Damage is found at open, named, and refused, or there was a second copy: nothing acknowledged is lost silently.
+//! Damage is detected at open and refused by name, unless a second copy is valid: no acknowledged
+//! data is lost silently.
 
 use std::fs;
 use std::ops::Range;
@@ -9,7 +10,7 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use tempfile::TempDir;
 
-use super::super::log::{Change, Disk, LOG_FOLDER, LogError, Recovered};
+use super::super::log::{Change, DiskLog, LOG_FOLDER, LogError, RecoveredLog};
 use super::super::{Entry, Payload, Proposal, Vote};
 use super::{ROUTER, entry, in_memory, log_id, open_disk, owner, replace_folder};
 
@@ -21,7 +22,7 @@ fn large(index: u64) -> Entry {
     Entry { log_id: log_id(1, index), payload: Payload::Normal(Proposal(command.into())) }
 }
 
-/// Batches whose last one is of every kind: small, a vote, large commands beside the records, a purge.
+/// Batches with last ones of every kind: small, a vote, out-of-line commands, a purge.
 fn batches() -> Vec<Vec<(u16, Change)>> {
     vec![
         vec![(0, Change::Vote(Vote::new_committed(1, ROUTER))), (1, Change::Vote(Vote::new(4, ROUTER)))],
@@ -34,9 +35,9 @@ fn batches() -> Vec<Vec<(u16, Change)>> {
     ]
 }
 
-/// A log with the first `count` batches as a process that was killed leaves it; what it held, and where its last
-/// frame is.
-fn written(directory: &Path, count: usize) -> (Vec<Recovered>, Range<usize>) {
+/// A log with the first `count` batches as a killed process leaves it; its contents, and the range
+/// of its last frame.
+fn written(directory: &Path, count: usize) -> (Vec<RecoveredLog>, Range<usize>) {
     let (mut disk, _) = open_disk(directory).unwrap();
     for batch in &batches()[..count] {
         disk.commit(batch.iter().map(|(group, change)| (*group, change))).unwrap();
@@ -49,7 +50,7 @@ fn written(directory: &Path, count: usize) -> (Vec<Recovered>, Range<usize>) {
     (open_disk(copy.path()).unwrap().1, last_frame)
 }
 
-/// The files of the log but those to be used again.
+/// The files of the log except reusable ones.
 fn files(directory: &Path) -> Vec<PathBuf> {
     let files = fs::read_dir(directory.join(LOG_FOLDER)).unwrap().map(|file| file.unwrap().path());
     let is_named = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().parse::<u64>().is_ok();
@@ -58,29 +59,29 @@ fn files(directory: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Opens a copy of a log of which one file has other bytes.
-struct Damaged {
+/// Opens a copy of a log with modified bytes in one file.
+struct DamagedLog {
     sound: PathBuf,
     _directory: TempDir,
-    held: Vec<Recovered>,
+    held: Vec<RecoveredLog>,
     last_frame: Range<usize>,
 }
 
-impl Damaged {
-    fn new(count: usize) -> Damaged {
+impl DamagedLog {
+    fn new(count: usize) -> DamagedLog {
         let directory = in_memory();
         let (held, last_frame) = written(directory.path(), count);
-        Damaged { sound: directory.path().join(LOG_FOLDER), _directory: directory, held, last_frame }
+        DamagedLog { sound: directory.path().join(LOG_FOLDER), _directory: directory, held, last_frame }
     }
 
-    /// The file that is written last.
+    /// The file that is being written.
     fn last(&self) -> (PathBuf, Vec<u8>) {
         let file = files(self.sound.parent().unwrap()).pop().unwrap();
         let bytes = fs::read(&file).unwrap();
         (file, bytes)
     }
 
-    fn open(&self, file: &Path, bytes: &[u8]) -> Result<Vec<Recovered>, LogError> {
+    fn open(&self, file: &Path, bytes: &[u8]) -> Result<Vec<RecoveredLog>, LogError> {
         let copy = in_memory();
         let folder = copy.path().join(LOG_FOLDER);
         replace_folder(&self.sound, &folder);
@@ -88,11 +89,11 @@ impl Damaged {
         open_disk(copy.path()).map(|(_, recovered)| recovered)
     }
 
-    /// Everything is there, or the log is refused. Gives whether it was opened.
+    /// Asserts that the log is complete or refused. Returns whether it was opened.
     fn judge(&self, file: &Path, bytes: &[u8], what: &str) -> bool {
         match self.open(file, bytes) {
             Ok(recovered) => {
-                assert_eq!(recovered, self.held, "{what}: something was lost silently");
+                assert_eq!(recovered, self.held, "{what}: data was lost silently");
                 true
             }
             Err(LogError::Corrupt { path, what: why }) => {
@@ -110,10 +111,10 @@ fn a_flipped_byte_loses_nothing_silently() {
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
     for count in 1..=batches().len() {
-        let damaged = Damaged::new(count);
+        let damaged = DamagedLog::new(count);
         let (file, sound) = damaged.last();
         let end = damaged.last_frame.end;
-        // What is used of the last two pages, the head of every page, and what chance names.
+        // The used part of the last two pages, the head of every page, and random offsets.
         let heads = (0..end).filter(|at| at % PAGE < 64 || (*at + 2 * PAGE >= end && at % PAGE < 500));
         let others: Vec<usize> = (0..1_000).map(|_| random.random_range(0..end)).collect();
         let mut opened = 0;
@@ -122,7 +123,7 @@ fn a_flipped_byte_loses_nothing_silently() {
             bytes[at] ^= random.random_range(1..=255u8);
             opened += u64::from(damaged.judge(&file, &bytes, &format!("batch {count}, byte {at} of {end}")));
         }
-        // Small frames have two copies: the other one is taken.
+        // Small frames have two copies: the other one is used.
         assert!(opened > 100, "batch {count}: {opened}");
     }
 }
@@ -133,7 +134,7 @@ fn a_damaged_page_loses_nothing_silently() {
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
     for count in 1..=batches().len() {
-        let damaged = Damaged::new(count);
+        let damaged = DamagedLog::new(count);
         let (file, sound) = damaged.last();
         for page in (0..sound.len()).step_by(PAGE) {
             for unit in [SECTOR, PAGE] {
@@ -149,9 +150,9 @@ fn a_damaged_page_loses_nothing_silently() {
 }
 
 #[test]
-fn a_log_that_was_cut_loses_nothing_silently() {
+fn a_truncated_log_loses_nothing_silently() {
     for count in 1..=batches().len() {
-        let damaged = Damaged::new(count);
+        let damaged = DamagedLog::new(count);
         let (file, sound) = damaged.last();
         let end = damaged.last_frame.end;
         let lengths = (0..sound.len()).filter(|length| length % SECTOR < 2 || length % 97 == 0);
@@ -159,20 +160,20 @@ fn a_log_that_was_cut_loses_nothing_silently() {
             let opened = damaged.judge(&file, &sound[..length], &format!("batch {count}, cut to {length}"));
             assert!(
                 !opened || length >= end,
-                "batch {count}: cut to {length} of {end} bytes and not noticed"
+                "batch {count}: cut to {length} of {end} bytes without detection"
             );
         }
     }
 }
 
-/// What power loss leaves of a frame that was never acknowledged is no damage: it is there, or it is not.
+/// A power loss during an unacknowledged frame is no damage: the frame is complete or absent.
 #[test]
-fn a_torn_last_frame_is_there_or_not_and_never_refused() {
+fn a_torn_last_frame_is_complete_or_absent() {
     let seed = 43;
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
     for count in 2..=batches().len() {
-        let (before, after) = (Damaged::new(count - 1), Damaged::new(count));
+        let (before, after) = (DamagedLog::new(count - 1), DamagedLog::new(count));
         let (file, new) = after.last();
         let Range { start, end } = after.last_frame;
         let copies = 2 * PAGE;
@@ -182,7 +183,7 @@ fn a_torn_last_frame_is_there_or_not_and_never_refused() {
         let mut seen = [false; 2];
         for turn in 0..400 {
             let mut torn = old.clone();
-            // The commands beside are durable before a copy is written.
+            // The out-of-line commands are durable before a copy is written.
             let is_beside_whole = start + copies == end || turn % 2 == 0;
             let share = f64::from(turn % 10 + 1) / 10.0;
             if is_beside_whole {
@@ -195,7 +196,7 @@ fn a_torn_last_frame_is_there_or_not_and_never_refused() {
                 }
             }
             let recovered = after.open(&file, &torn).unwrap_or_else(|error| panic!("{count}: {error}"));
-            assert!(recovered == before.held || recovered == after.held, "batch {count}: neither nor");
+            assert!(recovered == before.held || recovered == after.held, "batch {count}: neither state");
             seen[usize::from(recovered == after.held)] = true;
         }
         assert_eq!(seen, [true, true], "batch {count}");
@@ -210,14 +211,14 @@ fn refusal(directory: &Path) -> String {
     text
 }
 
-/// Where a frame with this text in its records begins: both copies.
+/// Offsets of both copies of a frame with this text in its records.
 fn copies_with(bytes: &[u8], text: &[u8]) -> Vec<usize> {
     let pages = (0..bytes.len()).step_by(PAGE);
     pages.filter(|at| bytes[*at..*at + PAGE].windows(text.len()).any(|window| window == text)).collect()
 }
 
 #[test]
-fn a_frame_damaged_in_both_copies_and_a_damaged_command_are_named() {
+fn damage_without_a_valid_copy_is_named() {
     let directory = in_memory();
     written(directory.path(), 7);
     let of_last = |text: &[u8]| {
@@ -262,11 +263,11 @@ fn a_frame_damaged_in_both_copies_and_a_damaged_command_are_named() {
     refusal(directory.path());
 }
 
-/// Behind the two copies of the head, and the frame that begins the file.
+/// After the two copies of the head, and the frame that starts the file.
 const FIRST_FRAME: usize = 4 * PAGE;
 
 #[test]
-fn a_log_that_was_never_finished_is_made_anew() {
+fn a_partially_created_log_is_recreated() {
     let directory = in_memory();
     let new = directory.path().join("raft-log.new");
     fs::create_dir(&new).unwrap();
@@ -279,7 +280,7 @@ fn a_log_that_was_never_finished_is_made_anew() {
 fn a_log_of_an_earlier_release_is_refused() {
     let directory = in_memory();
     fs::write(directory.path().join("raft.redb"), b"redb").unwrap();
-    let Err(error) = Disk::open(directory.path(), &owner(ROUTER, "test", 1)) else {
+    let Err(error) = DiskLog::open(directory.path(), &owner(ROUTER, "test", 1)) else {
         panic!("must be refused")
     };
     let here = directory.path().display().to_string();

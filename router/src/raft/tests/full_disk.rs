@@ -1,4 +1,4 @@
-//! A disk that is full, or fails: an error that says so, nothing acknowledged, nothing half written.
+//! A full or failing disk: a clear error, no acknowledgement, no partial write.
 
 use std::fs::OpenOptions;
 use std::io;
@@ -7,16 +7,16 @@ use std::sync::atomic::Ordering;
 use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 
 use super::super::Vote;
-use super::super::log::{Change, Disk};
+use super::super::log::{Change, DiskLog};
 use super::super::log_store::LogStore;
 use super::{ROUTER, close, entry, in_memory, open, open_disk, owner};
 
 #[tokio::test]
-async fn a_full_disk_is_an_error_and_stays_one() {
+async fn a_full_disk_fails_permanently() {
     let directory = tempfile::TempDir::new().unwrap();
-    let (disk, recovered) = Disk::open(directory.path(), &owner(ROUTER, "test", 1)).unwrap();
+    let (disk, recovered) = DiskLog::open(directory.path(), &owner(ROUTER, "test", 1)).unwrap();
     let full = disk.is_full();
-    let (mut stores, guard) = LogStore::on(disk, recovered).unwrap();
+    let (mut stores, guard) = LogStore::open(disk, recovered).unwrap();
     let mut store = stores.swap_remove(0);
     stores.clear();
     let vote = Vote::new_committed(1, ROUTER);
@@ -27,7 +27,8 @@ async fn a_full_disk_is_an_error_and_stays_one() {
     let error = store.save_vote(&Vote::new_committed(2, ROUTER)).await.expect_err("not acknowledged");
     assert_eq!(error.kind(), io::ErrorKind::StorageFull, "{error}");
     assert_eq!(store.read_vote().await.unwrap(), Some(vote), "a vote that is not durable is not given");
-    // Room comes back, but a log that lost one write takes no other: the router must be restarted.
+    // Room is free again, but a log that lost one write takes no other: the router must be
+    // restarted.
     full.store(false, Ordering::SeqCst);
     store.blocking_append([entry(11)]).await.expect_err("not acknowledged");
     close(store, guard).await;
@@ -37,16 +38,16 @@ async fn a_full_disk_is_an_error_and_stays_one() {
     close(store, guard).await;
 }
 
-/// Room that is made ahead on a disk that takes everything and syncs nothing, and on one that is full.
+/// Room prepared on a device that accepts writes but no syncs, and on a full one.
 #[test]
-fn a_sync_that_failed_while_nobody_waited_fails_what_comes_next() {
+fn a_failed_background_sync_fails_the_next_commit() {
     for (device, is_failure) in [("/dev/null", true), ("/dev/full", false)] {
         let directory = in_memory();
         let (mut disk, _) = open_disk(directory.path()).unwrap();
-        let commit = |disk: &mut Disk, index| {
+        let commit = |disk: &mut DiskLog, index| {
             disk.commit([(0, &Change::Append(vec![entry(index)]))].into_iter()).map(|()| disk.last_frame.end)
         };
-        // The file is made as long as it gets first.
+        // First the file grows to its full size.
         let mut index = 0;
         while commit(&mut disk, index).unwrap() < 32 << 10 {
             disk.prepare();

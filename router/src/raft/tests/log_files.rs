@@ -1,5 +1,5 @@
-//! Many batches over many files: what comes back after each restart is what was committed, and files go when nothing
-//! in them is wanted.
+//! Many batches over many files: each restart recovers the committed state, and unneeded files are
+//! freed.
 
 use std::collections::VecDeque;
 use std::fs;
@@ -8,11 +8,11 @@ use std::path::Path;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::super::log::{Change, LOG_FOLDER, Recovered};
+use super::super::log::{Change, LOG_FOLDER, RecoveredLog};
 use super::super::{Entry, Payload, Proposal, Vote};
 use super::{ROUTER, in_memory, log_id, open_disk};
 
-/// Bytes of a file in tests, and more than one frame takes beside.
+/// File size in tests, larger than the out-of-line part of a frame.
 const FILE_BYTES: u64 = 128 << 10;
 
 fn entry_of(index: u64, bytes: usize) -> Entry {
@@ -20,18 +20,18 @@ fn entry_of(index: u64, bytes: usize) -> Entry {
     Entry { log_id: log_id(1, index), payload }
 }
 
-/// What the log must hold of one group.
+/// Expected log of one group.
 #[derive(Default)]
-struct Model(Recovered);
+struct LogModel(RecoveredLog);
 
-impl Model {
+impl LogModel {
     fn next(&self) -> u64 {
         let purged = self.0.purged.map_or(0, |purged| purged.index() + 1);
         self.0.entries.back().map_or(purged, |entry| entry.log_id.index() + 1)
     }
 
     fn apply(&mut self, change: &Change) {
-        let Recovered { vote, purged, committed, entries } = &mut self.0;
+        let RecoveredLog { vote, purged, committed, entries } = &mut self.0;
         match change {
             Change::Vote(given) => *vote = Some(*given),
             Change::Append(new) => entries.extend(new.iter().cloned()),
@@ -41,7 +41,7 @@ impl Model {
                 *purged = Some(*upto);
             }
             Change::Committed(last) => *committed = *last,
-            Change::Forget => self.0 = Recovered { vote: *vote, ..Recovered::default() },
+            Change::Forget => self.0 = RecoveredLog { vote: *vote, ..RecoveredLog::default() },
         }
     }
 
@@ -73,15 +73,15 @@ fn kept(directory: &Path) -> u64 {
 }
 
 #[test]
-fn every_restart_finds_what_was_committed() {
+fn every_restart_recovers_the_committed_state() {
     for seed in 0..12 {
         println!("seed {seed}");
         let mut random = StdRng::seed_from_u64(seed);
         let directory = in_memory();
-        let mut models = [Model::default(), Model::default()];
+        let mut models = [LogModel::default(), LogModel::default()];
         for _ in 0..15 {
             let (mut disk, recovered) = open_disk(directory.path()).unwrap();
-            let expected: Vec<Recovered> = models.iter().map(|model| model.0.clone()).collect();
+            let expected: Vec<RecoveredLog> = models.iter().map(|model| model.0.clone()).collect();
             assert_eq!(recovered, expected);
             for _ in 0..random.random_range(0..40) {
                 let mut batch = Vec::new();
@@ -103,14 +103,14 @@ fn every_restart_finds_what_was_committed() {
             _ => 128,
         });
         let bound = 3 + 2 * wanted.sum::<u64>() / FILE_BYTES;
-        // A start begins a file, and with it a bound on what is kept; files go one by one.
+        // A start begins a file and enforces the bound on kept files; files go one by one.
         let (mut disk, _) = open_disk(directory.path()).unwrap();
         (0..100).for_each(|_| disk.prepare());
         assert!(kept(directory.path()) <= bound, "{:?}, {bound}", files(directory.path()));
     }
 }
 
-/// A group in which nothing happens keeps no file, and neither do files that nobody reads.
+/// An idle group keeps no file, and neither do unread files.
 #[test]
 fn an_idle_group_keeps_no_files() {
     let directory = in_memory();
@@ -127,7 +127,7 @@ fn an_idle_group_keeps_no_files() {
         disk.prepare();
         most = most.max(files(directory.path()).len());
     }
-    // Three and what is wanted, one that is written, and four to be used again.
+    // Three plus the needed files, the current one, and four for reuse.
     assert!(most <= 3 + 2 + 1 + 4, "{most}");
     drop(disk);
     let (_, recovered) = open_disk(directory.path()).unwrap();
@@ -136,9 +136,10 @@ fn an_idle_group_keeps_no_files() {
     assert_eq!(recovered[1].entries.len(), 4);
 }
 
-/// Entries of which the records are most: their files are kept, and not all moved on with every file that begins.
+/// Entries that are mostly record bytes: their files are kept, and not all moved on with every new
+/// file.
 #[test]
-fn files_of_small_entries_are_kept_as_long_as_files_of_large_ones() {
+fn files_of_small_entries_are_not_rewritten_too_often() {
     const BATCHES: u64 = 400;
     let directory = in_memory();
     let (mut disk, _) = open_disk(directory.path()).unwrap();
@@ -150,21 +151,22 @@ fn files_of_small_entries_are_kept_as_long_as_files_of_large_ones() {
     }
     drop(disk);
     let last = files(directory.path()).iter().filter_map(|name| name.parse::<u64>().ok()).max().unwrap();
-    // Two pages a batch, and what says where the groups stand.
+    // Two pages per batch, and the marks of the groups.
     assert!(last <= 2 * BATCHES * 2 * 4096 / FILE_BYTES, "{last} files for {BATCHES} batches");
     let (_, recovered) = open_disk(directory.path()).unwrap();
     assert_eq!(recovered[0].entries.len() as u64, BATCHES * 50);
 }
 
-/// A start that was cut off while its first frame was written, which is large, and the next one while it gave up the
-/// files before: the first file that is left says nowhere where the groups stand, and the next one does.
+/// A start interrupted during its large first frame, and the next one while it freed older files:
+/// the oldest remaining file has no marks, and the next one has them.
 #[test]
-fn a_log_that_was_begun_twice_and_cut_off_twice_is_begun_again() {
+fn two_interrupted_starts_are_recovered() {
     let directory = in_memory();
     let folder = directory.path().join(LOG_FOLDER);
     let read = |name: &str, file: u64| fs::read(folder.join(format!("{name}{file:016}"))).unwrap();
     let (mut disk, _) = open_disk(directory.path()).unwrap();
-    // Idle entries, and three files of others that went: the next file takes the idle ones along.
+    // Idle entries, and three files of other entries that are freed: the next file takes the idle
+    // ones along.
     let idle = Change::Append((0..5).map(|index| entry_of(index, 10_000)).collect());
     disk.commit([(0, &idle)].into_iter()).unwrap();
     for index in 0.. {
@@ -176,7 +178,7 @@ fn a_log_that_was_begun_twice_and_cut_off_twice_is_begun_again() {
     }
     drop(disk);
     let old = [1, 2].map(|file| read("", file));
-    // Leaves the log with these files, and opens it.
+    // Sets up the log with these files, and opens it.
     let open_with = |contents: &[(u64, &[u8])]| {
         files(directory.path()).iter().for_each(|file| fs::remove_file(folder.join(file)).unwrap());
         for (file, bytes) in contents {
@@ -188,22 +190,22 @@ fn a_log_that_was_begun_twice_and_cut_off_twice_is_begun_again() {
     assert_eq!(
         (expected[0].entries.len(), kept(directory.path())),
         (5, 1),
-        "the first three files were given up"
+        "the first three files were freed"
     );
-    // The first cut leaves of the first frame of the fourth file what says how long the file is.
+    // The first interruption leaves only the size record of the fourth file's first frame.
     let (third, mut fourth) = (read("free-", 3), read("", 4));
     fourth[16_384..].fill(0);
     assert_eq!(open_with(&[(1, &old[0]), (2, &old[1]), (3, &third), (4, &fourth)]), expected);
-    // The second cut leaves the fourth file and what follows it.
+    // The second interruption leaves the fourth file and its successor.
     let (fourth, fifth) = (read("free-", 4), read("", 5));
     for _ in 0..2 {
         assert_eq!(open_with(&[(4, &fourth), (5, &fifth)]), expected);
     }
 }
 
-/// A start that is cut off at any step leaves a log that the next start reads.
+/// A start interrupted at any step leaves a log that the next start can read.
 #[test]
-fn a_start_that_was_cut_off_is_made_up_for() {
+fn an_interrupted_start_is_recovered() {
     let directory = in_memory();
     let (mut disk, _) = open_disk(directory.path()).unwrap();
     disk.commit([(0, &Change::Append((0..5).map(|index| entry_of(index, 100)).collect()))].into_iter())
@@ -216,7 +218,7 @@ fn a_start_that_was_cut_off_is_made_up_for() {
     let [closed, second] = [1, 2].map(|file| fs::read(folder.join(format!("{file:016}"))).unwrap());
     let mut headed = second.clone();
     headed[8_192..].fill(0);
-    // The second file was made; the first one was closed, too; it was begun.
+    // The second file was created; then the first one was closed; then the second one was started.
     for (first, second) in [(&before, &headed), (&closed, &headed), (&closed, &second)] {
         for file in files(directory.path()) {
             fs::remove_file(folder.join(file)).unwrap();
@@ -231,9 +233,9 @@ fn a_start_that_was_cut_off_is_made_up_for() {
     }
 }
 
-/// A pointer that came to the disk before the entry it names: what was committed is learnt from the leader.
+/// A committed index that reached the disk before its entry: the leader supplies it.
 #[test]
-fn a_committed_pointer_beyond_the_log_is_not_taken() {
+fn a_committed_index_beyond_the_log_is_ignored() {
     let directory = in_memory();
     let (mut disk, _) = open_disk(directory.path()).unwrap();
     let append = Change::Append((0..5).map(|index| entry_of(index, 100)).collect());

@@ -1,5 +1,5 @@
-//! What a router does about a snapshot or a log that is lost: it sets aside, remembers what it must not contradict,
-//! and refuses what it cannot prove.
+//! Recovery from a lost snapshot or log: the router sets files aside, withholds votes, and refuses
+//! an unprovable state.
 
 use std::fs;
 use std::path::Path;
@@ -10,29 +10,29 @@ use tempfile::TempDir;
 
 use super::super::Vote;
 use super::super::log::LOG_FOLDER;
-use super::super::recover::{self, Loss, Opened};
+use super::super::recover::{self, DataLoss, OpenedStores};
 use super::super::snapshot_file;
-use super::super::withheld::WITHHELD_FILE;
+use super::super::withheld_votes::WITHHELD_FILE;
 use super::{ROUTER, entry, intake, log_id, owner, replace_folder};
 use crate::error::StartError;
 
-/// The group whose data is lost; the other one is control.
+/// The group with lost data; the other one is control.
 const GROUP: u16 = 1;
 
 /// Last entry of its log.
 const LAST: u64 = 30;
 
-fn open_as(directory: &Path, is_alone: bool) -> Result<(Opened, Vec<Loss>), StartError> {
+fn open_as(directory: &Path, is_alone: bool) -> Result<(OpenedStores, Vec<DataLoss>), StartError> {
     let intakes: Vec<_> = (0..2).map(|group| intake(directory, group)).collect();
     recover::open(directory, &owner(ROUTER, "test", 1), &intakes, is_alone)
 }
 
-fn open(directory: &Path) -> (Opened, Vec<Loss>) {
+fn open(directory: &Path) -> (OpenedStores, Vec<DataLoss>) {
     open_as(directory, false).unwrap()
 }
 
-async fn close(opened: Opened) {
-    let Opened { stores, guard, .. } = opened;
+async fn close(opened: OpenedStores) {
+    let OpenedStores { stores, guard, .. } = opened;
     drop(stores);
     tokio::task::spawn_blocking(move || guard.join()).await.unwrap();
 }
@@ -41,7 +41,7 @@ async fn close(opened: Opened) {
 async fn router(purged: Option<u64>) -> TempDir {
     let directory = TempDir::new().unwrap();
     let (mut opened, losses) = open(directory.path());
-    assert!(losses.is_empty() && !opened.withheld.holds(GROUP));
+    assert!(losses.is_empty() && !opened.withheld.is_withheld(GROUP));
     for (log, _) in &mut opened.stores {
         log.save_vote(&Vote::new(3, ROUTER)).await.unwrap();
         log.blocking_append((0..=LAST).map(entry)).await.unwrap();
@@ -61,7 +61,7 @@ fn snapshot_of(directory: &Path) -> std::path::PathBuf {
     snapshot_file::path_of(directory, GROUP)
 }
 
-/// Flips a bit in the middle of the snapshot; gives what it is now.
+/// Flips a bit in the middle of the snapshot; returns its contents.
 fn damage(directory: &Path) -> Vec<u8> {
     let path = snapshot_of(directory);
     let mut bytes = fs::read(&path).unwrap();
@@ -71,8 +71,9 @@ fn damage(directory: &Path) -> Vec<u8> {
     bytes
 }
 
-/// The group is empty, its vote is there, and it gives none until it has the last entry again.
-async fn assert_empty_without_a_vote(opened: &mut Opened) {
+/// Asserts that the group is empty with its old vote, and withholds votes until it has the last
+/// entry again.
+async fn assert_empty_without_a_vote(opened: &mut OpenedStores) {
     let (log, machine) = &mut opened.stores[1];
     let state = log.get_log_state().await.unwrap();
     assert_eq!((state.last_log_id, state.last_purged_log_id), (None, None));
@@ -81,8 +82,8 @@ async fn assert_empty_without_a_vote(opened: &mut Opened) {
     assert_eq!(machine.published().read().applied, None);
     assert!(machine.current().unwrap().is_none());
     assert_eq!(opened.withheld.until(GROUP), Some(log_id(1, LAST)));
-    // Nothing happened to the other group.
-    assert!(!opened.withheld.holds(0));
+    // The other group is unaffected.
+    assert!(!opened.withheld.is_withheld(0));
     assert_eq!(opened.stores[0].0.get_log_state().await.unwrap().last_log_id, Some(log_id(1, LAST)));
 }
 
@@ -98,41 +99,41 @@ async fn a_damaged_snapshot_is_set_aside_and_the_vote_withheld() {
     assert_eq!(fs::read(directory.path().join("snapshot-1.kvf.set-aside-1")).unwrap(), damaged);
     assert_empty_without_a_vote(&mut opened).await;
     close(opened).await;
-    // It stays so over restarts, and ends when it was made good.
+    // It stays so over restarts, and ends when the loss is repaired.
     let (mut opened, losses) = open(directory.path());
     assert!(losses.is_empty(), "{losses:?}");
     assert_empty_without_a_vote(&mut opened).await;
-    opened.withheld.make_good(GROUP).unwrap();
+    opened.withheld.release(GROUP).unwrap();
     close(opened).await;
-    assert!(!open(directory.path()).0.withheld.holds(GROUP));
+    assert!(!open(directory.path()).0.withheld.is_withheld(GROUP));
 }
 
 #[tokio::test]
-async fn a_snapshot_that_is_gone_is_a_lost_one() {
+async fn a_missing_snapshot_counts_as_lost() {
     let directory = router(Some(10)).await;
     fs::remove_file(snapshot_of(directory.path())).unwrap();
     let (mut opened, losses) = open(directory.path());
-    assert!(matches!(losses.as_slice(), [Loss::Snapshot { group: GROUP, .. }]), "{losses:?}");
+    assert!(matches!(losses.as_slice(), [DataLoss::Snapshot { group: GROUP, .. }]), "{losses:?}");
     assert_empty_without_a_vote(&mut opened).await;
 }
 
 #[tokio::test]
-async fn a_damaged_snapshot_costs_nothing_while_the_log_has_everything() {
+async fn a_damaged_snapshot_is_harmless_with_a_complete_log() {
     let directory = router(None).await;
     damage(directory.path());
-    // Even alone: the log is whole.
+    // Even for a lone voter, since the log is complete.
     let (mut opened, losses) = open_as(directory.path(), true).unwrap();
     let [loss] = losses.as_slice() else { panic!("one loss: {losses:?}") };
     let here = directory.path().display().to_string();
-    says("a corrupted snapshot of which the log holds all", loss, &[&here]);
-    assert!(!opened.withheld.holds(GROUP));
+    says("a corrupted snapshot with a complete log", loss, &[&here]);
+    assert!(!opened.withheld.is_withheld(GROUP));
     let (log, machine) = &mut opened.stores[1];
     assert_eq!(log.try_get_log_entries(..).await.unwrap().len() as u64, LAST + 1);
     assert_eq!(machine.published().read().applied, None);
 }
 
 #[tokio::test]
-async fn a_crash_between_the_steps_of_a_recovery_is_made_up_for() {
+async fn an_interrupted_recovery_is_completed() {
     let directory = router(Some(10)).await;
     damage(directory.path());
     let damaged = fs::read(snapshot_of(directory.path())).unwrap();
@@ -141,15 +142,15 @@ async fn a_crash_between_the_steps_of_a_recovery_is_made_up_for() {
     replace_folder(&directory.path().join(LOG_FOLDER), &log);
     let (opened, _) = open(directory.path());
     close(opened).await;
-    // The vote was withheld, but the log not yet forgotten and the file not yet set aside.
+    // The vote was withheld, but the log was not reset and the file not set aside.
     fs::write(snapshot_of(directory.path()), &damaged).unwrap();
     replace_folder(&directory.path().join(LOG_FOLDER), &forgotten);
     replace_folder(&log, &directory.path().join(LOG_FOLDER));
     let (mut opened, losses) = open(directory.path());
-    assert!(matches!(losses.as_slice(), [Loss::Snapshot { group: GROUP, .. }]), "{losses:?}");
+    assert!(matches!(losses.as_slice(), [DataLoss::Snapshot { group: GROUP, .. }]), "{losses:?}");
     assert_empty_without_a_vote(&mut opened).await;
     close(opened).await;
-    // The log was forgotten too.
+    // The log was reset too.
     fs::write(snapshot_of(directory.path()), &damaged).unwrap();
     replace_folder(&forgotten, &directory.path().join(LOG_FOLDER));
     let (mut opened, _) = open(directory.path());
@@ -158,17 +159,17 @@ async fn a_crash_between_the_steps_of_a_recovery_is_made_up_for() {
 }
 
 #[tokio::test]
-async fn nobody_but_others_can_make_a_loss_good() {
+async fn a_lone_voter_cannot_recover_a_loss() {
     let directory = router(Some(10)).await;
     damage(directory.path());
     let Err(error) = open_as(directory.path(), true) else { panic!("a lost state was opened") };
     let here = directory.path().display().to_string();
     says("a corrupted snapshot of the only voter", &error, &[&here]);
-    assert!(snapshot_of(directory.path()).exists(), "it stays for whoever comes to look");
+    assert!(snapshot_of(directory.path()).exists(), "the file stays for inspection");
 }
 
 #[tokio::test]
-async fn a_lost_log_or_a_lost_memory_of_a_loss_is_refused() {
+async fn a_lost_log_or_loss_record_is_refused() {
     let directory = router(Some(10)).await;
     damage(directory.path());
     close(open(directory.path()).0).await;

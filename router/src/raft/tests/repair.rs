@@ -1,5 +1,5 @@
-//! A repair under load: the log keeps what it needs, it ends however fast entries come, and snapshots that were refused
-//! meanwhile are made afterwards.
+//! A repair under load: it holds the log, ends at any rate of entries, and delayed snapshots are
+//! made afterwards.
 
 use std::ops::RangeInclusive;
 use std::sync::Mutex;
@@ -13,17 +13,17 @@ use tempfile::TempDir;
 use tokio::time::timeout;
 
 use super::super::boot;
-use super::super::intake::Received;
+use super::super::intake::ReceivedSnapshot;
 use super::super::state_machine::{StateMachine, apply_batch};
 use super::snapshots::{apply, filled};
 use super::{Entry, entry};
 use crate::config::{RouterConfig, VoterConfig};
 
-/// A hang, on any machine this runs on.
+/// Timeout that only a hang reaches, on any machine.
 const HANG: Duration = Duration::from_secs(60);
 
-/// The state of a machine as another one takes it in.
-fn state_of(machine: &StateMachine, to: &StateMachine) -> Received {
+/// The state of a machine, as received by another one.
+fn state_of(machine: &StateMachine, to: &StateMachine) -> ReceivedSnapshot {
     let built = super::snapshots::stored(machine.build().unwrap());
     let mut incoming = to.intake().begin(built.meta.clone()).unwrap();
     for chunk in built.chunks() {
@@ -33,11 +33,11 @@ fn state_of(machine: &StateMachine, to: &StateMachine) -> Received {
 }
 
 #[tokio::test]
-async fn openraft_is_given_no_snapshot_while_a_repair_needs_the_log() {
+async fn openraft_gets_no_snapshot_while_a_repair_holds_the_log() {
     let directory = TempDir::new().unwrap();
     let (mut machine, _) = filled(directory.path(), 1_000).await;
     let mut openrafts = machine.clone();
-    let kept = machine.keep_log();
+    let kept = machine.hold_log();
     assert!(openrafts.try_create_snapshot_builder(false).await.is_none());
     assert!(openrafts.try_create_snapshot_builder(true).await.is_some(), "openraft may insist");
     drop(kept);
@@ -45,7 +45,7 @@ async fn openraft_is_given_no_snapshot_while_a_repair_needs_the_log() {
 }
 
 #[tokio::test]
-async fn a_repair_ends_though_as_many_entries_come_as_it_applies() {
+async fn a_repair_ends_under_a_constant_load() {
     const MORE: u64 = 40;
     const ROUNDS_MAX: u64 = 100;
     let (directory, source) = (TempDir::new().unwrap(), TempDir::new().unwrap());
@@ -70,26 +70,26 @@ async fn a_repair_ends_though_as_many_entries_come_as_it_applies() {
         assert!(rounds.fetch_add(1, Ordering::Relaxed) < ROUNDS_MAX, "this does not end");
         let (comes, is_done) = &*parts.lock().unwrap();
         comes.send(()).unwrap();
-        // They cannot be applied once the repair has everything wait for it.
+        // They cannot be applied once the repair pauses all entries.
         is_done.recv_timeout(Duration::from_millis(300)).ok();
         range.map(entry).collect()
     };
-    machine.repair(received, &entries, machine.keep_log()).unwrap();
+    machine.repair(received, &entries, machine.hold_log()).unwrap();
     drop(entries);
     load.join().unwrap();
     assert!(
         applied.read().applied_index() >= last + 3 * MORE,
-        "what came last is applied to what was repaired"
+        "the last entries are applied to the repaired state"
     );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_snapshot_that_was_refused_is_asked_for_again() {
+async fn a_refused_snapshot_is_requested_again() {
     let directory = TempDir::new().unwrap();
     let voter = VoterConfig { id: 1, address: "127.0.0.1:1".into() };
     let data_dir = directory.path().to_owned();
     let config = RouterConfig { id: 1, voters: vec![voter], data_dir, shards: 1, ..RouterConfig::default() };
-    let booted = boot::boot(&config, crate::harness::identity()).await.unwrap();
+    let booted = boot::boot(&config, kvfleet_testkit::cluster::identity()).await.unwrap();
     let all = || booted.groups.all().iter().map(|group| &group.consensus);
     all().for_each(|consensus| consensus.raft().run());
     boot::initialize(&booted.groups, &booted.withheld, &config).await.unwrap();
@@ -105,8 +105,8 @@ async fn a_snapshot_that_was_refused_is_asked_for_again() {
         }
     };
     let applied = timeout(HANG, applied).await.unwrap();
-    let kept = booted.repairs[0].machine().keep_log();
-    let mut comes = Box::pin(consensus.has_on_disk(applied));
+    let kept = booted.repairs[0].machine().hold_log();
+    let mut comes = Box::pin(consensus.wait_snapshot_covers(applied));
     timeout(Duration::from_millis(200), &mut comes).await.expect_err("it is refused");
     drop(kept);
     assert!(timeout(HANG, comes).await.expect("it is asked for again"));

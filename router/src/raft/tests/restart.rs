@@ -1,4 +1,4 @@
-//! What a restarted router reads is what it acknowledged.
+//! A restarted router reads everything that it acknowledged.
 
 use std::ops::RangeInclusive;
 use std::path::Path;
@@ -138,7 +138,7 @@ async fn a_log_of_another_cluster_or_of_other_shards_is_refused() {
     says("a Raft log of other shards", &refused(owner(ROUTER, "test", 4)), &[&here]);
 }
 
-/// A log whose every third append is too large to be written twice.
+/// A log with every third append stored out of line.
 async fn with_large_commands(directory: &Path, last: u64) -> Vec<Entry> {
     let (mut store, guard) = open(directory);
     store.save_vote(&Vote::new_committed(1, ROUTER)).await.unwrap();
@@ -162,7 +162,7 @@ async fn large_commands_survive_beside_their_records() {
     let entries = with_large_commands(directory.path(), 19).await;
     let (mut store, guard) = open(directory.path());
     assert_eq!(store.try_get_log_entries(0..).await.unwrap(), entries);
-    // What is purged and cut off makes room; what is left is still there after the next start.
+    // Purges and truncations free space; the rest survives the next start.
     store.truncate_after(Some(log_id(1, 14))).await.unwrap();
     store.purge(log_id(1, 5)).await.unwrap();
     store.blocking_append((15..30).map(large)).await.unwrap();

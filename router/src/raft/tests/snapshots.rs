@@ -1,5 +1,5 @@
-//! Snapshots on disk: what was written comes back, what was cut or changed is refused, and a crash leaves the last
-//! good one.
+//! Snapshots on disk: they read back as written, truncated or changed ones are refused, and a crash
+//! leaves the last good one.
 
 use std::fs;
 use std::path::Path;
@@ -11,12 +11,12 @@ use openraft::entry::RaftEntry;
 use openraft::storage::RaftStateMachine;
 use tempfile::TempDir;
 
-use super::super::snapshot_file::{self, SnapshotFileError, Stored};
+use super::super::snapshot_file::{self, SnapshotFile, SnapshotFileError};
 use super::super::state_machine::{SnapshotData, StateMachine};
 use super::super::{Entry, Payload, Proposal, Snapshot};
 use super::{entry, intake, log_id};
 
-/// The group whose snapshot it is.
+/// The group of the snapshot.
 pub(super) const GROUP: u16 = 1;
 
 pub(super) fn open(directory: &Path) -> Result<StateMachine, SnapshotFileError> {
@@ -29,7 +29,7 @@ pub(super) async fn apply(machine: &mut StateMachine, entries: impl IntoIterator
 }
 
 fn command(index: u64, command: &Command) -> Entry {
-    Entry::new(log_id(1, index), Payload::Normal(Proposal::of(command)))
+    Entry::new(log_id(1, index), Payload::Normal(Proposal::encode(command)))
 }
 
 /// Hashes of one prefix share their first byte.
@@ -41,7 +41,7 @@ fn hash(number: u64) -> BlockHash {
     own(number).in_chain(7, own(number & !7), number as usize)
 }
 
-/// A machine with so many blocks in it, in runs of a thousand, after the entry that is given back.
+/// A machine with this many blocks, in runs of a thousand; returns it with its last entry.
 pub(super) async fn filled(directory: &Path, blocks: u64) -> (StateMachine, u64) {
     let mut machine = open(directory).unwrap();
     let record = NodeRecord {
@@ -66,7 +66,7 @@ pub(super) async fn filled(directory: &Path, blocks: u64) -> (StateMachine, u64)
     (machine, last)
 }
 
-/// The node announces, as this entry, that it has nothing any more.
+/// Applies a `Cleared` announcement of the node as this entry.
 pub(super) async fn clear(machine: &mut StateMachine, index: u64) {
     let next = machine.published().read().index.next_seq(NodeId(1));
     let (epoch, seq) = next.unwrap();
@@ -79,15 +79,15 @@ pub(super) fn digest(machine: &StateMachine) -> [u8; 16] {
     machine.published().read().index.digest()
 }
 
-pub(super) fn stored(snapshot: Snapshot) -> Arc<Stored> {
+pub(super) fn stored(snapshot: Snapshot) -> Arc<SnapshotFile> {
     match snapshot.snapshot {
-        SnapshotData::Stored(stored) => stored,
+        SnapshotData::File(stored) => stored,
         SnapshotData::Received(_) => panic!("it was made here"),
     }
 }
 
 #[tokio::test]
-async fn a_snapshot_comes_back_as_written() {
+async fn a_snapshot_reads_back_as_written() {
     let directory = TempDir::new().unwrap();
     let (machine, last) = filled(directory.path(), 50_000).await;
     assert!(machine.current().unwrap().is_none());
@@ -130,7 +130,7 @@ async fn a_crash_at_any_moment_leaves_the_last_good_snapshot() {
     let (mut machine, last) = filled(directory.path(), 5_000).await;
     machine.build().unwrap();
     let good = digest(&machine);
-    // The next one is written, but the process ends before it has its name: what it leaves is any part of it.
+    // The next one is written, but the process ends before the rename: any prefix of it may remain.
     apply(&mut machine, [entry(last + 1)]).await;
     let meta = machine.build().unwrap().meta;
     let path = snapshot_file::path_of(directory.path(), GROUP);
@@ -147,14 +147,14 @@ async fn a_crash_at_any_moment_leaves_the_last_good_snapshot() {
         assert!(!left.exists() && other.exists() && kept.exists());
         assert_eq!(digest(&open(elsewhere.path()).unwrap()), good, "{bytes} bytes were left");
     }
-    // Once it has the name, it counts.
+    // After the rename it counts.
     fs::write(&kept, &next).unwrap();
     let opened = open(elsewhere.path()).unwrap();
     assert_eq!((digest(&opened), opened.current().unwrap().unwrap().meta), (digest(&machine), meta));
 }
 
 #[tokio::test]
-async fn a_snapshot_that_is_not_finished_or_not_wanted_leaves_no_file() {
+async fn an_unfinished_or_unneeded_snapshot_leaves_no_file() {
     let directory = TempDir::new().unwrap();
     let files = || fs::read_dir(directory.path()).unwrap().count();
     let (mut machine, last) = filled(directory.path(), 5_000).await;
@@ -169,7 +169,7 @@ async fn a_snapshot_that_is_not_finished_or_not_wanted_leaves_no_file() {
         assert_eq!(files(), 2);
     }
     assert_eq!(files(), 1);
-    // One that was made before another came in does not take its place.
+    // A file that is older than a received one does not replace it.
     apply(&mut machine, [entry(last + 1)]).await;
     let newer = machine.build().unwrap();
     assert!(newer.meta.last_log_id > old.meta.last_log_id && files() == 1);
@@ -178,12 +178,12 @@ async fn a_snapshot_that_is_not_finished_or_not_wanted_leaves_no_file() {
         incoming.chunk(chunk.unwrap().freeze()).unwrap();
     }
     let before = machine.current().unwrap().unwrap().meta;
-    assert_eq!(machine.keep(incoming.finish().unwrap().written).unwrap().meta, before);
+    assert_eq!(machine.keep_file(incoming.finish().unwrap().file).unwrap().meta, before);
     assert_eq!((machine.current().unwrap().unwrap().meta, files()), (newer.meta, 1));
 }
 
 #[tokio::test]
-async fn a_snapshot_found_damaged_is_set_aside_and_made_anew() {
+async fn a_damaged_snapshot_is_set_aside_and_rebuilt() {
     let directory = TempDir::new().unwrap();
     let (machine, last) = filled(directory.path(), 50_000).await;
     machine.build().unwrap();
@@ -193,7 +193,7 @@ async fn a_snapshot_found_damaged_is_set_aside_and_made_anew() {
     bytes[middle] ^= 1;
     fs::write(&path, &bytes).unwrap();
     let before = stored(machine.current().unwrap().unwrap());
-    before.found_damaged();
+    before.mark_damaged();
     let after = machine.current().unwrap().unwrap();
     assert_eq!(after.meta.last_log_id, Some(log_id(1, last)));
     assert_eq!(digest(&open(directory.path()).unwrap()), digest(&machine));

@@ -1,4 +1,4 @@
-//! openraft's storage suite on this store: the contract that a wrong store breaks silently.
+//! openraft's storage suite on this store: a wrong store would break this contract silently.
 
 use openraft::StorageError;
 use openraft::testing::log::{StoreBuilder, Suite};
@@ -8,9 +8,9 @@ use super::super::TypeConfig;
 use super::super::log_store::LogStore;
 use super::super::state_machine::StateMachine;
 
-struct Builder;
+struct SuiteBuilder;
 
-impl StoreBuilder<TypeConfig, LogStore, StateMachine, TempDir> for Builder {
+impl StoreBuilder<TypeConfig, LogStore, StateMachine, TempDir> for SuiteBuilder {
     async fn build(&self) -> Result<(TempDir, LogStore, StateMachine), StorageError<TypeConfig>> {
         let directory = TempDir::new().unwrap();
         let (log, _) = super::open(directory.path());
@@ -21,5 +21,5 @@ impl StoreBuilder<TypeConfig, LogStore, StateMachine, TempDir> for Builder {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn openraft_storage_suite() {
-    Suite::test_all(Builder).await.unwrap();
+    Suite::test_all(SuiteBuilder).await.unwrap();
 }

@@ -1,4 +1,4 @@
-//! The stream of answers over questions and answers by hand: nothing here waits for a network or for time.
+//! The stream of answers with manual requests and answers; no test waits for network or time.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::BTreeMap;
@@ -11,16 +11,16 @@ use tonic::Code;
 
 use super::*;
 
-/// How a question is to be answered.
-type Told = oneshot::Sender<Result<(), Code>>;
+/// Decides the answer to one request.
+type AnswerSender = oneshot::Sender<Result<(), Code>>;
 
-/// Answers when it is told to.
+/// Answers on command.
 #[derive(Clone, Default)]
-struct ByHand(Arc<Mutex<BTreeMap<u64, Told>>>);
+struct ManualHandler(Arc<Mutex<BTreeMap<u64, AnswerSender>>>);
 
-impl ByHand {
+impl ManualHandler {
     fn answers(&self, call: u64, how: Result<(), Code>) {
-        self.0.lock().remove(&call).expect("it was asked").send(how).unwrap();
+        self.0.lock().remove(&call).expect("the request arrived").send(how).unwrap();
     }
 
     fn under_way(&self) -> usize {
@@ -28,7 +28,7 @@ impl ByHand {
     }
 }
 
-impl Answering for ByHand {
+impl RouteHandler for ManualHandler {
     async fn answer(&self, request: pb::RouteRequest) -> Result<pb::RouteReply, Status> {
         let (send, told) = oneshot::channel();
         assert!(self.0.lock().insert(request.call, send).is_none());
@@ -39,21 +39,21 @@ impl Answering for ByHand {
     }
 }
 
-/// A stream, with its ends in hand.
-struct Scene {
+/// A stream with access to both ends.
+struct StreamScene {
     questions: mpsc::UnboundedSender<Result<pb::RouteRequest, Status>>,
-    by_hand: ByHand,
+    by_hand: ManualHandler,
     closing: CancellationToken,
     answers: Pin<Box<dyn Stream<Item = Result<pb::RouteStreamReply, Status>>>>,
 }
 
-impl Scene {
-    fn new() -> Scene {
+impl StreamScene {
+    fn new() -> StreamScene {
         let (questions, mut asked) = mpsc::unbounded_channel();
-        let (by_hand, closing) = (ByHand::default(), CancellationToken::new());
+        let (by_hand, closing) = (ManualHandler::default(), CancellationToken::new());
         let asked = poll_fn(move |context| asked.poll_recv(context));
-        let answers = Box::pin(Answers::new(asked, by_hand.clone(), closing.clone()));
-        Scene { questions, by_hand, closing, answers }
+        let answers = Box::pin(RouteAnswers::new(asked, by_hand.clone(), closing.clone()));
+        StreamScene { questions, by_hand, closing, answers }
     }
 
     fn ask(&self, call: u64, hashes_bytes: usize) {
@@ -62,9 +62,9 @@ impl Scene {
         self.questions.send(Ok(request)).unwrap();
     }
 
-    /// What is there now, after all turns that the stream wants at once; `None` for nothing.
+    /// The next item after all requested polls; `None` if pending.
     fn next(&mut self) -> Option<Option<Result<pb::RouteStreamReply, Status>>> {
-        (0..=1_000 / TURN_QUESTIONS).find_map(|_| self.answers.next().now_or_never())
+        (0..=1_000 / YIELD_AFTER_REQUESTS).find_map(|_| self.answers.next().now_or_never())
     }
 
     fn answered(&mut self) -> (u64, Answer) {
@@ -75,8 +75,8 @@ impl Scene {
 }
 
 #[test]
-fn answers_come_in_the_order_in_which_they_are_ready() {
-    let mut scene = Scene::new();
+fn answers_come_as_they_are_ready() {
+    let mut scene = StreamScene::new();
     (1..=4).for_each(|call| scene.ask(call, 16));
     assert!(scene.next().is_none());
     for call in [3, 1, 4, 2] {
@@ -87,8 +87,8 @@ fn answers_come_in_the_order_in_which_they_are_ready() {
 }
 
 #[test]
-fn one_that_is_refused_ends_by_itself() {
-    let mut scene = Scene::new();
+fn a_refused_request_does_not_end_the_stream() {
+    let mut scene = StreamScene::new();
     (1..=3).for_each(|call| scene.ask(call, 16));
     assert!(scene.next().is_none());
     scene.by_hand.answers(2, Err(Code::InvalidArgument));
@@ -101,12 +101,12 @@ fn one_that_is_refused_ends_by_itself() {
 }
 
 #[test]
-fn a_thousand_at_once_are_taken_in_as_there_is_room() {
-    let mut scene = Scene::new();
+fn requests_are_read_as_room_allows() {
+    let mut scene = StreamScene::new();
     (0..1_000).for_each(|call| scene.ask(call, 16));
     assert!(scene.next().is_none());
     for call in 0..1_000 {
-        assert_eq!(scene.by_hand.under_way() as u64, (1_000 - call).min(QUESTIONS_MAX as u64));
+        assert_eq!(scene.by_hand.under_way() as u64, (1_000 - call).min(REQUESTS_MAX as u64));
         scene.by_hand.answers(call, Ok(()));
         assert_eq!(scene.answered().0, call);
         assert!(scene.next().is_none());
@@ -114,8 +114,8 @@ fn a_thousand_at_once_are_taken_in_as_there_is_room() {
 }
 
 #[test]
-fn large_ones_are_bounded_by_their_bytes_and_the_largest_goes_alone() {
-    let mut scene = Scene::new();
+fn large_requests_are_bounded_by_bytes() {
+    let mut scene = StreamScene::new();
     (0..6).for_each(|call| scene.ask(call, 7 << 20));
     scene.ask(6, BYTES_MAX + 1);
     scene.ask(7, 16);
@@ -129,39 +129,39 @@ fn large_ones_are_bounded_by_their_bytes_and_the_largest_goes_alone() {
 }
 
 #[test]
-fn others_on_the_thread_have_their_turn_though_questions_never_end() {
+fn an_endless_stream_yields_to_other_tasks() {
     let taken = Arc::new(Mutex::new(0));
     let counted = Arc::clone(&taken);
     let endless = futures_util::stream::repeat_with(move || {
         *counted.lock() += 1;
         Ok(pb::RouteRequest { call: *counted.lock(), ..Default::default() })
     });
-    let mut answers = Answers::new(endless, ByHand::default(), CancellationToken::new());
+    let mut answers = RouteAnswers::new(endless, ManualHandler::default(), CancellationToken::new());
     for turns in 1..=3 {
         assert!(answers.next().now_or_never().is_none());
-        assert_eq!(*taken.lock(), u64::from(turns * TURN_QUESTIONS));
+        assert_eq!(*taken.lock(), u64::from(turns * YIELD_AFTER_REQUESTS));
     }
 }
 
 #[test]
-fn a_router_that_drains_answers_what_it_took_in_and_nothing_else() {
-    let mut scene = Scene::new();
+fn a_draining_router_answers_only_accepted_requests() {
+    let mut scene = StreamScene::new();
     (1..=2).for_each(|call| scene.ask(call, 16));
     assert!(scene.next().is_none());
     scene.closing.cancel();
     scene.ask(3, 16);
-    assert!(scene.next().is_none(), "two are under way");
+    assert!(scene.next().is_none(), "two are in flight");
     for call in [2, 1] {
         scene.by_hand.answers(call, Ok(()));
         assert_eq!(scene.answered().0, call);
     }
-    assert!(matches!(scene.next(), Some(None)), "it ends well");
-    assert_eq!(scene.by_hand.under_way(), 0, "the third was not taken in");
+    assert!(matches!(scene.next(), Some(None)), "it ends without an error");
+    assert_eq!(scene.by_hand.under_way(), 0, "the third was not read");
 }
 
 #[test]
-fn what_cannot_be_read_ends_the_stream_behind_the_answers_under_way() {
-    let mut scene = Scene::new();
+fn an_unreadable_message_ends_the_stream_after_outstanding_answers() {
+    let mut scene = StreamScene::new();
     scene.ask(1, 16);
     scene.questions.send(Err(Status::out_of_range("too long"))).unwrap();
     scene.ask(2, 16);
@@ -171,8 +171,8 @@ fn what_cannot_be_read_ends_the_stream_behind_the_answers_under_way() {
     let ended = scene.next().unwrap().unwrap().unwrap_err();
     assert_eq!((ended.code(), ended.message()), (Code::OutOfRange, "too long"));
     assert!(matches!(scene.next(), Some(None)));
-    // And one that ends by its caller's word ends well.
-    let mut scene = Scene::new();
+    // A stream that its caller ends has no error.
+    let mut scene = StreamScene::new();
     scene.ask(1, 16);
     drop(std::mem::replace(&mut scene.questions, mpsc::unbounded_channel().0));
     assert!(scene.next().is_none());

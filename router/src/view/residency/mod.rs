@@ -1,14 +1,16 @@
-//! The soft plane: which blocks the engine of each instance has in GPU memory, as it reports them.
+//! GPU residency: blocks in the GPU memory of each instance's engine, as the instance reports them.
+//! Ephemeral state.
 //!
-//! Reports are numbered batches under an epoch, the start of the instance. A later epoch voids everything before
-//! it; what was here before is ignored; what is missing is asked for again. Pure: the time is an argument. Not
-//! here: the messages (`crate::server::residency`), and the blocks that nodes announce, which are in the log
-//! (`published.rs`). Lost on restart, and sent again on request (`docs/adr/0021`).
+//! Reports are numbered batches under an epoch, the start of the instance. A later epoch
+//! invalidates everything before it; duplicates are ignored; missing batches are requested again.
+//! Pure: the time is an argument. Not here: the messages (`crate::server::residency`), and the
+//! blocks that nodes announce, which are in the log (`published.rs`). Lost on restart, and sent
+//! again on request (`docs/adr/0021`).
 //!
-//! While batches of an instance are missing, what it said before goes on counting and is called uncertain. The
-//! blocks named by the missing batches are few against all it has: dropping everything would cost every one of its
-//! prefixes a worse choice, keeping it costs a recompute for those few that are gone. Both are bounded: what stays
-//! uncertain for [`UNCERTAIN_MAX`] without progress is dropped.
+//! While batches of an instance are missing, its earlier reports still count and are marked
+//! uncertain. Missing batches name few of its blocks: dropping everything would cost every prefix a
+//! worse choice, while keeping it costs a recompute of the few evicted blocks. An instance that
+//! stays uncertain for [`UNCERTAIN_MAX`] without progress is invalidated.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -18,33 +20,36 @@ use kv_core::index::command::{AnnounceOutcome, Announcement, Applied, Change, Co
 use kv_core::index::{Index, IndexLimits, PrefixMatch};
 use kv_core::schedule::REPORT_STALE_AFTER;
 
-use super::fleet::{FORGOTTEN_AFTER, INSTANCES_MAX};
+use super::fleet::{FORGET_AFTER, INSTANCES_MAX};
 
-/// Blocks of one batch: what is applied while readers wait, well below a millisecond.
+/// Blocks of one batch: readers wait while it is applied, well below a millisecond.
 pub(crate) const BATCH_BLOCKS_MAX: usize = 4_096;
 
-/// Blocks of one instance: sixteen million tokens in blocks of sixteen. An engine that has more in GPU memory does
-/// not exist, and a reporter gone mad must not fill the memory of the routers.
+/// Blocks of one instance: sixteen million tokens in blocks of sixteen, more than any GPU holds. A
+/// faulty reporter must not fill the routers' memory.
 pub(crate) const INSTANCE_BLOCKS_MAX: u64 = 1_048_576;
 
-/// (instance, block) pairs in all: about 700 MiB at 22 bytes each. Above it blocks are not listed, which is said.
+/// Limit on (instance, block) pairs, about 700 MiB. Blocks above it are not listed, and the answer
+/// says so.
 pub(crate) const RESIDENT_BLOCKS_MAX: u64 = 33_554_432;
 
-/// Silence that ends what an instance said: the same after which no request is sent there.
-pub(crate) const SILENCE: Duration = REPORT_STALE_AFTER;
+/// Silence after which an instance's reports are invalidated; the same silence excludes it from
+/// routing.
+pub(crate) const SILENCE_MAX: Duration = REPORT_STALE_AFTER;
 
-/// Longest that blocks count while batches are missing and none comes: the missing ones are sent with the next
-/// report, a fifth of a second later.
+/// Longest time that blocks count while batches are missing and none arrives. Missing batches come
+/// with the next report, a fifth of a second later.
 pub(crate) const UNCERTAIN_MAX: Duration = REPORT_STALE_AFTER;
 
-/// How often silence is looked at; the caller's task keeps to it.
-pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(250);
+/// Interval at which the caller runs [`Residency::sweep`].
+pub(crate) const SWEEP_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Instances that one look ends or forgets: each costs some tens of microseconds, while readers wait.
-const LOOK_MOST: usize = 16;
+/// Instances that one sweep invalidates or forgets: each costs tens of microseconds while readers
+/// wait.
+const SWEEP_MAX: usize = 16;
 
-/// A look that comes this much late means that this process was held up and may have unread reports.
-const HELD_UP: Duration = Duration::from_millis(500);
+/// A sweep that is late by this much means that the process stalled and may have unread reports.
+const STALL_MIN: Duration = Duration::from_millis(500);
 
 /// One numbered batch of an instance.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,207 +58,214 @@ pub(crate) struct Batch {
     pub(crate) changes: Vec<Change>,
 }
 
-/// What became of a batch.
+/// Result of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Taken {
-    /// It counts; so many of its blocks found no room.
+pub(crate) enum BatchOutcome {
+    /// Applied, except for `unlisted` blocks above the limit.
     Applied { unlisted: u64 },
-    /// It was here before.
+    /// Already applied.
     Duplicate,
-    /// Batches before it are missing.
+    /// Earlier batches are missing.
     Gap,
-    /// A later epoch of the instance was heard of.
+    /// A later epoch of the instance is known.
     Outdated { epoch: u64 },
 }
 
-/// Why a batch was not taken. What the instance said before is void with the first, and untouched by the second.
+/// Error of a batch. The first variant also invalidates the instance's earlier reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum Refused {
+pub(crate) enum ResidencyError {
     #[error(
-        "{instance} reports more than {INSTANCE_BLOCKS_MAX} blocks in GPU memory, which is the limit: what it said is \
-         void; send Cleared and at most so many"
+        "{instance} reports more than {INSTANCE_BLOCKS_MAX} blocks in GPU memory, which is the limit: its reports are \
+         invalidated; send Cleared and at most that many"
     )]
-    Blocks { instance: InstanceId },
+    TooManyBlocks { instance: InstanceId },
     #[error("{INSTANCES_MAX} instances are known, which is the limit")]
-    Instances,
+    TooManyInstances,
 }
 
-/// Where the reports of an instance stand, for answers and status.
+/// State of an instance's reports, for answers and status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Standing {
+pub(crate) struct ReporterStatus {
     pub(crate) instance: InstanceId,
     pub(crate) epoch: u64,
-    /// Batches up to this one count.
+    /// Last applied batch.
     pub(crate) seq: u64,
-    /// Since the last report.
+    /// Time since the last report.
     pub(crate) age: Duration,
-    /// There are later batches.
+    /// Whether later batches exist.
     pub(crate) uncertain: bool,
-    /// Leading blocks of the prefix asked for; all, where there is none.
+    /// Leading blocks of the queried prefix, or all blocks if none was queried.
     pub(crate) blocks: u64,
 }
 
-/// What became void since the look before, by why.
+/// Number of invalidated instances since the last sweep, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Ended {
-    /// Instances that said nothing for [`SILENCE`].
+pub(crate) struct Invalidations {
+    /// Instances that were silent for [`SILENCE_MAX`].
     pub(crate) silent: u64,
-    /// Instances of which batches were missing for [`UNCERTAIN_MAX`].
+    /// Instances with batches missing for [`UNCERTAIN_MAX`].
     pub(crate) unrepaired: u64,
-    /// Instances that started anew, or left.
+    /// Instances that restarted or left.
     pub(crate) restarted: u64,
-    /// There may be others: look again.
+    /// More may be due: sweep again.
     pub(crate) more: bool,
 }
 
-/// One instance as it reports.
+/// Report state of one instance.
 #[derive(Clone, Copy, Debug)]
 struct Reporter {
     epoch: u64,
-    /// Number of the batch that is wanted next.
-    next: u64,
-    /// Number of the newest batch there is, as far as it said.
-    last: u64,
-    heard: Timestamp,
-    /// When the last batch was applied, or the first one was missed after a time when none was.
-    moved: Timestamp,
+    /// Number of the next expected batch.
+    next_seq: u64,
+    /// Number of the newest batch that the instance has announced.
+    last_seq: u64,
+    last_heard: Timestamp,
+    /// When the last batch was applied, or the first one was found missing.
+    last_progress: Timestamp,
 }
 
 impl Reporter {
     fn new(epoch: u64, now: Timestamp) -> Reporter {
-        Reporter { epoch, next: 1, last: 0, heard: now, moved: now }
+        Reporter { epoch, next_seq: 1, last_seq: 0, last_heard: now, last_progress: now }
     }
 
     fn is_uncertain(&self) -> bool {
-        self.next <= self.last
+        self.next_seq <= self.last_seq
     }
 
-    /// Learns that there are batches up to this number: a word that comes late knows of fewer.
-    fn hears_of(&mut self, last: u64, now: Timestamp) {
+    /// Records that batches up to this number exist; a late message with a lower number has no
+    /// effect.
+    fn observe_seq(&mut self, last: u64, now: Timestamp) {
         if !self.is_uncertain() {
-            self.moved = now;
+            self.last_progress = now;
         }
-        self.last = self.last.max(last);
+        self.last_seq = self.last_seq.max(last);
     }
 }
 
-/// What the engines of all instances have in GPU memory.
+/// Blocks in the GPU memory of all instances' engines.
 #[derive(Default)]
 pub(crate) struct Residency {
-    /// Instances stand in it as nodes, under epochs of its own.
+    /// Instances act as its nodes, under epochs of its own.
     index: Index,
-    known: BTreeMap<InstanceId, Reporter>,
-    looked: Timestamp,
-    ended: Ended,
+    reporters: BTreeMap<InstanceId, Reporter>,
+    last_sweep: Timestamp,
+    pending: Invalidations,
 }
 
 impl Residency {
     pub(crate) fn new(blocks_max: u64, now: Timestamp) -> Residency {
         let limits = IndexLimits { copies_max: blocks_max, ..IndexLimits::default() };
-        Residency { index: Index::new(limits), looked: now, ..Residency::default() }
+        Residency { index: Index::new(limits), last_sweep: now, ..Residency::default() }
     }
 
-    /// Takes one batch of an instance, if it is the next one or begins anew.
-    pub(crate) fn take(
+    /// Applies one batch of an instance if it is the next one or starts with `Cleared`.
+    pub(crate) fn apply_batch(
         &mut self,
         instance: InstanceId,
         epoch: u64,
         batch: Batch,
         now: Timestamp,
-    ) -> Result<Taken, Refused> {
-        if let Some(epoch) = self.hear(instance, epoch, now)? {
-            return Ok(Taken::Outdated { epoch });
+    ) -> Result<BatchOutcome, ResidencyError> {
+        if let Some(epoch) = self.record_contact(instance, epoch, now)? {
+            return Ok(BatchOutcome::Outdated { epoch });
         }
-        let Some(known) = self.known.get_mut(&instance) else { return Ok(Taken::Gap) };
-        if batch.seq < known.next {
-            return Ok(Taken::Duplicate);
+        let Some(known) = self.reporters.get_mut(&instance) else { return Ok(BatchOutcome::Gap) };
+        if batch.seq < known.next_seq {
+            return Ok(BatchOutcome::Duplicate);
         }
-        if batch.seq > known.last {
-            known.hears_of(batch.seq, now);
+        if batch.seq > known.last_seq {
+            known.observe_seq(batch.seq, now);
         }
         let begins_anew = matches!(batch.changes.first(), Some(Change::Cleared));
-        if batch.seq > known.next && !begins_anew {
-            return Ok(Taken::Gap);
+        if batch.seq > known.next_seq && !begins_anew {
+            return Ok(BatchOutcome::Gap);
         }
         let stored = batch.changes.iter().map(stored_blocks).sum::<u64>();
         let held = if begins_anew { 0 } else { self.blocks_of(instance) };
         if held + stored > INSTANCE_BLOCKS_MAX {
-            self.void(instance, now);
-            return Err(Refused::Blocks { instance });
+            self.invalidate(instance, now);
+            return Err(ResidencyError::TooManyBlocks { instance });
         }
-        if let Some(known) = self.known.get_mut(&instance) {
-            (known.next, known.moved) = (batch.seq.saturating_add(1), now);
+        if let Some(known) = self.reporters.get_mut(&instance) {
+            (known.next_seq, known.last_progress) = (batch.seq.saturating_add(1), now);
         }
-        Ok(Taken::Applied { unlisted: self.apply(instance, batch.changes) })
+        Ok(BatchOutcome::Applied { unlisted: self.apply(instance, batch.changes) })
     }
 
-    /// Ends a report: the instance has batches up to `last`. Answers where it stands, under the later epoch if it
-    /// is known under one.
-    pub(crate) fn conclude(
+    /// Ends a report: the instance has batches up to `last`. Returns its status, under the later
+    /// epoch if one is known.
+    pub(crate) fn finish_report(
         &mut self,
         instance: InstanceId,
         epoch: u64,
         last: u64,
         now: Timestamp,
-    ) -> Result<Option<Standing>, Refused> {
-        if self.hear(instance, epoch, now)?.is_none()
-            && let Some(known) = self.known.get_mut(&instance)
+    ) -> Result<Option<ReporterStatus>, ResidencyError> {
+        if self.record_contact(instance, epoch, now)?.is_none()
+            && let Some(known) = self.reporters.get_mut(&instance)
         {
-            known.hears_of(last, now);
+            known.observe_seq(last, now);
         }
-        Ok(self.standing(instance, now))
+        Ok(self.status(instance, now))
     }
 
-    /// Notes that an instance speaks. Answers the later epoch it is known under, if there is one.
-    fn hear(&mut self, instance: InstanceId, epoch: u64, now: Timestamp) -> Result<Option<u64>, Refused> {
-        match self.known.get_mut(&instance) {
+    /// Records a sign of life. Returns the later epoch if one is known.
+    fn record_contact(
+        &mut self,
+        instance: InstanceId,
+        epoch: u64,
+        now: Timestamp,
+    ) -> Result<Option<u64>, ResidencyError> {
+        match self.reporters.get_mut(&instance) {
             Some(known) if known.epoch > epoch => return Ok(Some(known.epoch)),
             Some(known) if known.epoch == epoch => {
-                let was_silent = now.since(known.heard) >= SILENCE;
-                known.heard = now;
-                if was_silent && !self.was_held_up(now) {
-                    self.ended.silent += u64::from(self.void(instance, now));
+                let was_silent = now.since(known.last_heard) >= SILENCE_MAX;
+                known.last_heard = now;
+                if was_silent && !self.was_stalled(now) {
+                    self.pending.silent += u64::from(self.invalidate(instance, now));
                 }
             }
-            Some(_) => self.begin(instance, epoch, now),
+            Some(_) => self.start_epoch(instance, epoch, now),
             None => {
-                if self.known.len() >= INSTANCES_MAX {
+                if self.reporters.len() >= INSTANCES_MAX {
                     self.forget(now);
                 }
-                if self.known.len() >= INSTANCES_MAX {
-                    return Err(Refused::Instances);
+                if self.reporters.len() >= INSTANCES_MAX {
+                    return Err(ResidencyError::TooManyInstances);
                 }
-                self.begin(instance, epoch, now);
+                self.start_epoch(instance, epoch, now);
             }
         }
         Ok(None)
     }
 
-    /// An instance starts (or starts anew) under this epoch: nothing it said before counts.
-    fn begin(&mut self, instance: InstanceId, epoch: u64, now: Timestamp) {
-        self.ended.restarted += u64::from(self.clear(instance));
-        self.known.insert(instance, Reporter::new(epoch, now));
+    /// Starts an epoch of an instance and invalidates its earlier reports.
+    fn start_epoch(&mut self, instance: InstanceId, epoch: u64, now: Timestamp) {
+        self.pending.restarted += u64::from(self.clear(instance));
+        self.reporters.insert(instance, Reporter::new(epoch, now));
     }
 
-    /// A load report tells of a start: what was said under an earlier one is void.
-    pub(crate) fn started(&mut self, instance: InstanceId, epoch: u64, now: Timestamp) {
-        if self.known.get(&instance).is_some_and(|known| known.epoch < epoch) {
-            self.begin(instance, epoch, now);
+    /// Records a start from a load report; reports of an earlier epoch are invalidated.
+    pub(crate) fn observe_start(&mut self, instance: InstanceId, epoch: u64, now: Timestamp) {
+        if self.reporters.get(&instance).is_some_and(|known| known.epoch < epoch) {
+            self.start_epoch(instance, epoch, now);
         }
     }
 
-    /// Voids what an instance said under its epoch, and answers whether anything was: it must send everything again.
-    fn void(&mut self, instance: InstanceId, now: Timestamp) -> bool {
+    /// Invalidates an instance's reports under its epoch and returns whether it had blocks: it must
+    /// send everything again.
+    fn invalidate(&mut self, instance: InstanceId, now: Timestamp) -> bool {
         let counted = self.clear(instance);
-        if let Some(known) = self.known.get_mut(&instance).filter(|_| counted) {
-            (known.next, known.moved) = (1, now);
+        if let Some(known) = self.reporters.get_mut(&instance).filter(|_| counted) {
+            (known.next_seq, known.last_progress) = (1, now);
         }
         counted
     }
 
-    /// Whether this process did not get to listen lately: then nobody else is to blame for silence.
-    fn was_held_up(&self, now: Timestamp) -> bool {
-        now.since(self.looked) > LOOK_EVERY + HELD_UP
+    /// Whether this process stalled recently, so that the silence may be its own fault.
+    fn was_stalled(&self, now: Timestamp) -> bool {
+        now.since(self.last_sweep) > SWEEP_INTERVAL + STALL_MIN
     }
 
     fn clear(&mut self, instance: InstanceId) -> bool {
@@ -264,43 +276,47 @@ impl Residency {
         counted
     }
 
-    /// Ends what silent instances said, and what was uncertain for too long; forgets those that are long gone.
-    pub(crate) fn look(&mut self, now: Timestamp) -> Ended {
-        let held_up = self.was_held_up(now);
-        self.looked = now;
-        if held_up {
-            self.known.values_mut().for_each(|known| (known.heard, known.moved) = (now, now));
+    /// Invalidates silent and long-uncertain instances; forgets those that have been silent for
+    /// long.
+    pub(crate) fn sweep(&mut self, now: Timestamp) -> Invalidations {
+        let stalled = self.was_stalled(now);
+        self.last_sweep = now;
+        if stalled {
+            self.reporters
+                .values_mut()
+                .for_each(|known| (known.last_heard, known.last_progress) = (now, now));
         }
-        let mut ended = std::mem::take(&mut self.ended);
-        let holding = self.known.iter().filter(|(instance, _)| self.blocks_of(**instance) > 0);
+        let mut ended = std::mem::take(&mut self.pending);
+        let holding = self.reporters.iter().filter(|(instance, _)| self.blocks_of(**instance) > 0);
         let mut over = Vec::new();
         for (instance, known) in holding {
-            if now.since(known.heard) >= SILENCE {
+            if now.since(known.last_heard) >= SILENCE_MAX {
                 ended.silent += 1;
-            } else if known.is_uncertain() && now.since(known.moved) >= UNCERTAIN_MAX {
+            } else if known.is_uncertain() && now.since(known.last_progress) >= UNCERTAIN_MAX {
                 ended.unrepaired += 1;
             } else {
                 continue;
             }
             over.push(*instance);
-            if over.len() == LOOK_MOST {
+            if over.len() == SWEEP_MAX {
                 ended.more = true;
                 break;
             }
         }
         for instance in over {
-            self.void(instance, now);
+            self.invalidate(instance, now);
         }
         self.forget(now);
         ended
     }
 
-    /// Forgets instances that fell silent long ago. Until then a late word of an earlier epoch is known to be one.
+    /// Forgets instances after a long silence. Until then a late message of an earlier epoch is
+    /// recognised.
     fn forget(&mut self, now: Timestamp) {
-        let gone = |(_, known): &(&InstanceId, &Reporter)| now.since(known.heard) >= FORGOTTEN_AFTER;
-        let gone: Vec<_> = self.known.iter().filter(gone).map(|(id, _)| *id).take(LOOK_MOST).collect();
+        let gone = |(_, known): &(&InstanceId, &Reporter)| now.since(known.last_heard) >= FORGET_AFTER;
+        let gone: Vec<_> = self.reporters.iter().filter(gone).map(|(id, _)| *id).take(SWEEP_MAX).collect();
         for instance in gone {
-            self.known.remove(&instance);
+            self.reporters.remove(&instance);
             if let Some(state) = self.index.node(node_of(instance)) {
                 let leave = Command::Leave { node: state.record.node, epoch: state.epoch };
                 self.index.apply(&leave);
@@ -308,7 +324,7 @@ impl Residency {
         }
     }
 
-    /// Makes changes of an instance; answers how many blocks found no room.
+    /// Applies changes of an instance; returns the number of blocks above the limit.
     fn apply(&mut self, instance: InstanceId, changes: Vec<Change>) -> u64 {
         let node = node_of(instance);
         if self.index.node(node).is_none() {
@@ -318,7 +334,7 @@ impl Residency {
         let one = Announcement { node, epoch, seq, changes };
         match self.index.apply(&Command::Announce(vec![one])) {
             Applied::Announced(outcomes) => outcomes.iter().map(unlisted).sum(),
-            // Does not happen: a batch is far below the limits of an index.
+            // Unreachable: a batch is far below the limits of an index.
             other => {
                 debug_assert!(false, "{other:?}");
                 0
@@ -330,46 +346,46 @@ impl Residency {
         self.index.node(node_of(instance)).map_or(0, |state| state.blocks)
     }
 
-    /// Every instance that has the first of these blocks, with how many of them it has without a gap, by ascending
-    /// number. Silent ones are left out.
-    pub(crate) fn resident(&self, hashes: &[BlockHash], now: Timestamp) -> Vec<Standing> {
+    /// Every instance with the first of these blocks and its number of leading blocks, in ascending
+    /// order. Silent instances are left out.
+    pub(crate) fn resident(&self, hashes: &[BlockHash], now: Timestamp) -> Vec<ReporterStatus> {
         let of = |(node, blocks): (NodeId, u32)| {
-            let standing = self.standing(InstanceId(node.0), now)?;
-            Some(Standing { blocks: blocks.into(), ..standing })
+            let status = self.status(InstanceId(node.0), now)?;
+            Some(ReporterStatus { blocks: blocks.into(), ..status })
         };
-        let led = leading_blocks(&self.index.longest_prefix(hashes));
-        led.into_iter().filter_map(of).filter(|standing| standing.age < SILENCE).collect()
+        let leading = leading_blocks(&self.index.longest_prefix(hashes));
+        leading.into_iter().filter_map(of).filter(|status| status.age < SILENCE_MAX).collect()
     }
 
-    /// Where the reports of an instance stand.
-    pub(crate) fn standing(&self, instance: InstanceId, now: Timestamp) -> Option<Standing> {
-        let known = self.known.get(&instance)?;
-        Some(Standing {
+    /// Status of an instance's reports.
+    pub(crate) fn status(&self, instance: InstanceId, now: Timestamp) -> Option<ReporterStatus> {
+        let known = self.reporters.get(&instance)?;
+        Some(ReporterStatus {
             instance,
             epoch: known.epoch,
-            seq: known.next - 1,
-            age: now.since(known.heard),
+            seq: known.next_seq - 1,
+            age: now.since(known.last_heard),
             uncertain: known.is_uncertain(),
             blocks: self.blocks_of(instance),
         })
     }
 
-    /// Of every instance that is known, by ascending number.
-    pub(crate) fn standings(&self, now: Timestamp) -> Vec<Standing> {
-        self.known.keys().filter_map(|instance| self.standing(*instance, now)).collect()
+    /// Status of every known instance, in ascending order.
+    pub(crate) fn statuses(&self, now: Timestamp) -> Vec<ReporterStatus> {
+        self.reporters.keys().filter_map(|instance| self.status(*instance, now)).collect()
     }
 }
 
-/// Every node that holds the first block, with how many it holds without a gap, by ascending number; in one pass over
-/// the runs.
+/// Every node that holds the first block, with its number of leading blocks, in ascending order;
+/// one pass over the runs.
 fn leading_blocks(matched: &PrefixMatch) -> Vec<(NodeId, u32)> {
-    let mut led: Vec<(NodeId, u32)> = matched.nodes().map(|node| (node, 0)).collect();
-    // Ranks in it of those that hold every run so far.
-    let mut holding: Vec<usize> = (0..led.len()).collect();
+    let mut leading: Vec<(NodeId, u32)> = matched.nodes().map(|node| (node, 0)).collect();
+    // Positions in `led` of the nodes that hold every run so far.
+    let mut holding: Vec<usize> = (0..leading.len()).collect();
     for run in &matched.runs {
         let mut holders = run.holders.iter().map(|holder| holder.node).peekable();
         holding.retain(|rank| {
-            let (node, blocks) = &mut led[*rank];
+            let (node, blocks) = &mut leading[*rank];
             while holders.next_if(|holder| holder < node).is_some() {}
             let holds = holders.peek() == Some(node);
             if holds {
@@ -381,7 +397,7 @@ fn leading_blocks(matched: &PrefixMatch) -> Vec<(NodeId, u32)> {
             break;
         }
     }
-    led
+    leading
 }
 
 fn unlisted(outcome: &AnnounceOutcome) -> u64 {
@@ -398,7 +414,7 @@ fn stored_blocks(change: &Change) -> u64 {
     }
 }
 
-/// Instances are the nodes of this index.
+/// Instances act as the nodes of this index.
 fn node_of(instance: InstanceId) -> NodeId {
     NodeId(instance.0)
 }

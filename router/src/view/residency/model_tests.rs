@@ -1,5 +1,5 @@
-//! The soft plane as one would write it without a thought for speed, and random reports against both; then a
-//! reporter over a channel that loses, repeats and reorders.
+//! A naive model of GPU residency against the real one under random reports; then a reporter over a
+//! channel that loses, repeats and reorders.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -34,7 +34,7 @@ pub(super) fn dropped(number: u8, blocks: std::ops::Range<u8>) -> Change {
 
 /// One instance of the naive model.
 #[derive(Clone, Debug)]
-struct Naive {
+struct NaiveInstance {
     epoch: u64,
     next: u64,
     last: u64,
@@ -44,8 +44,8 @@ struct Naive {
 }
 
 #[derive(Default)]
-struct Model {
-    known: BTreeMap<u32, Naive>,
+struct NaiveResidency {
+    known: BTreeMap<u32, NaiveInstance>,
     looked: u64,
 }
 
@@ -59,9 +59,10 @@ fn change_all(blocks: &mut BTreeSet<BlockHash>, changes: &[Change]) {
     }
 }
 
-impl Model {
-    fn hear(&mut self, id: u32, epoch: u64, now: u64) -> Option<&mut Naive> {
-        let fresh = Naive { epoch, next: 1, last: 0, heard: now, moved: now, blocks: BTreeSet::new() };
+impl NaiveResidency {
+    fn hear(&mut self, id: u32, epoch: u64, now: u64) -> Option<&mut NaiveInstance> {
+        let fresh =
+            NaiveInstance { epoch, next: 1, last: 0, heard: now, moved: now, blocks: BTreeSet::new() };
         let one = self.known.entry(id).or_insert_with(|| fresh.clone());
         if one.epoch < epoch {
             *one = fresh;
@@ -88,8 +89,8 @@ impl Model {
             }
             one.last = batch.seq;
         }
-        let anew = batch.changes.first() == Some(&Change::Cleared);
-        if batch.seq != one.next && !anew {
+        let is_full = batch.changes.first() == Some(&Change::Cleared);
+        if batch.seq != one.next && !is_full {
             return "gap";
         }
         change_all(&mut one.blocks, &batch.changes);
@@ -129,9 +130,9 @@ impl Model {
         self.known.retain(|_, one| now - one.heard < 600_000);
     }
 
-    /// (instance, leading blocks, whether uncertain) of those that are heard of.
+    /// (instance, leading blocks, uncertain) of instances that are not silent.
     fn resident(&self, hashes: &[BlockHash], now: u64) -> Vec<(u32, u64, bool)> {
-        let of = |(id, one): (&u32, &Naive)| {
+        let of = |(id, one): (&u32, &NaiveInstance)| {
             let blocks = hashes.iter().take_while(|hash| one.blocks.contains(hash)).count() as u64;
             (blocks > 0 && now - one.heard < 2_000).then_some((*id, blocks, one.next <= one.last))
         };
@@ -149,8 +150,8 @@ fn seen(residency: &Residency, hashes: &[BlockHash], now: Timestamp) -> Vec<(u32
 }
 
 #[derive(Clone, Debug)]
-enum Act {
-    /// A batch, so far from the one wanted.
+enum ReportAct {
+    /// A batch at this distance from the expected number.
     Batch {
         instance: u32,
         epoch: u64,
@@ -182,17 +183,17 @@ fn change() -> impl Strategy<Value = Change> {
     ]
 }
 
-fn acts() -> impl Strategy<Value = Vec<Act>> {
+fn acts() -> impl Strategy<Value = Vec<ReportAct>> {
     let ahead = || prop_oneof![6 => Just(0i64), 1 => Just(-1i64), 2 => 1..4i64];
     let epoch = || prop_oneof![1 => Just(1u64), 8 => Just(2u64), 1 => Just(3u64)];
     let act = prop_oneof![
         12 => (1..4u32, epoch(), ahead(), prop::collection::vec(change(), 0..3)).prop_map(
-            |(instance, epoch, ahead, changes)| Act::Batch { instance, epoch, ahead, changes }),
+            |(instance, epoch, ahead, changes)| ReportAct::Batch { instance, epoch, ahead, changes }),
         4 => (1..4u32, epoch(), ahead()).prop_map(
-            |(instance, epoch, ahead)| Act::Conclude { instance, epoch, ahead }),
-        1 => (1..4u32, epoch()).prop_map(|(instance, epoch)| Act::Started { instance, epoch }),
-        4 => prop_oneof![8 => 0..700u64, 1 => 0..3_000u64, 1 => Just(600_000u64)].prop_map(|ms| Act::Wait { ms }),
-        3 => Just(Act::Look),
+            |(instance, epoch, ahead)| ReportAct::Conclude { instance, epoch, ahead }),
+        1 => (1..4u32, epoch()).prop_map(|(instance, epoch)| ReportAct::Started { instance, epoch }),
+        4 => prop_oneof![8 => 0..700u64, 1 => 0..3_000u64, 1 => Just(600_000u64)].prop_map(|ms| ReportAct::Wait { ms }),
+        3 => Just(ReportAct::Look),
     ];
     prop::collection::vec(act, 0..120)
 }
@@ -200,55 +201,55 @@ fn acts() -> impl Strategy<Value = Vec<Act>> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(800))]
 
-    /// Failing cases are shrunk and printed by proptest, with the seed that brings them back.
+    /// Failing cases are shrunk and printed by proptest with their seed.
     #[test]
-    fn the_soft_plane_is_what_the_naive_one_is(acts in acts()) {
-        let (mut residency, mut model, mut now) = (Residency::new(1_000, at(0)), Model::default(), 0);
+    fn residency_equals_the_naive_model(acts in acts()) {
+        let (mut residency, mut model, mut now) = (Residency::new(1_000, at(0)), NaiveResidency::default(), 0);
         for act in acts {
             match act {
-                Act::Batch { instance, epoch, ahead, changes } => {
-                    let next = residency.standing(InstanceId(instance), at(now)).map_or(1, |one| one.seq + 1);
+                ReportAct::Batch { instance, epoch, ahead, changes } => {
+                    let next = residency.status(InstanceId(instance), at(now)).map_or(1, |one| one.seq + 1);
                     let batch = Batch { seq: next.saturating_add_signed(ahead), changes };
                     let expected = model.take(instance, epoch, &batch, now);
-                    let taken = residency.take(InstanceId(instance), epoch, batch, at(now)).unwrap();
+                    let taken = residency.apply_batch(InstanceId(instance), epoch, batch, at(now)).unwrap();
                     let taken = match taken {
-                        Taken::Applied { unlisted } => { prop_assert_eq!(unlisted, 0); "applied" }
-                        Taken::Duplicate => "duplicate",
-                        Taken::Gap => "gap",
-                        Taken::Outdated { .. } => "outdated",
+                        BatchOutcome::Applied { unlisted } => { prop_assert_eq!(unlisted, 0); "applied" }
+                        BatchOutcome::Duplicate => "duplicate",
+                        BatchOutcome::Gap => "gap",
+                        BatchOutcome::Outdated { .. } => "outdated",
                     };
                     prop_assert_eq!(taken, expected);
                 }
-                Act::Conclude { instance, epoch, ahead } => {
-                    let last = residency.standing(InstanceId(instance), at(now)).map_or(0, |one| one.seq);
+                ReportAct::Conclude { instance, epoch, ahead } => {
+                    let last = residency.status(InstanceId(instance), at(now)).map_or(0, |one| one.seq);
                     let last = last.saturating_add_signed(ahead);
                     model.conclude(instance, epoch, last, now);
-                    residency.conclude(InstanceId(instance), epoch, last, at(now)).unwrap();
+                    residency.finish_report(InstanceId(instance), epoch, last, at(now)).unwrap();
                 }
-                Act::Started { instance, epoch } => {
+                ReportAct::Started { instance, epoch } => {
                     model.started(instance, epoch, now);
-                    residency.started(InstanceId(instance), epoch, at(now));
+                    residency.observe_start(InstanceId(instance), epoch, at(now));
                 }
-                Act::Wait { ms } => now += ms,
-                Act::Look => {
+                ReportAct::Wait { ms } => now += ms,
+                ReportAct::Look => {
                     model.look(now);
-                    while residency.look(at(now)).more {}
+                    while residency.sweep(at(now)).more {}
                 }
             }
             for number in 0..CHAINS {
                 let hashes = chain(number, 0..CHAIN_BLOCKS);
                 prop_assert_eq!(seen(&residency, &hashes, at(now)), model.resident(&hashes, now));
             }
-            let held: u64 = residency.standings(at(now)).iter().map(|one| one.blocks).sum();
+            let held: u64 = residency.statuses(at(now)).iter().map(|one| one.blocks).sum();
             prop_assert_eq!(held, model.known.values().map(|one| one.blocks.len() as u64).sum::<u64>());
-            prop_assert_eq!(residency.known.len(), model.known.len());
+            prop_assert_eq!(residency.reporters.len(), model.known.len());
         }
     }
 
-    /// Whatever a channel loses, repeats or brings late, and however often the router forgets everything: a
-    /// reporter that does what the replies say is level after a few reports over a channel that works again.
+    /// For any losses, repetitions, delays and router restarts: a reporter that follows the replies
+    /// catches up after a few reports over a working channel.
     #[test]
-    fn a_reporter_that_follows_the_replies_gets_level(
+    fn a_reporter_that_follows_the_replies_catches_up(
         steps in prop::collection::vec((prop::collection::vec(change(), 1..3), 0..8u8, 0..300u64), 0..60),
         kept in 1..20usize,
     ) {
@@ -266,7 +267,7 @@ proptest! {
             let last = log.last().map_or(0, |batch| batch.seq);
             let oldest = log.len().saturating_sub(kept);
             if log.get(oldest).is_some_and(|batch| batch.seq > next) {
-                // The batches asked for are gone: everything, under the newest number.
+                // The requested batches are gone: send everything under the newest number.
                 let all: Vec<_> = engine.iter().copied().collect();
                 let store = |block: &BlockHash| {
                     Change::Stored { parent: None, blocks: vec![*block], tier: Tier::Gpu }
@@ -286,12 +287,12 @@ proptest! {
                 _ => {}
             }
             for batch in sent {
-                residency.take(InstanceId(1), 9, batch, at(now)).unwrap();
+                residency.apply_batch(InstanceId(1), 9, batch, at(now)).unwrap();
             }
-            let standing = residency.conclude(InstanceId(1), 9, last, at(now)).unwrap().unwrap();
-            next = standing.seq + 1;
-            prop_assert_eq!(standing.uncertain, next <= last);
-            while residency.look(at(now)).more {}
+            let status = residency.finish_report(InstanceId(1), 9, last, at(now)).unwrap().unwrap();
+            next = status.seq + 1;
+            prop_assert_eq!(status.uncertain, next <= last);
+            while residency.sweep(at(now)).more {}
         }
         for number in 0..CHAINS {
             let hashes = chain(number, 0..CHAIN_BLOCKS);

@@ -1,47 +1,47 @@
-//! Fetches that hear nothing, or too late: which way is left for it, and which is not.
+//! Silent and late fetches: when they suspend a path and when they do not.
 
-use kv_core::id::Class;
+use kv_core::id::TrafficClass;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 
 use super::*;
 
-/// What is loaded before its turn goes behind others, and is dropped at the turn.
+/// A prefetch queues behind other operations and is dropped when compute begins.
 #[tokio::test(start_paused = true)]
-async fn what_nobody_waited_for_says_nothing_when_it_is_given_up() {
-    let two = Two::new(&holding(2));
-    [&two.quic, &two.tcp].iter().for_each(|way| way.takes.store(4_000, Ordering::Relaxed));
+async fn cancelled_prefetches_do_not_count() {
+    let two = TwoPaths::new(&holding(2));
+    [&two.quic, &two.tcp].iter().for_each(|way| way.latency_us.store(4_000, Ordering::Relaxed));
     let path = two.dial_both().await;
     for _ in 0..20 {
         assert_eq!(fetch_both(&*path).await.unwrap(), hit());
     }
     let before = two.report().paths[0].fetches;
-    two.quic.meet(Meets::Silence);
+    two.quic.set_behaviour(FetchBehaviour::Silence);
     for _ in 0..500 {
         let mut request = fetch_request(&hashes(2));
-        request.asker.class = Some(Class::Prefetch);
+        request.context.class = Some(TrafficClass::Prefetch);
         let came = tokio::time::timeout(Duration::from_secs(2), suite::fetch(&*path, request)).await;
-        assert!(came.is_err(), "it hears nothing for longer");
+        assert!(came.is_err(), "the silence lasts longer");
     }
     let report = two.report();
     assert_eq!((report.used, report.paths[0].fetches), (PathKind::Quic, before), "{report}");
-    assert!(!report.paths[0].is_left_alone && report.reason == Reason::Default, "{report}");
+    assert!(!report.paths[0].is_suspended && report.reason == PickReason::Default, "{report}");
 }
 
-/// Shared memory, and the network as the other way.
-struct Near {
-    shm: Fake,
-    quic: Fake,
+/// Shared memory, and the network as the other path.
+struct LocalAndNetwork {
+    shm: FakeDialer,
+    quic: FakeDialer,
     dialer: PickDialer,
 }
 
-impl Near {
-    fn new(service: &MemoryService) -> Near {
-        let (quic, shm) = (Fake::new(service), Fake::new(service));
+impl LocalAndNetwork {
+    fn new(service: &MemoryService) -> LocalAndNetwork {
+        let (quic, shm) = (FakeDialer::new(service), FakeDialer::new(service));
         let more = vec![shm.candidate(PathKind::SharedMemory)];
         let dialer = PickDialer::new(quic.candidate(PathKind::Quic), more, PickRules::default());
-        Near { shm, quic, dialer }
+        LocalAndNetwork { shm, quic, dialer }
     }
 
     /// Dials, and waits until both are open.
@@ -69,12 +69,12 @@ fn too_late() -> FetchAnswer {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_nearer_way_that_is_not_heard_is_left_after_a_few_fetches_and_tried_again() {
+async fn a_silent_local_path_is_suspended_and_tried_again() {
     for (millis, most) in [(5_000, 3), (100, 3), (20, 15)] {
-        let near = Near::new(&holding(2));
+        let near = LocalAndNetwork::new(&holding(2));
         let path = near.dial().await;
         assert_eq!(fetch_within(&*path, millis).await, hit());
-        near.shm.meet(Meets::Silence);
+        near.shm.set_behaviour(FetchBehaviour::Silence);
         let mut lost = 0;
         while fetch_within(&*path, millis).await == too_late() {
             lost += 1;
@@ -82,8 +82,8 @@ async fn a_nearer_way_that_is_not_heard_is_left_after_a_few_fetches_and_tried_ag
         }
         let report = near.report();
         assert_eq!((report.used, near.quic.fetches()), (PathKind::Quic, 1), "{report}");
-        assert!(report.paths[0].is_left_alone, "{report}");
-        // Its signs of life come all the while: it is tried again, ever more rarely.
+        assert!(report.paths[0].is_suspended, "{report}");
+        // Pings succeed all the while: it is tried again, ever more rarely.
         lost = 0;
         let begun = tokio::time::Instant::now();
         while begun.elapsed() < Duration::from_secs(600) {
@@ -92,7 +92,7 @@ async fn a_nearer_way_that_is_not_heard_is_left_after_a_few_fetches_and_tried_ag
         }
         let tries = near.shm.fetches();
         assert!((10..=80).contains(&lost), "with {millis} ms: {lost} of {tries} tries in ten minutes");
-        near.shm.meet(Meets::Nothing);
+        near.shm.set_behaviour(FetchBehaviour::Answered);
         tokio::time::sleep(Duration::from_secs(70)).await;
         assert_eq!(fetch_within(&*path, millis).await, hit());
         assert_eq!((near.shm.fetches(), near.report().used), (tries + 1, PathKind::SharedMemory));
@@ -100,25 +100,25 @@ async fn a_nearer_way_that_is_not_heard_is_left_after_a_few_fetches_and_tried_ag
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_node_that_is_late_and_says_so_keeps_its_way() {
-    let near = Near::new(&holding(2));
+async fn a_late_node_that_answers_keeps_its_path() {
+    let near = LocalAndNetwork::new(&holding(2));
     let path = near.dial().await;
-    near.shm.meet(Meets::Delay);
+    near.shm.set_behaviour(FetchBehaviour::AnsweredLate);
     for _ in 0..100 {
         assert_eq!(fetch_within(&*path, 5_000).await, too_late());
     }
     let report = near.report();
     assert_eq!((report.used, near.quic.fetches()), (PathKind::SharedMemory, 0), "{report}");
-    assert!(!report.paths[0].is_left_alone, "{report}");
+    assert!(!report.paths[0].is_suspended, "{report}");
 }
 
-/// One moment of silence is one, however many fetches meet it.
+/// One moment of silence counts once, for any number of fetches.
 #[tokio::test(start_paused = true)]
-async fn fetches_that_wait_for_little_leave_a_way_only_together() {
+async fn concurrent_silent_fetches_count_once() {
     for millis in [20, 150] {
-        let near = Near::new(&holding(2));
+        let near = LocalAndNetwork::new(&holding(2));
         let path = near.dial().await;
-        near.shm.meet(Meets::Silence);
+        near.shm.set_behaviour(FetchBehaviour::Silence);
         let mut all = tokio::task::JoinSet::new();
         for _ in 0..50 {
             let path = Arc::clone(&path);
@@ -127,35 +127,35 @@ async fn fetches_that_wait_for_little_leave_a_way_only_together() {
         while let Some(ended) = all.join_next().await {
             assert_eq!(ended.unwrap(), too_late());
         }
-        assert!(!near.report().paths[0].is_left_alone, "{}", near.report());
+        assert!(!near.report().paths[0].is_suspended, "{}", near.report());
     }
 }
 
-/// What is not waited for stands behind others at this end too.
+/// Prefetches queue behind other operations at this end too.
 #[tokio::test(start_paused = true)]
-async fn what_goes_behind_others_leaves_no_way_alone() {
-    let near = Near::new(&holding(2));
+async fn late_prefetches_suspend_no_path() {
+    let near = LocalAndNetwork::new(&holding(2));
     let path = near.dial().await;
-    near.shm.meet(Meets::Silence);
+    near.shm.set_behaviour(FetchBehaviour::Silence);
     for _ in 0..20 {
         let mut request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(2)) };
-        request.asker.class = Some(Class::Prefetch);
+        request.context.class = Some(TrafficClass::Prefetch);
         assert_eq!(suite::fetch(&*path, request).await.unwrap(), too_late());
     }
-    assert!(!near.report().paths[0].is_left_alone, "{}", near.report());
+    assert!(!near.report().paths[0].is_suspended, "{}", near.report());
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_came_of_a_fetch_that_is_given_up_was_heard() {
+async fn data_of_a_cancelled_fetch_counts_as_delivery() {
     let service = holding(2);
-    let near = Near::new(&service);
+    let near = LocalAndNetwork::new(&service);
     let path = near.dial().await;
     for _ in 0..10 {
-        near.shm.meet(Meets::Silence);
+        near.shm.set_behaviour(FetchBehaviour::Silence);
         for _ in 0..2 {
             assert_eq!(fetch_within(&*path, 150).await, too_late());
         }
-        near.shm.meet(Meets::Nothing);
+        near.shm.set_behaviour(FetchBehaviour::Answered);
         service.set_gate(1);
         let (came, mut is_there) = tokio::sync::watch::channel(false);
         let mut sink = |_| {
@@ -167,17 +167,19 @@ async fn what_came_of_a_fetch_that_is_given_up_was_heard() {
         }
         service.set_gate(100);
     }
-    assert!(!near.report().paths[0].is_left_alone, "{}", near.report());
+    assert!(!near.report().paths[0].is_suspended, "{}", near.report());
 }
 
-/// What a read of the proxy has of a large segment, at least: handshakes, signs of life and answers without blocks are shorter.
-const LARGE_BYTES: usize = 8 << 10;
+/// Least bytes of a proxy read within a large transfer: handshakes, pings and answers without
+/// blocks are shorter.
+const LARGE_READ_BYTES: usize = 8 << 10;
 
-/// Hands on what comes; once told to, all but what is short, and nothing behind that: as a network that loses every large packet.
-async fn hand_on(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, is_black_hole: Arc<AtomicBool>) {
+/// Forwards all bytes. If told to, it stops at the first large read, like a network that loses
+/// every large packet.
+async fn forward(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, is_black_hole: Arc<AtomicBool>) {
     let mut buffer = vec![0; 1 << 20];
     while let Ok(bytes @ 1..) = from.read(&mut buffer).await {
-        if bytes >= LARGE_BYTES && is_black_hole.load(Ordering::Relaxed) {
+        if bytes >= LARGE_READ_BYTES && is_black_hole.load(Ordering::Relaxed) {
             std::future::pending::<()>().await;
         }
         if to.write_all(&buffer[..bytes]).await.is_err() {
@@ -186,7 +188,7 @@ async fn hand_on(mut from: OwnedReadHalf, mut to: OwnedWriteHalf, is_black_hole:
     }
 }
 
-/// The address of what goes to `node` by way of [`hand_on`].
+/// Address of a proxy to `node` that uses [`forward`].
 async fn proxy(node: SocketAddr, is_black_hole: Arc<AtomicBool>) -> SocketAddr {
     let listener = TcpListener::bind(ANY).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -195,36 +197,40 @@ async fn proxy(node: SocketAddr, is_black_hole: Arc<AtomicBool>) -> SocketAddr {
             let server = TcpStream::connect(node).await.unwrap();
             let ((client_in, client_out), (server_in, server_out)) =
                 (client.into_split(), server.into_split());
-            tokio::spawn(hand_on(client_in, server_out, Arc::default()));
-            tokio::spawn(hand_on(server_in, client_out, Arc::clone(&is_black_hole)));
+            tokio::spawn(forward(client_in, server_out, Arc::default()));
+            tokio::spawn(forward(server_in, client_out, Arc::clone(&is_black_hole)));
         }
     });
     address
 }
 
-/// TCP, dialled elsewhere than at the peer's address.
-struct By(TcpDialer, SocketAddr);
+/// TCP that dials a fixed address in place of the peer's.
+struct RedirectingDialer(TcpDialer, SocketAddr);
 
-impl Dialer for By {
+impl Dialer for RedirectingDialer {
     fn dial(&self, _: String) -> BoxFuture<'_, Result<Arc<dyn Path>, PathError>> {
         self.0.dial(self.1.to_string())
     }
 }
 
-/// Its lifeline goes on, and so do pings.
+/// The keepalive connection and pings still work.
 #[tokio::test]
-async fn tcp_that_loses_what_is_large_is_left_for_quic() {
-    let (authority, service) = (Authority::new(), MemoryService::default());
+async fn tcp_that_loses_large_packets_is_replaced_by_quic() {
+    let (authority, service) = (TestAuthority::new(), MemoryService::default());
     (0..2).for_each(|number| service.hold(frame(hash(number), 200_000)));
     let served: Arc<dyn BlockService> = Arc::new(service);
     let (quic, _tcp) = serve(&authority.member(), &served);
     let is_black_hole = Arc::new(AtomicBool::new(false));
     let by = proxy(quic.local_addr(), Arc::clone(&is_black_hole)).await;
-    let tcp = Arc::new(By(TcpDialer::new(&authority.member(), TcpConfig::default()), by));
+    let tcp = Arc::new(RedirectingDialer(TcpDialer::new(&authority.member(), TcpConfig::default()), by));
     let other = Arc::new(QuicDialer::new(&authority.member(), QuicConfig::default()));
-    let other = vec![Candidate { kind: PathKind::Quic, dialer: other }];
-    let rules = PickRules { tend_every: Duration::from_millis(5), ping_every: 1, ..PickRules::default() };
-    let dialer = PickDialer::new(Candidate { kind: PathKind::Tcp, dialer: tcp }, other, rules);
+    let other = vec![PathCandidate { kind: PathKind::Quic, dialer: other }];
+    let rules = PickRules {
+        maintenance_interval: Duration::from_millis(5),
+        ping_every_rounds: 1,
+        ..PickRules::default()
+    };
+    let dialer = PickDialer::new(PathCandidate { kind: PathKind::Tcp, dialer: tcp }, other, rules);
     let path = dialer.dial(quic.local_addr().to_string()).await.unwrap();
     let open = async {
         while dialer.reports()[0].paths.iter().any(|path| path.latency.is_none()) {

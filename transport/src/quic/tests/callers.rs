@@ -1,4 +1,4 @@
-//! Whom a server answers, and by whom: the certificate of the connection says it, and nothing else.
+//! The certificate of a connection alone determines its service.
 
 use std::collections::BTreeMap;
 use std::sync::Mutex;
@@ -6,22 +6,22 @@ use std::sync::Mutex;
 use kv_core::id::LeaseId;
 
 use super::*;
-use crate::{Admission, Caller, FetchReply, FetchRequest, SaveSession};
+use crate::{Caller, CallerAdmission, FetchReply, FetchRequest, SaveSession};
 
-/// Gives each caller a service of its own, and refuses the one that comes after so many.
-struct Door {
-    rooms: Mutex<BTreeMap<Vec<u8>, MemoryService>>,
-    rooms_max: usize,
+/// Gives each caller its own service, up to a maximum, and refuses later callers.
+struct PerCallerServices {
+    services: Mutex<BTreeMap<Vec<u8>, MemoryService>>,
+    services_max: usize,
 }
 
-impl Door {
-    fn of(rooms_max: usize) -> Arc<Door> {
-        Arc::new(Door { rooms: Mutex::default(), rooms_max })
+impl PerCallerServices {
+    fn new(rooms_max: usize) -> Arc<PerCallerServices> {
+        Arc::new(PerCallerServices { services: Mutex::default(), services_max: rooms_max })
     }
 
     /// The service of the caller with this certificate.
-    fn room(&self, identity: &Identity) -> MemoryService {
-        self.rooms.lock().unwrap()[&leaf(identity)].clone()
+    fn service(&self, identity: &Identity) -> MemoryService {
+        self.services.lock().unwrap()[&leaf(identity)].clone()
     }
 }
 
@@ -31,27 +31,27 @@ fn leaf(identity: &Identity) -> Vec<u8> {
     key.unwrap().cert[0].to_vec()
 }
 
-impl BlockService for Door {
+impl BlockService for PerCallerServices {
     fn fetch(&self, _: FetchRequest) -> crate::BoxFuture<'_, FetchReply> {
-        panic!("nobody is served at the door")
+        panic!("the unscoped service was called")
     }
 
     fn save(&self, _: SaveRequest) -> crate::BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
-        panic!("nobody is served at the door")
+        panic!("the unscoped service was called")
     }
 
     fn release(&self, _: LeaseId) -> crate::BoxFuture<'_, ()> {
-        panic!("nobody is served at the door")
+        panic!("the unscoped service was called")
     }
 
-    fn admit(&self, caller: &Caller) -> Admission {
+    fn admit(&self, caller: &Caller) -> CallerAdmission {
         let Caller::Certified(leaf) = caller else { panic!("{caller:?} came over the network") };
-        let mut rooms = self.rooms.lock().unwrap();
-        if rooms.len() >= self.rooms_max && !rooms.contains_key(&**leaf) {
-            return Admission::Refused;
+        let mut rooms = self.services.lock().unwrap();
+        if rooms.len() >= self.services_max && !rooms.contains_key(&**leaf) {
+            return CallerAdmission::Refused;
         }
         let room = rooms.entry(leaf.to_vec()).or_default().clone();
-        Admission::Scoped { service: Arc::new(room), maps: false }
+        CallerAdmission::Scoped { service: Arc::new(room), may_map: false }
     }
 }
 
@@ -61,26 +61,29 @@ async fn dial(server: &QuicServer, identity: &Identity) -> Arc<dyn crate::Path> 
 }
 
 #[tokio::test]
-async fn a_caller_is_answered_by_the_service_it_was_admitted_to_on_all_its_connections() {
-    let (authority, door) = (Authority::new(), Door::of(2));
+async fn a_callers_connections_share_its_service() {
+    let (authority, door) = (TestAuthority::new(), PerCallerServices::new(2));
     let server = QuicServer::bind(ANY, &authority.member(), door.clone()).unwrap();
     let (ours, theirs) = (authority.member(), authority.member());
     let (first, again, other) =
         (dial(&server, &ours).await, dial(&server, &ours).await, dial(&server, &theirs).await);
     let saved = suite::done(suite::save(&*first, save_request(&hashes(2)), 1000).await.unwrap());
     assert_eq!(saved.stored_blocks, 2);
-    assert!(door.room(&ours).holds(hash(0)) && !door.room(&theirs).holds(hash(0)));
+    assert!(door.service(&ours).holds(hash(0)) && !door.service(&theirs).holds(hash(0)));
     let answer = suite::fetch(&*again, fetch_request(&hashes(2))).await.unwrap();
     assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(2) }, "another connection of the same caller");
     let answer = suite::fetch(&*other, fetch_request(&hashes(2))).await.unwrap();
     assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::NotHeld });
     other.release(LeaseId(7)).await.unwrap();
-    assert_eq!((door.room(&ours).released(), door.room(&theirs).released()), (vec![], vec![LeaseId(7)]));
+    assert_eq!(
+        (door.service(&ours).released(), door.service(&theirs).released()),
+        (vec![], vec![LeaseId(7)])
+    );
 }
 
 #[tokio::test]
-async fn a_caller_that_is_refused_is_told_so_and_the_others_are_served() {
-    let (authority, door) = (Authority::new(), Door::of(1));
+async fn refused_callers_get_an_error_and_others_are_served() {
+    let (authority, door) = (TestAuthority::new(), PerCallerServices::new(1));
     let server = QuicServer::bind(ANY, &authority.member(), door.clone()).unwrap();
     let ours = authority.member();
     let path = dial(&server, &ours).await;

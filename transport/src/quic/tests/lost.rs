@@ -1,22 +1,22 @@
-//! Peers that die, hang or are cut off in the middle of something: a relay stands between the two ends.
+//! Peers that die, hang or are cut off during an operation. A relay stands between the two ends.
 
 use tokio::net::UdpSocket;
 use tokio::task::JoinHandle;
 
 use super::*;
 
-/// Long enough that what a test waits for is not QUIC's own timeout.
+/// Long enough that QUIC's own timeout plays no role.
 const LONG: Duration = Duration::from_secs(3600);
 
-/// Passes datagrams between one client and a server, until it is told to stop.
-struct Relay {
+/// Forwards datagrams between one client and a server until told to stop.
+struct DatagramRelay {
     address: SocketAddr,
     front: Arc<UdpSocket>,
     passing: Vec<JoinHandle<()>>,
 }
 
-impl Relay {
-    async fn to(server: SocketAddr) -> Relay {
+impl DatagramRelay {
+    async fn to(server: SocketAddr) -> DatagramRelay {
         let front = Arc::new(UdpSocket::bind(ANY).await.unwrap());
         let back = Arc::new(UdpSocket::bind(ANY).await.unwrap());
         back.connect(server).await.unwrap();
@@ -37,34 +37,34 @@ impl Relay {
                 let _ = outward.0.send_to(&datagram[..bytes], to).await;
             }
         });
-        Relay { address: front.local_addr().unwrap(), front, passing: vec![to_server, to_client] }
+        DatagramRelay { address: front.local_addr().unwrap(), front, passing: vec![to_server, to_client] }
     }
 
-    /// From now on nothing passes; the port stays open, as that of a process that hangs.
-    async fn mute(&mut self) {
+    /// Stops forwarding; the port stays open, as that of a hung process.
+    async fn stop_forwarding(&mut self) {
         for passing in self.passing.drain(..) {
             passing.abort();
             let _ = passing.await;
         }
     }
 
-    /// Closes the port without a goodbye, as the end of a killed process does.
-    async fn die(mut self) {
-        self.mute().await;
+    /// Closes the port abruptly, as the end of a killed process does.
+    async fn close_port(mut self) {
+        self.stop_forwarding().await;
         drop(self.front);
     }
 }
 
-/// A node behind a relay, two of whose three blocks have come when `then` is called.
-async fn midway<F: Future<Output = ()>>(
+/// Fetches three blocks through a relay, and calls `then` after two of them.
+async fn fail_during_fetch<F: Future<Output = ()>>(
     config: QuicConfig,
-    then: impl FnOnce(Relay) -> F,
+    then: impl FnOnce(DatagramRelay) -> F,
 ) -> (FetchAnswer, PathError) {
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let service = holding(3);
     let server_config = QuicConfig { idle_timeout: config.idle_timeout, ..QuicConfig::default() };
     let server = QuicServer::bind_with(ANY, &authority.member(), &server_config, service.clone()).unwrap();
-    let relay = Relay::to(server.local_addr()).await;
+    let relay = DatagramRelay::to(server.local_addr()).await;
     let dialer = QuicDialer::new(&authority.member(), config);
     let path = dialer.dial(relay.address.to_string()).await.unwrap();
     assert!(path.failure().is_none());
@@ -83,19 +83,19 @@ async fn midway<F: Future<Output = ()>>(
 }
 
 #[tokio::test]
-async fn a_process_that_died_is_told_by_its_closed_port() {
+async fn a_dead_process_is_noticed_by_its_closed_port() {
     let config = QuicConfig { silence_max: LONG, idle_timeout: LONG, ..QuicConfig::default() };
-    let (answer, failure) = midway(config, Relay::die).await;
+    let (answer, failure) = fail_during_fetch(config, DatagramRelay::close_port).await;
     assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NodeLost });
     assert!(matches!(failure, PathError::Unreachable { .. }), "{failure}");
 }
 
 #[tokio::test]
-async fn a_peer_that_falls_silent_is_lost_before_quic_gives_up() {
+async fn a_silent_peer_is_lost_before_quic_gives_up() {
     let config = QuicConfig { idle_timeout: LONG, ..QuicConfig::default() };
     let mut kept = None;
-    let (answer, failure) = midway(config, |mut relay| async {
-        relay.mute().await;
+    let (answer, failure) = fail_during_fetch(config, |mut relay| async {
+        relay.stop_forwarding().await;
         kept = Some(relay);
     })
     .await;
@@ -105,17 +105,17 @@ async fn a_peer_that_falls_silent_is_lost_before_quic_gives_up() {
 }
 
 #[tokio::test]
-async fn a_node_that_only_reads_slowly_is_not_lost() {
+async fn a_node_with_slow_reads_is_not_lost() {
     let config = QuicConfig::default();
     let longer = 2 * config.silence_max;
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let service = holding(2);
     let server = QuicServer::bind(ANY, &authority.member(), service.clone()).unwrap();
     let dialer = QuicDialer::new(&authority.member(), config);
     let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
     service.set_gate(0);
     let opening = async {
-        // QUIC's keep-alives run by the real clock, and this is about their coming through.
+        // Real time, because the test is about the arrival of QUIC's keep-alives.
         tokio::time::sleep(longer).await;
         service.set_gate(10);
     };
@@ -124,10 +124,10 @@ async fn a_node_that_only_reads_slowly_is_not_lost() {
 }
 
 #[tokio::test]
-async fn dialling_a_closed_port_ends_at_once() {
+async fn dialing_a_closed_port_fails_at_once() {
     let closed = std::net::UdpSocket::bind(ANY).unwrap().local_addr().unwrap();
     let config = QuicConfig { dial_timeout: LONG, idle_timeout: LONG, ..QuicConfig::default() };
-    let dialer = QuicDialer::new(&Authority::new().member(), config);
+    let dialer = QuicDialer::new(&TestAuthority::new().member(), config);
     let error = dialer.dial(closed.to_string()).await.err().unwrap().to_string();
-    assert!(error.contains("nothing listens there"), "{error}");
+    assert!(error.contains("no process listens on this port"), "{error}");
 }

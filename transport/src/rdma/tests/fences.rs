@@ -1,4 +1,4 @@
-//! When memory is used again: never before the card is done with it, and a reader always notices.
+//! Reuse of memory: never before the card is done with it, and always detected by readers.
 
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
@@ -11,25 +11,25 @@ use super::*;
 use crate::suite::EPOCH;
 use crate::{BoxFuture, FetchReply, Frames, SaveOffer, SaveSession};
 
-/// Says in the fabric's log when nobody has the bytes any more.
-struct Noted {
-    place: Place,
+/// Logs to the fabric when the last reference to the bytes is dropped.
+struct LoggedBuffer {
+    place: PooledBuffer,
     fabric: Fabric,
 }
 
-impl AsRef<[u8]> for Noted {
+impl AsRef<[u8]> for LoggedBuffer {
     fn as_ref(&self) -> &[u8] {
         self.place.bytes()
     }
 }
 
-impl Drop for Noted {
+impl Drop for LoggedBuffer {
     fn drop(&mut self) {
         self.fabric.note("the slot is free".to_owned());
     }
 }
 
-/// One block in the arena whose end is noted.
+/// One block in the arena with a logged release.
 #[derive(Clone)]
 struct OneBlock {
     frame: Arc<Mutex<Option<Frame>>>,
@@ -48,53 +48,62 @@ impl BlockService for OneBlock {
     }
 
     fn save(&self, _: crate::SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
-        panic!("nothing is saved here")
+        panic!("this service accepts no saves")
     }
 
     fn release(&self, _: kv_core::id::LeaseId) -> BoxFuture<'_, ()> {
         Box::pin(std::future::ready(()))
     }
 
-    fn admit(&self, _: &crate::Caller) -> crate::Admission {
-        crate::Admission::Scoped { service: Arc::new(self.clone()), maps: true }
+    fn admit(&self, _: &crate::Caller) -> crate::CallerAdmission {
+        crate::CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: true }
     }
 }
 
-/// A path of one link.
-fn one_lane(tcp: crate::tcp::TcpPath, local: &Arc<Local>, link: Link) -> path::RdmaPath {
-    let pair = pairs::Pair { local: 0, remote: 0, is_spare: false };
+/// A path with one link.
+fn single_rail_path(tcp: crate::tcp::TcpPath, local: &Arc<LocalRail>, link: RdmaLink) -> path::RdmaPath {
+    let pair = rail_match::RailMatch { local: 0, remote: 0, is_spare: false };
     let told = Arc::default();
-    let lane = lane::Lane::new(local, pair, COOL_DOWN, &told);
-    path::RdmaPath::new(lane::Lanes::new(tcp, (vec![lane], told), (0, link), (1, Duration::from_secs(20))))
+    let lane = rail_pair::RailPair::new(local, pair, FAILED_RAIL_RULES, &told);
+    path::RdmaPath::new(rail_pair::RailPairs::new(
+        tcp,
+        (vec![lane], told),
+        (0, link),
+        (1, Duration::from_secs(20)),
+    ))
 }
 
-/// A fetch that is cut off while the client's card reads; the log of what happened then.
-async fn cut_off(is_refused: bool) -> Vec<String> {
+/// Cuts off a fetch during the client's reads, and returns the log of events.
+async fn cut_off_fetch(is_refused: bool) -> Vec<String> {
     let fabric = Fabric::default();
     let config = small();
-    let [node, client] = [1, 2].map(|number| Rdma::over(fabric.rail(number), &config).unwrap());
-    let memory = Arc::new(Memory::zeroed(1 << 20).unwrap());
-    let offer = RdmaOffer::new(&node, Some(&memory)).unwrap();
+    let [node, client] = [1, 2].map(|number| Rdma::from_rail(fabric.rail(number), &config).unwrap());
+    let memory = Arc::new(RdmaMemory::zeroed(1 << 20).unwrap());
+    let offer = RdmaServer::new(&node, Some(&memory)).unwrap();
     let block = frame(hash(0), 1000);
-    let mut place = Pool::new(&memory, 0..1 << 20).take(u32::try_from(block.bytes.len()).unwrap()).unwrap();
+    let mut place =
+        RdmaBufferPool::new(&memory, 0..1 << 20).take(u32::try_from(block.bytes.len()).unwrap()).unwrap();
     place.write(&block.bytes);
-    let bytes = Bytes::from_owner(Noted { place, fabric: fabric.clone() });
+    let bytes = Bytes::from_owner(LoggedBuffer { place, fabric: fabric.clone() });
     let service = OneBlock { frame: Arc::new(Mutex::new(Some(Frame { bytes, ..block }))) };
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let server = bind(&authority.member(), &TcpConfig::default(), offer, Arc::new(service));
     let tcp = TcpDialer::new(&authority.member(), TcpConfig::default());
     let tcp = tcp.open(&server.local_addr().to_string()).await.unwrap();
-    let local = Local::new(&client).unwrap();
-    let Asked::Made(link) = Link::attach(&tcp, (&local, 0), &local.rdma.flights.peer()).await.unwrap() else {
+    let local = LocalRail::new(&client).unwrap();
+    let AttachOutcome::Attached(link) =
+        RdmaLink::attach(&tcp, (&local, 0), &local.rdma.transfers.peer_limit()).await.unwrap()
+    else {
         panic!("no link")
     };
-    let path = one_lane(tcp, &local, *link);
+    let path = single_rail_path(tcp, &local, *link);
     let ours = Arc::downgrade(&local);
     drop(local);
     fabric.hold();
     if is_refused {
-        // Before the cut: both ends begin to end their queue pairs with it, each on a thread of its own.
-        fabric.refuse_end();
+        // Before the cut: both ends start to destroy their queue pairs at once, each on its own
+        // thread.
+        fabric.refuse_destroy();
     }
     let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(1)) };
     let cut = suite::fetch(&path, request).await.unwrap();
@@ -102,30 +111,31 @@ async fn cut_off(is_refused: bool) -> Vec<String> {
     drop(path);
     drop(server);
     let over = async {
-        // What looks after the path ends behind it. What is never free keeps our end, too.
+        // The maintenance task ends after the path. Memory that is never freed keeps the local
+        // rail, too.
         while !is_refused && ours.strong_count() > 0 {
             tokio::task::yield_now().await;
         }
-        // Those that are left are those whose end was tried and refused.
-        while fabric.queues() != fabric.unended() {
+        // The remaining queue pairs are those that refused to be destroyed.
+        while fabric.queues() != fabric.undestroyed_queues() {
             tokio::task::yield_now().await;
         }
-        // What comes after the end comes from the same thread.
+        // Later teardowns run on the same thread.
         for rdma in [&node, &client] {
             let (done, heard) = tokio::sync::oneshot::channel();
-            rdma.flights.end(Vec::new(), Told(Some(done)));
+            rdma.transfers.tear_down(Vec::new(), DropNotifier(Some(done)));
             heard.await.unwrap();
         }
     };
     tokio::time::timeout(PATIENCE, over).await.unwrap();
-    fabric.let_go();
+    fabric.release();
     fabric.log()
 }
 
-/// Tells of its end.
-struct Told(Option<tokio::sync::oneshot::Sender<()>>);
+/// Sends a message when dropped.
+struct DropNotifier(Option<tokio::sync::oneshot::Sender<()>>);
 
-impl Drop for Told {
+impl Drop for DropNotifier {
     fn drop(&mut self) {
         if let Some(told) = self.0.take() {
             let _ = told.send(());
@@ -134,8 +144,8 @@ impl Drop for Told {
 }
 
 #[tokio::test]
-async fn what_a_card_may_still_read_is_free_only_after_its_queue_pair_ended() {
-    let log = cut_off(false).await;
+async fn memory_a_card_may_read_is_freed_only_after_its_queue_pair() {
+    let log = cut_off_fetch(false).await;
     let all = |what: &str| -> Vec<usize> {
         log.iter().enumerate().filter(|(_, line)| line.contains(what)).map(|(at, _)| at).collect()
     };
@@ -150,44 +160,45 @@ async fn what_a_card_may_still_read_is_free_only_after_its_queue_pair_ended() {
 }
 
 #[tokio::test]
-async fn what_a_card_may_read_for_ever_is_never_free() {
-    let log = cut_off(true).await;
+async fn memory_a_card_may_read_forever_is_never_freed() {
+    let log = cut_off_fetch(true).await;
     assert!(!log.iter().any(|line| line.contains("the slot is free")), "{log:?}");
 }
 
 #[tokio::test]
-async fn a_place_comes_back_when_its_transfer_ends_and_not_with_its_fetch() {
-    let world = world(&holding(1, 1000), true, &small());
-    let local = Local::new(&world.client).unwrap();
+async fn a_buffer_returns_with_its_transfer_not_with_its_fetch() {
+    let world = world(&service_with_blocks(1, 1000), true, &small());
+    let local = LocalRail::new(&world.client).unwrap();
     let tcp = TcpDialer::new(&world.authority.member(), TcpConfig::default());
     let tcp = tcp.open(&world.address()).await.unwrap();
-    let Asked::Made(mut link) = Link::attach(&tcp, (&local, 0), &local.rdma.flights.peer()).await.unwrap()
+    let AttachOutcome::Attached(mut link) =
+        RdmaLink::attach(&tcp, (&local, 0), &local.rdma.transfers.peer_limit()).await.unwrap()
     else {
         panic!("no link")
     };
     world.fabric.hold();
-    let before = local.passing.places();
-    let place = local.passing.take(100).unwrap();
-    let (_, _, reach) = link.parts();
-    let arriving = reach.read(kv_core::lend::Place::Tray, 0, place).await.unwrap();
+    let before = local.transient.buffers_in_use();
+    let place = local.transient.take(100).unwrap();
+    let (_, _, reach) = link.split();
+    let arriving = reach.read(kv_core::lease_grant::GrantMemory::BounceBuffer, 0, place).await.unwrap();
     drop(arriving);
-    assert_eq!(local.passing.places(), before + 1, "the card may write it");
+    assert_eq!(local.transient.buffers_in_use(), before + 1, "the card may still write it");
     drop(link);
-    world.until("given back", |_| local.passing.places() == 0).await;
-    assert!(world.has("end queue").is_some());
+    world.wait_until("the buffer returned", |_| local.transient.buffers_in_use() == 0).await;
+    assert!(world.log_position("end queue").is_some());
 }
 
 #[tokio::test]
-async fn an_epoch_that_changes_while_blocks_are_read_is_seen() {
+async fn an_epoch_change_during_block_reads_is_detected() {
     for maps in [true, false] {
-        let world = world(&holding(3, 1000), maps, &small());
+        let world = world(&service_with_blocks(3, 1000), maps, &small());
         let path = world.path().await;
         world.fabric.hold();
         let fetch = suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
         let restarted = async {
-            world.until("all are under way", |world| world.fabric.held() == 3).await;
-            world.offer.answered(Epoch(EPOCH.0 + 1));
-            world.fabric.let_go();
+            world.wait_until("all reads are in flight", |world| world.fabric.held() == 3).await;
+            world.rdma_server.set_epoch(Epoch(EPOCH.0 + 1));
+            world.fabric.release();
         };
         let (answer, ()) = tokio::join!(fetch, restarted);
         assert_eq!(answer.unwrap(), FetchAnswer::Miss { reason: MissReason::StaleEpoch });
@@ -195,28 +206,29 @@ async fn an_epoch_that_changes_while_blocks_are_read_is_seen() {
 }
 
 #[tokio::test]
-async fn another_answer_under_a_newer_epoch_is_heard_by_who_reads() {
-    let service = holding(3, 1000);
+async fn a_newer_epoch_in_another_answer_reaches_readers() {
+    let service = service_with_blocks(3, 1000);
     let world = world(&service, true, &small());
     let (path, other) = (world.path().await, world.path().await);
     world.fabric.hold();
     let fetch = suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
     let other = async {
-        world.until("all are under way", |world| world.fabric.held() == 3).await;
+        world.wait_until("all reads are in flight", |world| world.fabric.held() == 3).await;
         let newer = Epoch(EPOCH.0 + 1);
         service.set_epoch(newer);
         let request = FetchRequest { epoch: newer, ..fetch_request(&[hash(77)]) };
         assert_eq!(suite::fetch(other.as_ref(), request).await.unwrap().tiers().len(), 0);
-        world.fabric.let_go();
+        world.fabric.release();
     };
     let (answer, ()) = tokio::join!(fetch, other);
     assert_eq!(answer.unwrap(), FetchAnswer::Miss { reason: MissReason::StaleEpoch });
 }
 
-/// What a link did not bring is asked for again, over another or over the connection: of the same epoch, or not at all.
+/// Blocks that a link did not bring are requested again over another link or the connection, but
+/// only under the same epoch.
 #[tokio::test]
-async fn a_node_whose_epoch_changed_behind_a_broken_rail_is_not_asked_for_the_rest() {
-    let service = holding(5, 1000);
+async fn remaining_blocks_of_an_older_epoch_are_not_requested() {
+    let service = service_with_blocks(5, 1000);
     let world = world(&service, true, &small());
     let path = world.path().await;
     service.set_gate(2);
@@ -227,7 +239,7 @@ async fn a_node_whose_epoch_changed_behind_a_broken_rail_is_not_asked_for_the_re
     };
     let fetch = path.fetch(fetch_request(&hashes(5)), &mut sink);
     let breaks = async {
-        let _ = seen.subscribe().wait_for(|seen| *seen == 2).await; // the sender is here
+        let _ = seen.subscribe().wait_for(|seen| *seen == 2).await; // the sender is alive
         world.fabric.kill(1);
         service.set_epoch(Epoch(EPOCH.0 + 1));
         (0..5).for_each(|number| service.hold(frame(hash(number), 2000)));
@@ -240,8 +252,8 @@ async fn a_node_whose_epoch_changed_behind_a_broken_rail_is_not_asked_for_the_re
 }
 
 #[tokio::test]
-async fn a_block_that_changes_while_it_is_read_is_not_taken_for_itself() {
-    let world = world(&holding(1, 1000), true, &small());
+async fn a_block_that_changes_during_its_read_fails_verification() {
+    let world = world(&service_with_blocks(1, 1000), true, &small());
     let path = world.path().await;
     world.fabric.hold();
     let was_wrong = AtomicBool::new(false);
@@ -251,24 +263,24 @@ async fn a_block_that_changes_while_it_is_read_is_not_taken_for_itself() {
     };
     let fetch = path.fetch(fetch_request(&hashes(1)), &mut sink);
     let rot = async {
-        world.until("it is under way", |world| world.fabric.held() == 1).await;
+        world.wait_until("the read is in flight", |world| world.fabric.held() == 1).await;
         let transfer = *world.fabric.transfers().last().unwrap();
         let arena = world.arena.memory();
         arena.write(transfer.remote_address - arena.address() + u64::from(transfer.len) - 1, &[0xEE]);
-        world.fabric.let_go();
+        world.fabric.release();
     };
     tokio::join!(fetch, rot).0.unwrap();
-    assert!(was_wrong.into_inner(), "the sum of its bytes says so");
+    assert!(was_wrong.into_inner(), "the checksum must detect it");
 }
 
-/// Counts how often leases are renewed.
+/// Counts renewals of leases.
 #[derive(Clone)]
-struct Renewed {
-    inner: LendingService,
+struct RenewCounter {
+    inner: SharedArenaService,
     renewed: Arc<std::sync::atomic::AtomicU32>,
 }
 
-impl BlockService for Renewed {
+impl BlockService for RenewCounter {
     fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, FetchReply> {
         self.inner.fetch(request)
     }
@@ -282,25 +294,25 @@ impl BlockService for Renewed {
     }
 
     fn renew(&self, lease: kv_core::id::LeaseId) {
-        assert_eq!(lease, fetch_request(&[]).asker.lease);
+        assert_eq!(lease, fetch_request(&[]).context.lease);
         self.renewed.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
     }
 
-    fn admit(&self, _: &crate::Caller) -> crate::Admission {
-        crate::Admission::Scoped { service: Arc::new(self.clone()), maps: true }
+    fn admit(&self, _: &crate::Caller) -> crate::CallerAdmission {
+        crate::CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: true }
     }
 }
 
 #[tokio::test]
 async fn leases_are_renewed_while_a_fetch_waits() {
     let fabric = Fabric::default();
-    let [node, client] = [1, 2].map(|number| Rdma::over(fabric.rail(number), &small()).unwrap());
-    let memory = Arc::new(Memory::zeroed(1 << 20).unwrap());
-    let arena = Pool::new(&memory, 0..memory.len_bytes());
-    let offer = RdmaOffer::new(&node, Some(&memory)).unwrap().leasing(Duration::from_millis(60));
-    let (held, authority) = (holding(3, 1000), Authority::new());
-    let inner = LendingService { inner: held.clone(), arena, maps: true };
-    let service = Renewed { inner, renewed: Arc::default() };
+    let [node, client] = [1, 2].map(|number| Rdma::from_rail(fabric.rail(number), &small()).unwrap());
+    let memory = Arc::new(RdmaMemory::zeroed(1 << 20).unwrap());
+    let arena = RdmaBufferPool::new(&memory, 0..memory.len_bytes());
+    let offer = RdmaServer::new(&node, Some(&memory)).unwrap().with_lease(Duration::from_millis(60));
+    let (held, authority) = (service_with_blocks(3, 1000), TestAuthority::new());
+    let inner = SharedArenaService { inner: held.clone(), arena, may_map: true };
+    let service = RenewCounter { inner, renewed: Arc::default() };
     let renewed = Arc::clone(&service.renewed);
     let renewed = || renewed.load(std::sync::atomic::Ordering::SeqCst);
     let server = bind(&authority.member(), &TcpConfig::default(), offer, Arc::new(service));
@@ -314,17 +326,17 @@ async fn leases_are_renewed_while_a_fetch_waits() {
             }
         })
     };
-    // The medium is slow, then the client's card is.
+    // First the medium is slow, then the client's card.
     held.set_gate(0);
     fabric.hold();
     let slow = async {
-        wait(3).await.expect("renewed while the medium is waited for");
+        wait(3).await.expect("leases must be renewed while the medium is slow");
         held.set_gate(3);
         while fabric.held() == 0 {
             tokio::task::yield_now().await;
         }
-        wait(3).await.expect("renewed while what is lent is out");
-        fabric.let_go();
+        wait(3).await.expect("leases must be renewed while grants are out");
+        fabric.release();
     };
     let fetch = suite::fetch(path.as_ref(), fetch_request(&hashes(3)));
     let (hit, ()) = tokio::join!(fetch, slow);

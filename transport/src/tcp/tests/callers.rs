@@ -1,50 +1,52 @@
-//! Whom a server answers: the certificate of the connection says it.
+//! The certificate of a connection determines its service.
 
 use std::sync::Mutex;
 
 use kv_core::id::LeaseId;
 
 use super::*;
-use crate::{Admission, BoxFuture, Caller, FetchReply, FetchRequest, SaveOffer, SaveRequest, SaveSession};
+use crate::{
+    BoxFuture, Caller, CallerAdmission, FetchReply, FetchRequest, SaveOffer, SaveRequest, SaveSession,
+};
 
-/// Serves only the first caller that comes, from a service of its own.
-struct FirstOnly {
-    room: MemoryService,
+/// Admits only the first caller, with a service of its own.
+struct FirstCallerOnly {
+    service: MemoryService,
     first: Mutex<Option<Arc<[u8]>>>,
 }
 
-impl BlockService for FirstOnly {
+impl BlockService for FirstCallerOnly {
     fn fetch(&self, _: FetchRequest) -> BoxFuture<'_, FetchReply> {
-        panic!("nobody is served at the door")
+        panic!("the unscoped service was called")
     }
 
     fn save(&self, _: SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
-        panic!("nobody is served at the door")
+        panic!("the unscoped service was called")
     }
 
     fn release(&self, _: LeaseId) -> BoxFuture<'_, ()> {
-        panic!("nobody is served at the door")
+        panic!("the unscoped service was called")
     }
 
-    fn admit(&self, caller: &Caller) -> Admission {
+    fn admit(&self, caller: &Caller) -> CallerAdmission {
         let Caller::Certified(leaf) = caller else { panic!("{caller:?} came over the network") };
         let mut first = self.first.lock().unwrap();
         match &*first.get_or_insert_with(|| Arc::clone(leaf)) == leaf {
-            true => Admission::Scoped { service: Arc::new(self.room.clone()), maps: false },
-            false => Admission::Refused,
+            true => CallerAdmission::Scoped { service: Arc::new(self.service.clone()), may_map: false },
+            false => CallerAdmission::Refused,
         }
     }
 }
 
 #[tokio::test]
-async fn a_caller_is_answered_by_the_service_it_was_admitted_to_and_others_are_refused() {
-    let authority = Authority::new();
-    let door = Arc::new(FirstOnly { room: MemoryService::default(), first: Mutex::default() });
+async fn admitted_callers_get_their_own_service_and_others_are_refused() {
+    let authority = TestAuthority::new();
+    let door = Arc::new(FirstCallerOnly { service: MemoryService::default(), first: Mutex::default() });
     let server = TcpServer::bind(ANY, &authority.member(), door.clone()).unwrap();
     let (address, ours) = (server.local_addr().to_string(), authority.member());
     let path = TcpDialer::new(&ours, TcpConfig::default()).dial(address.clone()).await.unwrap();
     path.release(LeaseId(7)).await.unwrap();
-    assert_eq!(door.room.released(), [LeaseId(7)]);
+    assert_eq!(door.service.released(), [LeaseId(7)]);
     let other = TcpDialer::new(&authority.member(), TcpConfig::default()).dial(address.clone()).await;
     assert!(matches!(other.err(), Some(PathError::Broken { .. } | PathError::Unreachable { .. })));
     let again = TcpDialer::new(&ours, TcpConfig::default()).dial(address).await.unwrap();

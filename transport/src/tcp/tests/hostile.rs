@@ -1,6 +1,6 @@
-//! Peers that are no TLS, are not trusted, or say what makes no sense.
+//! Peers without TLS, untrusted peers, and peers that send malformed data.
 
-use kv_core::pipeline::Arrive;
+use kv_core::pipeline::ArrivalOrder;
 use kvfleet_proto::data;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustls::client::ResolvesClientCert;
@@ -10,7 +10,7 @@ use tokio::net::TcpListener;
 use super::*;
 use crate::stream::{MESSAGE_BYTES_MAX, Source, Stream, encode, end_bytes, read_message};
 use crate::tcp::handshake;
-use crate::{AskedLayers, Path, SaveOffer, SaveRequest, wire};
+use crate::{LayerRequest, Path, SaveOffer, SaveRequest, wire};
 
 async fn dial_error(address: SocketAddr, identity: &Identity) -> PathError {
     let dialer = TcpDialer::new(identity, TcpConfig::default());
@@ -19,23 +19,27 @@ async fn dial_error(address: SocketAddr, identity: &Identity) -> PathError {
 
 #[tokio::test]
 async fn a_peer_of_another_authority_is_untrusted() {
-    let server = TcpServer::bind(ANY, &Authority::new().member(), holding(0)).unwrap();
-    let error = dial_error(server.local_addr(), &Authority::new().member()).await;
+    let server = TcpServer::bind(ANY, &TestAuthority::new().member(), holding(0)).unwrap();
+    let error = dial_error(server.local_addr(), &TestAuthority::new().member()).await;
     assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
     says("a peer of another authority, over TCP", &error, &[&server.local_addr().to_string()]);
 }
 
-/// A connection of our own, any TLS configuration.
-pub(super) async fn raw(address: SocketAddr, tls: rustls::ClientConfig) -> Result<TlsStream, Loss> {
-    let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Large };
+/// Connects with any TLS configuration.
+pub(super) async fn connect_raw(
+    address: SocketAddr,
+    tls: rustls::ClientConfig,
+) -> Result<TlsStream, StreamError> {
+    let ends =
+        StreamShared { buffers: Arc::default(), received: Arc::default(), min_size: BufferSize::Large };
     let socket = TcpStream::connect(address).await.unwrap();
     handshake::connect(socket, &Arc::new(tls), ends).await
 }
 
 #[derive(Debug)]
-struct NoCertificate;
+struct NoClientCertificate;
 
-impl ResolvesClientCert for NoCertificate {
+impl ResolvesClientCert for NoClientCertificate {
     fn resolve(&self, _: &[&[u8]], _: &[rustls::SignatureScheme]) -> Option<Arc<rustls::sign::CertifiedKey>> {
         None
     }
@@ -47,38 +51,38 @@ impl ResolvesClientCert for NoCertificate {
 
 #[tokio::test]
 async fn a_peer_without_certificate_is_refused() {
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let server = TcpServer::bind(ANY, &authority.member(), holding(0)).unwrap();
     let mut tls = authority.member().tcp_client();
-    tls.client_auth_cert_resolver = Arc::new(NoCertificate);
-    let mut stream = raw(server.local_addr(), tls).await.unwrap();
-    let error = watch::ask_alive(&mut stream).await.unwrap_err().at("node");
+    tls.client_auth_cert_resolver = Arc::new(NoClientCertificate);
+    let mut stream = connect_raw(server.local_addr(), tls).await.unwrap();
+    let error = watch::ping(&mut stream).await.unwrap_err().at("node");
     assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
     says("a peer without a certificate, over TCP", &error, &[]);
 }
 
 #[tokio::test]
 async fn a_client_whose_certificate_is_of_another_authority_is_refused() {
-    let (ours, theirs) = (Authority::new(), Authority::new());
+    let (ours, theirs) = (TestAuthority::new(), TestAuthority::new());
     let server = TcpServer::bind(ANY, &ours.member(), holding(0)).unwrap();
-    // It trusts the server, and the server does not trust it.
+    // The client trusts the server, but not the reverse.
     let mut tls = ours.member().tcp_client();
     tls.client_auth_cert_resolver = theirs.member().tcp_client().client_auth_cert_resolver;
-    let mut stream = raw(server.local_addr(), tls).await.unwrap();
-    let error = watch::ask_alive(&mut stream).await.unwrap_err().at("node");
+    let mut stream = connect_raw(server.local_addr(), tls).await.unwrap();
+    let error = watch::ping(&mut stream).await.unwrap_err().at("node");
     assert!(matches!(error, PathError::Untrusted { .. }), "{error}");
     says("a client's certificate of another authority, over TCP", &error, &[]);
 }
 
 #[tokio::test]
-async fn a_peer_of_another_protocol_is_told_apart() {
-    let authority = Authority::new();
+async fn a_peer_of_another_protocol_is_a_protocol_error() {
+    let authority = TestAuthority::new();
     let server = TcpServer::bind(ANY, &authority.member(), holding(0)).unwrap();
     for alpn in [vec![b"h2".to_vec()], Vec::new()] {
         let mut tls = authority.member().tcp_client();
         tls.alpn_protocols = alpn;
-        let error = match raw(server.local_addr(), tls).await {
-            Ok(mut stream) => watch::ask_alive(&mut stream).await.unwrap_err().at("node"),
+        let error = match connect_raw(server.local_addr(), tls).await {
+            Ok(mut stream) => watch::ping(&mut stream).await.unwrap_err().at("node"),
             Err(loss) => loss.at("node"),
         };
         assert!(matches!(error, PathError::Protocol { .. }), "{error}");
@@ -87,18 +91,18 @@ async fn a_peer_of_another_protocol_is_told_apart() {
 
 #[tokio::test]
 async fn an_older_tls_is_refused() {
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let server = TcpServer::bind(ANY, &authority.member(), holding(0)).unwrap();
-    let provider = kvfleet_proto::tls::provider();
+    let provider = kvfleet_net::tls::provider();
     let builder = rustls::ClientConfig::builder_with_provider(provider);
     let older = builder.with_protocol_versions(&[&rustls::version::TLS12]).unwrap();
     let tls = older.with_root_certificates(rustls::RootCertStore::empty()).with_no_client_auth();
-    let loss = raw(server.local_addr(), tls).await.err().unwrap();
-    assert!(matches!(loss, Loss::Untrusted(_)), "{loss}");
+    let loss = connect_raw(server.local_addr(), tls).await.err().unwrap();
+    assert!(matches!(loss, StreamError::Untrusted(_)), "{loss}");
 }
 
 #[tokio::test]
-async fn a_server_that_is_no_tls_is_told_apart() {
+async fn a_server_without_tls_is_a_protocol_error() {
     let listener = TcpListener::bind(ANY).await.unwrap();
     let address = listener.local_addr().unwrap();
     let serving = tokio::spawn(async move {
@@ -106,15 +110,15 @@ async fn a_server_that_is_no_tls_is_told_apart() {
         let _ = socket.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
         let _ = socket.read_to_end(&mut Vec::new()).await;
     });
-    let error = dial_error(address, &Authority::new().member()).await;
+    let error = dial_error(address, &TestAuthority::new().member()).await;
     assert!(matches!(error, PathError::Protocol { .. }), "{error}");
     says("a node's address at which something else than TLS answers", &error, &[&address.to_string()]);
     serving.abort();
 }
 
 #[tokio::test]
-async fn a_client_that_is_no_tls_is_closed() {
-    let authority = Authority::new();
+async fn a_client_without_tls_is_closed() {
+    let authority = TestAuthority::new();
     let server = TcpServer::bind(ANY, &authority.member(), holding(1)).unwrap();
     for hello in
         [&b"GET / HTTP/1.1\r\n\r\n"[..], b"\x16\x03\x01\xff\xff", b"\x16\x02\x00\x00\x01\x00", &[0; 100]]
@@ -122,13 +126,13 @@ async fn a_client_that_is_no_tls_is_closed() {
         let mut socket = TcpStream::connect(server.local_addr()).await.unwrap();
         socket.write_all(hello).await.unwrap();
         let ended = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut Vec::new())).await;
-        ended.expect("the server does not wait for more").ok();
+        ended.expect("the server waits for more bytes").ok();
     }
-    whole(&server, &authority).await;
+    assert_still_serving(&server, &authority).await;
 }
 
-/// The server still serves.
-async fn whole(server: &TcpServer, authority: &Authority) {
+/// Checks that the server still serves.
+async fn assert_still_serving(server: &TcpServer, authority: &TestAuthority) {
     let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
     let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
     let answer = suite::fetch(path.as_ref(), fetch_request(&hashes(1))).await.unwrap();
@@ -136,11 +140,11 @@ async fn whole(server: &TcpServer, authority: &Authority) {
 }
 
 #[tokio::test]
-async fn nobody_there_is_an_error_and_not_a_wait() {
-    // Connections are taken by its host, and nothing more.
+async fn dialing_an_absent_node_fails_in_time() {
+    // The kernel accepts connections, and no process answers.
     let silent = std::net::TcpListener::bind(ANY).unwrap();
     let config = TcpConfig { dial_timeout: Duration::from_millis(200), ..TcpConfig::default() };
-    let dialer = TcpDialer::new(&Authority::new().member(), config);
+    let dialer = TcpDialer::new(&TestAuthority::new().member(), config);
     let error = dialer.dial(silent.local_addr().unwrap().to_string()).await.err().unwrap();
     assert!(matches!(error, PathError::TimedOut { .. }), "{error}");
     let closed = silent.local_addr().unwrap();
@@ -154,13 +158,13 @@ async fn nobody_there_is_an_error_and_not_a_wait() {
 async fn a_port_in_use_is_named() {
     let held = std::net::TcpListener::bind(ANY).unwrap();
     let address = held.local_addr().unwrap();
-    let error = TcpServer::bind(address, &Authority::new().member(), holding(0)).unwrap_err();
+    let error = TcpServer::bind(address, &TestAuthority::new().member(), holding(0)).unwrap_err();
     says("a port in use, of block bytes over TCP", &error, &[&address.to_string()]);
 }
 
-/// What the server does with bytes that are not a request: it closes the connection without an answer.
-async fn refused(server: &TcpServer, authority: &Authority, bytes: &[u8]) {
-    let mut stream = raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
+/// Sends bytes that are not a request: the server must close the connection without an answer.
+async fn assert_refused(server: &TcpServer, authority: &TestAuthority, bytes: &[u8]) {
+    let mut stream = connect_raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
     let _ = stream.write(bytes.to_vec().into()).await;
     let _ = stream.flush().await;
     let mut answer = bytes::BytesMut::new();
@@ -170,10 +174,10 @@ async fn refused(server: &TcpServer, authority: &Authority, bytes: &[u8]) {
 
 #[tokio::test]
 async fn hostile_requests_are_refused_and_the_server_lives_on() {
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let config = TcpConfig { stall_timeout: Duration::from_millis(200), ..TcpConfig::default() };
     let server = TcpServer::bind_with(ANY, &authority.member(), &config, holding(1)).unwrap();
-    let refused = async |bytes: &[u8]| refused(&server, &authority, bytes).await;
+    let refused = async |bytes: &[u8]| assert_refused(&server, &authority, bytes).await;
     refused(b"\x01").await;
     refused(b"GET / HTTP/1.1\r\n\r\n").await;
     refused(&u32::MAX.to_le_bytes()).await;
@@ -190,25 +194,25 @@ async fn hostile_requests_are_refused_and_the_server_lives_on() {
     bad.hashes.pop();
     bad.identity.pop();
     refused(&encode(&ask(bad)).unwrap()).await;
-    whole(&server, &authority).await;
+    assert_still_serving(&server, &authority).await;
 }
 
 #[tokio::test]
-async fn records_that_were_changed_end_the_connection() {
-    let authority = Authority::new();
+async fn modified_records_end_the_connection() {
+    let authority = TestAuthority::new();
     let server = TcpServer::bind(ANY, &authority.member(), holding(1)).unwrap();
-    let relay = Flipping::to(server.local_addr()).await;
+    let relay = FlippingProxy::start(server.local_addr()).await;
     let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
     let error = dialer.dial(relay.to_string()).await.err().unwrap();
     assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
-    whole(&server, &authority).await;
+    assert_still_serving(&server, &authority).await;
 }
 
-/// Passes the bytes of connections, and flips a bit in each short record of data that comes from the server.
-struct Flipping;
+/// Forwards connections, and flips a bit in each short data record from the server.
+struct FlippingProxy;
 
-impl Flipping {
-    async fn to(server: SocketAddr) -> SocketAddr {
+impl FlippingProxy {
+    async fn start(server: SocketAddr) -> SocketAddr {
         let listener = TcpListener::bind(ANY).await.unwrap();
         let address = listener.local_addr().unwrap();
         tokio::spawn(async move {
@@ -222,7 +226,8 @@ impl Flipping {
                     while from_server.read_exact(&mut head).await.is_ok() {
                         let mut body = vec![0; usize::from(u16::from_be_bytes([head[3], head[4]]))];
                         from_server.read_exact(&mut body).await.unwrap();
-                        // Those of the handshake are sealed too, and longer than the answer to a ping.
+                        // Handshake records are encrypted too, but longer than the answer to a
+                        // ping.
                         if head[0] == 23 && body.len() < 30 {
                             body[3] ^= 1;
                         }
@@ -238,8 +243,8 @@ impl Flipping {
 }
 
 /// Offers a save by hand and sends `frames` in place of good ones.
-async fn save_bytes(server: &TcpServer, authority: &Authority, frame_bytes: u64, frames: &[u8]) {
-    let mut stream = raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
+async fn save_bytes(server: &TcpServer, authority: &TestAuthority, frame_bytes: u64, frames: &[u8]) {
+    let mut stream = connect_raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
     let request = SaveRequest { frame_bytes, ..save_request(&hashes(1)) };
     stream.write(encode(&wire::save_to_pb(&request)).unwrap()).await.unwrap();
     stream.flush().await.unwrap();
@@ -252,8 +257,8 @@ async fn save_bytes(server: &TcpServer, authority: &Authority, frame_bytes: u64,
 }
 
 #[tokio::test]
-async fn hostile_saves_leave_nothing() {
-    let authority = Authority::new();
+async fn hostile_saves_store_no_block() {
+    let authority = TestAuthority::new();
     let service = holding(0);
     let config = TcpConfig { stall_timeout: Duration::from_millis(200), ..TcpConfig::default() };
     let server = TcpServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
@@ -272,13 +277,13 @@ async fn hostile_saves_leave_nothing() {
     let mut flipped = good.to_vec();
     flipped[20] ^= 1;
     save_bytes(size, &[&flipped[..], &end].concat()).await;
-    tokio::time::timeout(PATIENCE, service.aborts_seen(9)).await.unwrap();
+    tokio::time::timeout(PATIENCE, service.wait_for_aborts(9)).await.unwrap();
     assert!(!service.holds(hash(0)));
 }
 
-/// Offers a save by layer by hand and sends these bytes.
-async fn layered_bytes(server: &TcpServer, authority: &Authority, sent: &[u8]) -> TlsStream {
-    let mut stream = raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
+/// Offers a layer-wise save by hand and sends these bytes.
+async fn layered_bytes(server: &TcpServer, authority: &TestAuthority, sent: &[u8]) -> TlsStream {
+    let mut stream = connect_raw(server.local_addr(), authority.member().tcp_client()).await.unwrap();
     let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
     let request = SaveRequest { frame_bytes, ..save_request(&hashes(1)) };
     stream.write(encode(&wire::save_layers_to_pb(&request, &[500, 500])).unwrap()).await.unwrap();
@@ -290,24 +295,25 @@ async fn layered_bytes(server: &TcpServer, authority: &Authority, sent: &[u8]) -
     stream
 }
 
-/// What such a save is answered, if it is.
-async fn answered(mut stream: TlsStream) -> Option<data::SaveDone> {
+/// The answer to such a save, if there is one.
+async fn save_answer(mut stream: TlsStream) -> Option<data::SaveDone> {
     let answered = read_message(&mut stream);
-    tokio::time::timeout(PATIENCE, answered).await.expect("it is answered or ended").ok()
+    tokio::time::timeout(PATIENCE, answered).await.expect("the save is neither answered nor aborted").ok()
 }
 
 #[tokio::test]
-async fn hostile_saves_by_layer_leave_nothing() {
-    let authority = Authority::new();
+async fn hostile_layered_saves_store_no_block() {
+    let authority = TestAuthority::new();
     let service = holding(0);
-    // Of those that wait for no silence none is to be ended by one.
+    // The default stall timeout must not end a save that is tested for another error.
     let server = TcpServer::bind(ANY, &authority.member(), service.clone()).unwrap();
     let config = TcpConfig { stall_timeout: Duration::from_secs(1), ..TcpConfig::default() };
     let quick = TcpServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
     let good = frame(hash(0), 1000);
     let (head, payload, end) = (good.head().unwrap().bytes().clone(), good.payload(), end_bytes(None));
     let all = [&payload[..], &head].concat();
-    // Silence at the begin, in a slice, before the heads, in one, before the end; and ends in the wrong place.
+    // Silence at the start, within a slice, before the headers, within one, and before the end;
+    // then ends in the wrong place.
     let silent = [&b""[..], &payload[..700], &payload, &all[..all.len() - 1], &all];
     let early = [&payload[..700], &payload, &[]].map(|part| [part, &end].concat());
     let long = [[&all[..], b"xxxxxxxx"].concat(), [&all[..], &good.bytes, &end].concat()];
@@ -317,27 +323,26 @@ async fn hostile_saves_by_layer_leave_nothing() {
         waiting.push(layered_bytes(&quick, &authority, bytes).await);
     }
     for (stream, bytes) in waiting.into_iter().zip(&wrong) {
-        assert_eq!(answered(stream).await, None, "{} bytes", bytes.len());
+        assert_eq!(save_answer(stream).await, None, "{} bytes", bytes.len());
     }
-    tokio::time::timeout(PATIENCE, service.aborts_seen(wrong.len())).await.unwrap();
-    let sent = async |sent: &[u8]| answered(layered_bytes(&server, &authority, sent).await).await;
+    tokio::time::timeout(PATIENCE, service.wait_for_aborts(wrong.len())).await.unwrap();
+    let sent = async |sent: &[u8]| save_answer(layered_bytes(&server, &authority, sent).await).await;
     let other = frame(hash(1), 1000).head().unwrap().bytes().clone();
     let mut lying = payload.to_vec();
     lying[999] ^= 1;
     for bytes in [[&payload[..], &other].concat(), [&lying[..], &head].concat(), vec![7; all.len()]] {
-        let done = sent(&[&bytes[..], &end].concat()).await.expect("it has its end");
+        let done = sent(&[&bytes[..], &end].concat()).await.expect("the save has no result");
         assert_eq!((done.stored_blocks, done.refused_blocks), (0, 1));
     }
     assert!(!service.holds(hash(0)) && !service.holds(hash(1)));
-    let done = sent(&[&all[..], &end].concat()).await.expect("it has its end");
-    assert_eq!((done.stored_blocks, service.holds(hash(0))), (1, true), "the server lives on");
+    let done = sent(&[&all[..], &end].concat()).await.expect("the save has no result");
+    assert_eq!((done.stored_blocks, service.holds(hash(0))), (1, true), "the server does not serve any more");
 }
 
-/// A node that answers every fetch with a fixed head and then bytes of our choice, on as many connections as are
-/// opened.
-/// `stays`: it does not close them after such an answer.
+/// A node that answers every fetch with a fixed head and then bytes of our choice, on any number of
+/// connections. With `stays` it keeps them open afterwards.
 async fn hostile_node(
-    authority: &Authority,
+    authority: &TestAuthority,
     head: data::FetchHead,
     frames: Vec<u8>,
     stays: bool,
@@ -349,9 +354,13 @@ async fn hostile_node(
         while let Ok((socket, _)) = listener.accept().await {
             let (tls, head, frames) = (tls.clone(), head.clone(), frames.clone());
             tokio::spawn(async move {
-                let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small };
+                let ends = StreamShared {
+                    buffers: Arc::default(),
+                    received: Arc::default(),
+                    min_size: BufferSize::Small,
+                };
                 let (mut stream, _) = handshake::accept(socket, &tls, ends).await.unwrap();
-                while stream.begun().await == Ok(true) {
+                while stream.wait_for_data().await == Ok(true) {
                     let request: data::DataRequest = read_message(&mut stream).await.unwrap();
                     let is_ping = matches!(wire::operation_from_pb(request).unwrap(), wire::Operation::Ping);
                     let answer = match is_ping {
@@ -371,7 +380,7 @@ async fn hostile_node(
 }
 
 async fn fetch_from_hostile_node(head: data::FetchHead, frames: Vec<u8>) -> Result<FetchAnswer, PathError> {
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let address = hostile_node(&authority, head, frames, false).await;
     let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
     let path = dialer.dial(address.to_string()).await.unwrap();
@@ -379,7 +388,7 @@ async fn fetch_from_hostile_node(head: data::FetchHead, frames: Vec<u8>) -> Resu
 }
 
 #[tokio::test]
-async fn a_hostile_node_ends_the_usable_prefix() {
+async fn bad_frames_end_the_usable_prefix() {
     let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(2) }, suite::EPOCH);
     let good = frame(hash(0), 1000).bytes;
     let only_first = |answer: Result<FetchAnswer, PathError>| match answer.unwrap() {
@@ -404,7 +413,7 @@ async fn a_hostile_node_ends_the_usable_prefix() {
 }
 
 #[tokio::test]
-async fn a_node_that_knows_of_no_layers_is_understood() {
+async fn a_node_without_layer_support_still_works() {
     let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(2) }, suite::EPOCH);
     let [first, second] = [0, 1].map(|number| frame(hash(number), 1000).bytes);
     for (frames, expected) in [
@@ -415,24 +424,24 @@ async fn a_node_that_knows_of_no_layers_is_understood() {
         ),
         (first.to_vec(), FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::NodeLost }),
     ] {
-        let authority = Authority::new();
+        let authority = TestAuthority::new();
         let address = hostile_node(&authority, hit.clone(), frames, false).await;
         let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
         let path = dialer.dial(address.to_string()).await.unwrap();
-        assert!(path.moves_slices(), "as far as is known");
-        let mut rooms = suite::Rooms::new(&hashes(2), 1..2);
-        let asked = AskedLayers { layers: 1..2, arrive: Arrive::ByLayer };
+        assert!(path.fetches_slices(), "layer support was not assumed");
+        let mut rooms = suite::CheckedSlices::new(&hashes(2), 1..2);
+        let asked = LayerRequest { layers: 1..2, arrive: ArrivalOrder::ByLayer };
         let answer = path.fetch_layers(fetch_request(&hashes(2)), asked, &mut rooms).await.unwrap();
-        assert!(!path.moves_slices(), "now it is known");
+        assert!(!path.fetches_slices(), "missing layer support was not noticed");
         rooms.check();
-        assert_eq!(rooms.layers_there(), vec![1; expected.tiers().len()], "{expected:?}");
+        assert_eq!(rooms.layers_received(), vec![1; expected.tiers().len()], "{expected:?}");
         assert_eq!(answer, expected);
     }
 }
 
 #[tokio::test]
-async fn what_a_node_says_too_much_reaches_no_other_operation() {
-    let authority = Authority::new();
+async fn surplus_answer_bytes_reach_no_other_operation() {
+    let authority = TestAuthority::new();
     let hit = wire::head_to_pb(&FetchAnswer::Hit { tiers: in_dram(1) }, suite::EPOCH);
     let good = frame(hash(0), 1000).bytes;
     let address = hostile_node(&authority, hit, [&good[..], &good].concat(), true).await;
@@ -441,7 +450,7 @@ async fn what_a_node_says_too_much_reaches_no_other_operation() {
     for _ in 0..2 {
         let answer = suite::fetch(&path, fetch_request(&hashes(1))).await.unwrap();
         assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
-        assert_eq!(path.pool.idle_count(), 0, "more came on it than was asked for");
+        assert_eq!(path.pool.idle_count(), 0, "a connection with surplus bytes was kept");
         path.ping().await.unwrap();
     }
 }
@@ -453,13 +462,14 @@ async fn an_oversized_request_is_refused_before_it_is_sent() {
     assert!(matches!(error, PathError::TooLarge { .. }), "{error}");
 }
 
-/// Set in the process that [`connections_are_half_of_the_files_at_most`] starts: the limit is of a whole process.
+/// Set in the process that [`connections_use_at_most_half_of_the_open_file_limit`] starts: the
+/// limit is per process.
 const FEW_FILES: &str = "KVFLEET_FEW_FILES";
 
 #[tokio::test]
-async fn connections_are_half_of_the_files_at_most() {
+async fn connections_use_at_most_half_of_the_open_file_limit() {
     if std::env::var_os(FEW_FILES).is_some() {
-        return strangers_at_a_server_with_few_files().await;
+        return fill_a_server_with_few_files().await;
     }
     let name = "tcp::tests::hostile::connections_are_half_of_the_files_at_most";
     let mut child = tokio::process::Command::new(std::env::current_exe().unwrap());
@@ -468,22 +478,24 @@ async fn connections_are_half_of_the_files_at_most() {
     assert!(said.status.success() && text.contains("1 passed"), "{text}");
 }
 
-async fn strangers_at_a_server_with_few_files() {
+async fn fill_a_server_with_few_files() {
     let usual = getrlimit(Resource::Nofile);
     setrlimit(Resource::Nofile, Rlimit { current: Some(64), ..usual }).unwrap();
     let config = TcpConfig { dial_timeout: LONG, ..TcpConfig::default() };
-    let server = TcpServer::bind_with(ANY, &Authority::new().member(), &config, holding(0)).unwrap();
-    // Of both ends, which are in one process here.
+    let server = TcpServer::bind_with(ANY, &TestAuthority::new().member(), &config, holding(0)).unwrap();
+    // Restored, since both ends are in one process here.
     setrlimit(Resource::Nofile, usual).unwrap();
     let mut strangers = Vec::new();
     for _ in 0..33 {
         strangers.push(TcpStream::connect(server.local_addr()).await.unwrap());
     }
     let mut last = strangers.pop().unwrap();
-    let read = tokio::time::timeout(PATIENCE, last.read(&mut [0])).await.expect("one too many is kept");
+    let read = tokio::time::timeout(PATIENCE, last.read(&mut [0]))
+        .await
+        .expect("a connection above the limit is kept");
     assert!(matches!(read, Ok(0) | Err(_)), "{read:?}");
     let is_kept = |stranger: &TcpStream| {
         stranger.try_read(&mut [0]).is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
     };
-    assert!(strangers.iter().all(is_kept), "the others");
+    assert!(strangers.iter().all(is_kept), "a connection below the limit was closed");
 }

@@ -1,4 +1,5 @@
-//! Peers that die, hang, are cut off or stall in the middle of something: a relay stands between the two ends.
+//! Peers that die, hang, are cut off or stall during an operation. A relay stands between the two
+//! ends.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -8,45 +9,45 @@ use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use super::hostile::raw;
+use super::hostile::connect_raw;
 use super::*;
-use crate::serve::{TIMES, Times};
+use crate::serve::{OperationTimeouts, TIMES};
 use crate::stream::{Stream, encode, read_message};
 use crate::{FetchRequest, SaveRequest, wire};
 
-/// Passes the bytes of connections to a server, until it is told to stop.
-struct Relay {
+/// Forwards connections to a server until told to stop.
+struct TcpRelay {
     address: SocketAddr,
     passes: Arc<AtomicBool>,
     running: tokio::task::JoinHandle<()>,
 }
 
-impl Relay {
-    async fn to(server: SocketAddr) -> Relay {
+impl TcpRelay {
+    async fn to(server: SocketAddr) -> TcpRelay {
         let listener = TcpListener::bind(ANY).await.unwrap();
         let address = listener.local_addr().unwrap();
         let passes = Arc::new(AtomicBool::new(true));
-        let gate = passes.clone();
+        let forwards = passes.clone();
         let running = tokio::spawn(async move {
             let mut passing = JoinSet::new();
             while let Ok((client, _)) = listener.accept().await {
                 let server = TcpStream::connect(server).await.unwrap();
                 let ((from_client, to_client), (from_server, to_server)) =
                     (client.into_split(), server.into_split());
-                passing.spawn(pass(from_client, to_server, gate.clone()));
-                passing.spawn(pass(from_server, to_client, gate.clone()));
+                passing.spawn(forward(from_client, to_server, forwards.clone()));
+                passing.spawn(forward(from_server, to_client, forwards.clone()));
             }
         });
-        Relay { address, passes, running }
+        TcpRelay { address, passes, running }
     }
 
-    /// From now on nothing passes; connections stay open, as those of a process that hangs.
-    fn mute(&self) {
+    /// Stops forwarding; connections stay open, as those of a hung process.
+    fn stop_forwarding(&self) {
         self.passes.store(false, Ordering::SeqCst);
     }
 }
 
-async fn pass(
+async fn forward(
     mut from: tokio::net::tcp::OwnedReadHalf,
     mut to: tokio::net::tcp::OwnedWriteHalf,
     gate: Arc<AtomicBool>,
@@ -60,12 +61,12 @@ async fn pass(
     }
 }
 
-/// A node behind a relay, two of whose three blocks have come when `then` is called.
-async fn midway(config: TcpConfig, then: impl FnOnce(&Relay)) -> (FetchAnswer, PathError) {
-    let authority = Authority::new();
+/// Fetches three blocks through a relay, and calls `then` after two of them.
+async fn fail_during_fetch(config: TcpConfig, then: impl FnOnce(&TcpRelay)) -> (FetchAnswer, PathError) {
+    let authority = TestAuthority::new();
     let service = holding(3);
     let server = TcpServer::bind(ANY, &authority.member(), service.clone()).unwrap();
-    let relay = Relay::to(server.local_addr()).await;
+    let relay = TcpRelay::to(server.local_addr()).await;
     let dialer = TcpDialer::new(&authority.member(), config);
     let path = dialer.dial(relay.address.to_string()).await.unwrap();
     assert!(path.failure().is_none());
@@ -88,32 +89,32 @@ async fn midway(config: TcpConfig, then: impl FnOnce(&Relay)) -> (FetchAnswer, P
             }
         }
     };
-    let failure = tokio::time::timeout(PATIENCE, failed).await.expect("the path knows that it failed");
-    // Whoever comes now waits for nothing.
+    let failure = tokio::time::timeout(PATIENCE, failed).await.expect("the path does not report its failure");
+    // Later operations fail at once.
     assert_eq!(path.ping().await.unwrap_err().to_string(), failure.to_string());
     (answer, failure)
 }
 
 #[tokio::test]
-async fn a_process_that_died_is_told_by_its_host() {
+async fn a_dead_process_is_noticed_at_once() {
     let config = TcpConfig { silence_max: LONG, ..TcpConfig::default() };
-    let (answer, failure) = midway(config, |relay| relay.running.abort()).await;
+    let (answer, failure) = fail_during_fetch(config, |relay| relay.running.abort()).await;
     assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NodeLost });
-    // Perhaps it only started anew: it is worth dialling once.
+    // The node may only have restarted: it is worth redialing once.
     assert!(matches!(failure, PathError::Broken { .. }), "{failure}");
 }
 
 #[tokio::test]
-async fn a_peer_that_falls_silent_is_lost_long_before_tcp_gives_up() {
-    let (answer, failure) = midway(TcpConfig::default(), Relay::mute).await;
+async fn a_silent_peer_is_lost_before_tcp_gives_up() {
+    let (answer, failure) = fail_during_fetch(TcpConfig::default(), TcpRelay::stop_forwarding).await;
     assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NodeLost });
     let PathError::Unreachable { peer, .. } = &failure else { panic!("{failure}") };
     says("a node that falls silent, over TCP", &failure, &[peer]);
 }
 
 #[tokio::test]
-async fn a_node_that_only_reads_slowly_is_not_lost() {
-    let authority = Authority::new();
+async fn a_node_with_slow_reads_is_not_lost() {
+    let authority = TestAuthority::new();
     let service = holding(2);
     let server = TcpServer::bind(ANY, &authority.member(), service.clone()).unwrap();
     let config = TcpConfig::default();
@@ -122,7 +123,7 @@ async fn a_node_that_only_reads_slowly_is_not_lost() {
     let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
     service.set_gate(0);
     let opening = async {
-        // Signs of life come by the real clock, and this is about their coming.
+        // Real time, because the test is about the arrival of keepalives.
         tokio::time::sleep(longer).await;
         service.set_gate(10);
     };
@@ -131,8 +132,8 @@ async fn a_node_that_only_reads_slowly_is_not_lost() {
 }
 
 #[tokio::test]
-async fn a_node_that_closes_midway_leaves_what_came() {
-    let authority = Authority::new();
+async fn frames_before_a_close_stay_valid() {
+    let authority = TestAuthority::new();
     let service = holding(3);
     let server = TcpServer::bind(ANY, &authority.member(), service.clone()).unwrap();
     let dialer = TcpDialer::new(&authority.member(), TcpConfig::default());
@@ -151,7 +152,7 @@ async fn a_node_that_closes_midway_leaves_what_came() {
     assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(2), reason: MissReason::NodeLost });
 }
 
-/// Blocks far larger than what a peer that does not read lets through.
+/// Blocks far larger than the buffers of a peer that does not read.
 const LARGE: u32 = 24 << 20;
 
 fn large() -> Arc<MemoryService> {
@@ -160,22 +161,22 @@ fn large() -> Arc<MemoryService> {
     Arc::new(service)
 }
 
-/// One answer at a time, so that a stuck one is noticed.
+/// Capacity for one answer at a time, so that a stuck one is noticed.
 fn config(stall_timeout: Duration) -> TcpConfig {
     TcpConfig { fetch_bytes_in_flight_max: 1, stall_timeout, ..TcpConfig::default() }
 }
 
-/// Asks for all blocks and reads nothing but the head; the connection stays open as long as the stream.
+/// Requests all blocks and reads only the head; the connection stays open as long as the stream.
 async fn hold_a_fetch(server: &TcpServer, identity: &Identity, request: &FetchRequest) -> TlsStream {
-    let mut stream = raw(server.local_addr(), identity.tcp_client()).await.unwrap();
+    let mut stream = connect_raw(server.local_addr(), identity.tcp_client()).await.unwrap();
     stream.write(encode(&wire::fetch_to_pb(request)).unwrap()).await.unwrap();
     stream.flush().await.unwrap();
     let _: data::FetchHead = read_message(&mut stream).await.unwrap();
     stream
 }
 
-/// The server is busy with the stuck fetch, and some time it is not.
-async fn freed(server: &TcpServer, identity: &Identity) {
+/// Waits until the server has capacity again after the stuck fetch.
+async fn assert_capacity_returns(server: &TcpServer, identity: &Identity) {
     let dialer = TcpDialer::new(identity, TcpConfig::default());
     let path = dialer.dial(server.local_addr().to_string()).await.unwrap();
     let mut was_busy = false;
@@ -188,44 +189,44 @@ async fn freed(server: &TcpServer, identity: &Identity) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    let answer = tokio::time::timeout(PATIENCE, tries).await.expect("the room comes back");
-    assert!(was_busy, "the fetch was never held");
+    let answer = tokio::time::timeout(PATIENCE, tries).await.expect("the capacity was not returned");
+    assert!(was_busy, "the fetch was never refused as busy");
     assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(2) });
 }
 
 #[tokio::test]
-async fn a_reader_that_reads_nothing_loses_its_place() {
-    let identity = Authority::new().member();
+async fn a_stalled_reader_loses_its_reservation() {
+    let identity = TestAuthority::new().member();
     let config = config(Duration::from_secs(1));
     let server = TcpServer::bind_with(ANY, &identity, &config, large()).unwrap();
     let _held = hold_a_fetch(&server, &identity, &fetch_request(&hashes(2))).await;
-    freed(&server, &identity).await;
+    assert_capacity_returns(&server, &identity).await;
 }
 
 #[tokio::test]
-async fn a_fetch_ends_soon_after_its_deadline_whatever_its_reader_does() {
-    let identity = Authority::new().member();
-    let times = Times { grace: Duration::from_millis(500), ..TIMES };
+async fn a_fetch_ends_soon_after_its_deadline() {
+    let identity = TestAuthority::new().member();
+    let times = OperationTimeouts { grace: Duration::from_millis(500), ..TIMES };
     // The stall timeout alone would take an hour.
-    let server = TcpServer::bind_timed(ANY, &identity, &config(LONG), times, large()).unwrap();
+    let server = TcpServer::bind_with_timeouts(ANY, &identity, &config(LONG), times, large()).unwrap();
     let request = FetchRequest { deadline: Duration::from_millis(500), ..fetch_request(&hashes(2)) };
     let _held = hold_a_fetch(&server, &identity, &request).await;
-    freed(&server, &identity).await;
+    assert_capacity_returns(&server, &identity).await;
 }
 
 #[tokio::test]
-async fn a_fetch_without_an_end_in_sight_ends_at_the_servers_limit() {
-    let identity = Authority::new().member();
-    let times = Times { fetch_max: Duration::from_secs(1), ..TIMES };
-    let server = TcpServer::bind_timed(ANY, &identity, &config(LONG), times, large()).unwrap();
+async fn an_endless_fetch_ends_at_the_servers_limit() {
+    let identity = TestAuthority::new().member();
+    let times = OperationTimeouts { fetch_max: Duration::from_secs(1), ..TIMES };
+    let server = TcpServer::bind_with_timeouts(ANY, &identity, &config(LONG), times, large()).unwrap();
     let request = FetchRequest { deadline: Duration::MAX, ..fetch_request(&hashes(2)) };
     let _held = hold_a_fetch(&server, &identity, &request).await;
-    freed(&server, &identity).await;
+    assert_capacity_returns(&server, &identity).await;
 }
 
-/// Begins a save, and sends the start of a frame if there is one; the connection stays open as long as the stream.
+/// Begins a save and sends the start of a frame; the connection stays open as long as the stream.
 async fn hold_a_save(server: &TcpServer, identity: &Identity, start: &[u8]) -> TlsStream {
-    let mut stream = raw(server.local_addr(), identity.tcp_client()).await.unwrap();
+    let mut stream = connect_raw(server.local_addr(), identity.tcp_client()).await.unwrap();
     let request = SaveRequest { hashes: vec![hash(7)], ..save_request(&[]) };
     stream.write(encode(&wire::save_to_pb(&request)).unwrap()).await.unwrap();
     stream.flush().await.unwrap();
@@ -236,31 +237,32 @@ async fn hold_a_save(server: &TcpServer, identity: &Identity, start: &[u8]) -> T
 }
 
 #[tokio::test]
-async fn a_save_that_never_ends_is_ended() {
-    let identity = Authority::new().member();
+async fn an_endless_save_is_aborted() {
+    let identity = TestAuthority::new().member();
     let service = holding(0);
-    let times = Times { save_max: Duration::from_millis(200), ..TIMES };
-    let server = TcpServer::bind_timed(ANY, &identity, &config(LONG), times, service.clone()).unwrap();
+    let times = OperationTimeouts { save_max: Duration::from_millis(200), ..TIMES };
+    let server =
+        TcpServer::bind_with_timeouts(ANY, &identity, &config(LONG), times, service.clone()).unwrap();
     let _held = hold_a_save(&server, &identity, b"").await;
-    tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the save is given up");
+    tokio::time::timeout(PATIENCE, service.wait_for_aborts(1)).await.expect("the save was not aborted");
 }
 
 #[tokio::test]
-async fn a_peer_that_stalls_inside_a_frame_is_given_up() {
-    let identity = Authority::new().member();
+async fn a_saver_that_stalls_inside_a_frame_is_aborted() {
+    let identity = TestAuthority::new().member();
     let service = holding(0);
     let config = config(Duration::from_millis(200));
     let server = TcpServer::bind_with(ANY, &identity, &config, service.clone()).unwrap();
     let _held = hold_a_save(&server, &identity, &frame(hash(7), 1000).bytes[..500]).await;
-    tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the save is given up");
+    tokio::time::timeout(PATIENCE, service.wait_for_aborts(1)).await.expect("the save was not aborted");
 }
 
 #[tokio::test]
-async fn a_node_that_stalls_inside_a_frame_is_waited_for_until_the_deadline() {
-    let authority = Authority::new();
+async fn a_node_that_stalls_inside_a_frame_times_out_at_the_deadline() {
+    let authority = TestAuthority::new();
     let (identity, listener) = (authority.member(), TcpListener::bind(ANY).await.unwrap());
     let address = listener.local_addr().unwrap().to_string();
-    // Of three blocks that it has it sends one and a half, and goes on with nothing.
+    // Sends one and a half of three blocks, and then no more bytes.
     let serving = tokio::spawn(async move {
         let mut lifeline = accept_one(&listener, &identity).await;
         let _: data::DataRequest = read_message(&mut lifeline).await.unwrap();
@@ -279,26 +281,28 @@ async fn a_node_that_stalls_inside_a_frame_is_waited_for_until_the_deadline() {
     let path = TcpDialer::new(&authority.member(), TcpConfig::default()).dial(address).await.unwrap();
     let request = FetchRequest { deadline: Duration::from_millis(300), ..fetch_request(&hashes(3)) };
     let fetch = suite::fetch(path.as_ref(), request);
-    let answer = tokio::time::timeout(PATIENCE, fetch).await.expect("it ends").unwrap();
+    let answer = tokio::time::timeout(PATIENCE, fetch).await.expect("the fetch does not end").unwrap();
     assert_eq!(answer, FetchAnswer::Partial { tiers: in_dram(1), reason: MissReason::TooLate });
     serving.abort();
 }
 
 #[tokio::test]
-async fn a_client_that_says_hello_and_nothing_more_is_closed() {
+async fn a_client_without_handshake_is_closed() {
     let config = TcpConfig { dial_timeout: Duration::from_millis(200), ..TcpConfig::default() };
-    let server = TcpServer::bind_with(ANY, &Authority::new().member(), &config, holding(0)).unwrap();
+    let server = TcpServer::bind_with(ANY, &TestAuthority::new().member(), &config, holding(0)).unwrap();
     let mut socket = TcpStream::connect(server.local_addr()).await.unwrap();
     let ended = tokio::time::timeout(PATIENCE, socket.read_to_end(&mut Vec::new())).await;
-    ended.expect("the server does not wait for ever").ok();
+    ended.expect("the server waits forever").ok();
 }
 
 #[tokio::test]
-async fn a_connection_that_nobody_uses_is_closed_by_the_server() {
-    let identity = Authority::new().member();
+async fn the_server_closes_idle_connections() {
+    let identity = TestAuthority::new().member();
     let config = TcpConfig { idle_timeout: Duration::from_millis(50), ..TcpConfig::default() };
     let server = TcpServer::bind_with(ANY, &identity, &config, holding(0)).unwrap();
-    let mut stream = raw(server.local_addr(), identity.tcp_client()).await.unwrap();
-    let ended = tokio::time::timeout(PATIENCE, stream.begun()).await.expect("the server closes it");
+    let mut stream = connect_raw(server.local_addr(), identity.tcp_client()).await.unwrap();
+    let ended = tokio::time::timeout(PATIENCE, stream.wait_for_data())
+        .await
+        .expect("the server keeps the connection");
     assert_eq!(ended, Ok(false));
 }

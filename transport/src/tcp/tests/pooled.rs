@@ -1,23 +1,23 @@
-//! Connections that one operation leaves to the next, and those that it must not.
+//! Connections that one operation passes on to the next, and those that must be closed.
 
 use kvfleet_proto::data;
 use tokio::sync::watch;
 
 use super::*;
-use crate::room::Room;
-use crate::serve::{Limits, Operations, TIMES};
+use crate::capacity::Capacity;
+use crate::serve::{Operations, ServeLimits, TIMES};
 use crate::stream::{Stream, encode, read_message};
-use crate::suite::Computed;
+use crate::suite::ComputedBlocks;
 use crate::tcp::handshake;
 use crate::tcp::path::TcpPath;
-use crate::{FetchRequest, Path, SaveAnswer, SaveRequest, Streamed, wire};
+use crate::{FetchRequest, LayeredSaveOutcome, Path, SaveAnswer, SaveRequest, wire};
 
-async fn path_to(address: SocketAddr, authority: &Authority, config: TcpConfig) -> TcpPath {
+async fn path_to(address: SocketAddr, authority: &TestAuthority, config: TcpConfig) -> TcpPath {
     TcpDialer::new(&authority.member(), config).open(&address.to_string()).await.unwrap()
 }
 
-async fn served(config: &TcpConfig, service: Arc<MemoryService>) -> (TcpServer, TcpPath) {
-    let authority = Authority::new();
+async fn serve(config: &TcpConfig, service: Arc<MemoryService>) -> (TcpServer, TcpPath) {
+    let authority = TestAuthority::new();
     let server = TcpServer::bind_with(ANY, &authority.member(), config, service).unwrap();
     let path = path_to(server.local_addr(), &authority, config.clone()).await;
     (server, path)
@@ -25,7 +25,7 @@ async fn served(config: &TcpConfig, service: Arc<MemoryService>) -> (TcpServer, 
 
 #[tokio::test]
 async fn operations_one_after_another_share_one_connection() {
-    let (_server, path) = served(&TcpConfig::default(), holding(3)).await;
+    let (_server, path) = serve(&TcpConfig::default(), holding(3)).await;
     for _ in 0..3 {
         let hit = FetchAnswer::Hit { tiers: in_dram(3) };
         assert_eq!(suite::fetch(&path, fetch_request(&hashes(3))).await.unwrap(), hit);
@@ -42,9 +42,9 @@ async fn operations_one_after_another_share_one_connection() {
 }
 
 #[tokio::test]
-async fn an_end_before_all_frames_leaves_the_connection_clean() {
+async fn an_early_end_leaves_the_connection_reusable() {
     let service = holding(3);
-    let (_server, path) = served(&TcpConfig::default(), service.clone()).await;
+    let (_server, path) = serve(&TcpConfig::default(), service.clone()).await;
     service.end_with(MissReason::Busy);
     for _ in 0..2 {
         let answer = suite::fetch(&path, fetch_request(&hashes(3))).await.unwrap();
@@ -54,30 +54,30 @@ async fn an_end_before_all_frames_leaves_the_connection_clean() {
 }
 
 #[tokio::test]
-async fn a_dropped_fetch_leaves_nothing_to_the_next() {
+async fn a_dropped_fetch_closes_its_connection() {
     let service = holding(3);
-    let (_server, path) = served(&TcpConfig::default(), service.clone()).await;
+    let (_server, path) = serve(&TcpConfig::default(), service.clone()).await;
     path.ping().await.unwrap();
     service.set_gate(1);
     let came = watch::Sender::new(0);
     let mut seen = came.subscribe();
     let mut sink = |_| came.send_modify(|came| *came += 1);
     tokio::select! {
-        answer = path.fetch(fetch_request(&hashes(3)), &mut sink) => panic!("the gate was closed: {answer:?}"),
+        answer = path.fetch(fetch_request(&hashes(3)), &mut sink) => panic!("the fetch passed a closed gate: {answer:?}"),
         _ = seen.wait_for(|came| *came == 1) => {}
     }
-    assert_eq!(path.pool.idle_count(), 0, "its connection went with it");
+    assert_eq!(path.pool.idle_count(), 0, "its connection was kept");
     service.set_gate(100);
-    // Other blocks than those that were under way.
+    // Other blocks than those in transit.
     service.hold(frame(hash(9), 500));
     let answer = suite::fetch(&path, fetch_request(&[hash(9)])).await.unwrap();
     assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
 }
 
 #[tokio::test]
-async fn a_fetch_that_is_late_leaves_nothing_to_the_next() {
+async fn a_late_fetch_closes_its_connection() {
     let service = holding(3);
-    let (_server, path) = served(&TcpConfig::default(), service.clone()).await;
+    let (_server, path) = serve(&TcpConfig::default(), service.clone()).await;
     service.set_gate(1);
     let request = FetchRequest { deadline: Duration::from_secs(2), ..fetch_request(&hashes(3)) };
     let answer = suite::fetch(&path, request).await.unwrap();
@@ -89,10 +89,10 @@ async fn a_fetch_that_is_late_leaves_nothing_to_the_next() {
 }
 
 #[tokio::test]
-async fn operations_beyond_the_connections_wait_within_their_deadlines() {
+async fn excess_operations_wait_within_their_deadlines() {
     let service = holding(2);
     let config = TcpConfig { connections_per_peer: 1, ..TcpConfig::default() };
-    let (_server, path) = served(&config, service.clone()).await;
+    let (_server, path) = serve(&config, service.clone()).await;
     service.set_gate(0);
     let first = suite::fetch(&path, fetch_request(&hashes(2)));
     let second = async {
@@ -111,20 +111,20 @@ async fn operations_beyond_the_connections_wait_within_their_deadlines() {
 #[tokio::test]
 async fn idle_connections_are_closed_by_the_client_first() {
     let config = TcpConfig { idle_timeout: Duration::from_millis(100), ..TcpConfig::default() };
-    let (_server, path) = served(&config, holding(1)).await;
+    let (_server, path) = serve(&config, holding(1)).await;
     path.ping().await.unwrap();
     let emptied = async {
         while path.pool.idle_count() > 0 {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, emptied).await.expect("somebody looks after idle ones");
+    tokio::time::timeout(PATIENCE, emptied).await.expect("idle connections are not closed");
     path.ping().await.unwrap();
 }
 
-/// A node that serves one operation on each connection, then closes it as if it had been idle for too long: `told`
-/// with a goodbye, otherwise only when the next operation was asked.
-async fn forgetful_node(authority: &Authority, told: bool) -> SocketAddr {
+/// A node that serves one operation per connection and then closes it as if idle. If `told`, it
+/// sends the close alert at once, otherwise only after the next request.
+async fn closing_node(authority: &TestAuthority, told: bool) -> SocketAddr {
     let tls = Arc::new(authority.member().tcp_server());
     let listener = tokio::net::TcpListener::bind(ANY).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -134,9 +134,13 @@ async fn forgetful_node(authority: &Authority, told: bool) -> SocketAddr {
             let (socket, _) = listener.accept().await.unwrap();
             let tls = tls.clone();
             lifelines.push(tokio::spawn(async move {
-                let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small };
+                let ends = StreamShared {
+                    buffers: Arc::default(),
+                    received: Arc::default(),
+                    min_size: BufferSize::Small,
+                };
                 let (mut stream, _) = handshake::accept(socket, &tls, ends).await.unwrap();
-                while stream.begun().await == Ok(true) {
+                while stream.wait_for_data().await == Ok(true) {
                     let request: data::DataRequest = read_message(&mut stream).await.unwrap();
                     let save = match wire::operation_from_pb(request).unwrap() {
                         wire::Operation::Save(..) => {
@@ -151,10 +155,10 @@ async fn forgetful_node(authority: &Authority, told: bool) -> SocketAddr {
                     };
                     stream.write(answer).await.unwrap();
                     stream.flush().await.unwrap();
-                    // The first connection is the one that asks for signs of life.
+                    // The first connection is the keepalive connection.
                     if number > 0 {
                         if !told {
-                            let _ = stream.begun().await;
+                            let _ = stream.wait_for_data().await;
                         }
                         return stream.close();
                     }
@@ -166,10 +170,10 @@ async fn forgetful_node(authority: &Authority, told: bool) -> SocketAddr {
 }
 
 #[tokio::test]
-async fn a_kept_connection_that_the_node_closed_is_replaced_without_a_word() {
+async fn a_connection_closed_by_the_node_is_replaced_silently() {
     for told in [true, false] {
-        let authority = Authority::new();
-        let address = forgetful_node(&authority, told).await;
+        let authority = TestAuthority::new();
+        let address = closing_node(&authority, told).await;
         let path = path_to(address, &authority, TcpConfig::default()).await;
         for round in 0..3 {
             path.ping().await.unwrap_or_else(|error| panic!("ping {round}, told {told}: {error}"));
@@ -183,7 +187,7 @@ async fn a_kept_connection_that_the_node_closed_is_replaced_without_a_word() {
 
 #[tokio::test]
 async fn connections_beyond_the_servers_limit_are_refused() {
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let config = TcpConfig { connections_max: 2, ..TcpConfig::default() };
     let server = TcpServer::bind_with(ANY, &authority.member(), &config, holding(1)).unwrap();
     let path = path_to(server.local_addr(), &authority, config.clone()).await;
@@ -191,7 +195,7 @@ async fn connections_beyond_the_servers_limit_are_refused() {
     let dialer = TcpDialer::new(&authority.member(), config);
     let error = dialer.dial(server.local_addr().to_string()).await.err().unwrap();
     assert!(matches!(error, PathError::Unreachable { .. }), "{error}");
-    // Those that are there are served.
+    // Existing connections are served.
     let answer = suite::fetch(&path, fetch_request(&hashes(1))).await.unwrap();
     assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
     drop(path);
@@ -200,14 +204,14 @@ async fn connections_beyond_the_servers_limit_are_refused() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(PATIENCE, freed).await.expect("their places are free again");
+    tokio::time::timeout(PATIENCE, freed).await.expect("the connections of a dropped path are not closed");
 }
 
 #[tokio::test]
 async fn too_many_bytes_in_flight_are_busy() {
     let service = holding(2);
     let config = TcpConfig { fetch_bytes_in_flight_max: 1, ..TcpConfig::default() };
-    let (_server, path) = served(&config, service.clone()).await;
+    let (_server, path) = serve(&config, service.clone()).await;
     service.set_gate(1);
     let seen = watch::Sender::new(0);
     let mut watch = seen.subscribe();
@@ -222,34 +226,34 @@ async fn too_many_bytes_in_flight_are_busy() {
         busy
     };
     let (first, second) = tokio::join!(first, second);
-    assert_eq!(first, FetchAnswer::Hit { tiers: in_dram(2) }, "one alone passes, however large");
+    assert_eq!(first, FetchAnswer::Hit { tiers: in_dram(2) }, "a lone operation was refused");
     assert!(matches!(second, FetchAnswer::Busy { .. }));
     let again = suite::fetch(&path, fetch_request(&hashes(2))).await.unwrap();
-    assert_eq!(again, FetchAnswer::Hit { tiers: in_dram(2) }, "the reservation was given back");
+    assert_eq!(again, FetchAnswer::Hit { tiers: in_dram(2) }, "the reservation was not returned");
 }
 
 #[tokio::test]
-async fn a_congestion_control_that_the_system_does_not_have_leaves_its_own() {
+async fn an_unknown_congestion_control_falls_back_to_the_default() {
     for name in [None, Some("no such rule".to_owned())] {
         let config = TcpConfig { congestion_control: name, ..TcpConfig::default() };
-        let (_server, path) = served(&config, holding(1)).await;
+        let (_server, path) = serve(&config, holding(1)).await;
         let answer = suite::fetch(&path, fetch_request(&hashes(1))).await.unwrap();
         assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(1) });
     }
 }
 
 #[tokio::test]
-async fn a_connection_whose_keys_are_worn_is_left_for_a_new_one() {
-    let (_server, path) = served(&TcpConfig::default(), holding(1)).await;
+async fn a_connection_with_used_up_keys_is_retired() {
+    let (_server, path) = serve(&TcpConfig::default(), holding(1)).await;
     path.ping().await.unwrap();
     path.pool.wear_out();
-    assert!(path.pool.kept().is_none());
+    assert!(path.pool.take_idle().is_none());
     path.ping().await.unwrap();
-    assert!(path.pool.kept().is_some());
+    assert!(path.pool.take_idle().is_some());
 }
 
-/// A node of a release that knows no saves by layer.
-async fn older_node(authority: &Authority, service: Arc<MemoryService>) -> SocketAddr {
+/// A node of a release without layer-wise saves.
+async fn older_node(authority: &TestAuthority, service: Arc<MemoryService>) -> SocketAddr {
     let tls = Arc::new(authority.member().tcp_server());
     let listener = tokio::net::TcpListener::bind(ANY).await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -257,11 +261,15 @@ async fn older_node(authority: &Authority, service: Arc<MemoryService>) -> Socke
         while let Ok((socket, _)) = listener.accept().await {
             let (tls, service) = (tls.clone(), service.clone());
             tokio::spawn(async move {
-                let ends = Ends { buffers: Arc::default(), heard: Arc::default(), least: Size::Small };
+                let ends = StreamShared {
+                    buffers: Arc::default(),
+                    received: Arc::default(),
+                    min_size: BufferSize::Small,
+                };
                 let (mut stream, _) = handshake::accept(socket, &tls, ends).await.unwrap();
-                let limits = Limits { stall_timeout: PATIENCE, times: TIMES };
-                let operations = Operations::new(Room::new(1 << 20, 1 << 20, 4096), limits);
-                while stream.begun().await == Ok(true) {
+                let limits = ServeLimits { stall_timeout: PATIENCE, times: TIMES };
+                let operations = Operations::new(Capacity::new(1 << 20, 1 << 20, 4096), limits);
+                while stream.wait_for_data().await == Ok(true) {
                     let mut request = operations.request(&mut stream).await.unwrap();
                     if let Some(data::data_request::Op::Save(save)) = &mut request.op {
                         save.slice_bytes.clear();
@@ -277,42 +285,44 @@ async fn older_node(authority: &Authority, service: Arc<MemoryService>) -> Socke
 }
 
 #[tokio::test]
-async fn an_older_node_is_sent_frames_and_asked_for_layers_seldom() {
-    let (authority, service) = (Authority::new(), holding(0));
+async fn an_older_node_gets_frames_and_rare_layer_offers() {
+    let (authority, service) = (TestAuthority::new(), holding(0));
     let address = older_node(&authority, service.clone()).await;
     let path = path_to(address, &authority, TcpConfig::default()).await;
     assert!(path.streams_saves());
     let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
     let request = SaveRequest { frame_bytes, ..save_request(&[hash(0)]) };
-    let mut layers = Computed::new(&[hash(0)], &[500, 500]);
-    assert_eq!(path.save_layers(request.clone(), &mut layers).await.unwrap(), Streamed::Left);
-    assert!(!path.streams_saves(), "it is not asked again soon");
+    let mut layers = ComputedBlocks::new(&[hash(0)], &[500, 500]);
+    assert_eq!(path.save_layers(request.clone(), &mut layers).await.unwrap(), LayeredSaveOutcome::Abandoned);
+    assert!(!path.streams_saves(), "layers are offered again too early");
     let saved = suite::done(path.save(request, &|_| layers.frame(0)).await.unwrap());
     assert_eq!((saved.stored_blocks, service.holds(hash(0))), (1, true));
-    tokio::time::timeout(PATIENCE, service.aborts_seen(1))
+    tokio::time::timeout(PATIENCE, service.wait_for_aborts(1))
         .await
-        .expect("what was offered by layer is given up");
+        .expect("the offered layer-wise save was not aborted");
     tokio::time::pause();
-    tokio::time::advance(crate::layered::FRAMES_ONLY).await;
-    assert!(path.streams_saves(), "but once more after a time: it may have been the connection");
+    tokio::time::advance(crate::layered::LAYERS_RETRY_AFTER).await;
+    assert!(path.streams_saves(), "layers are never offered again");
 }
 
 #[tokio::test]
-async fn a_computation_that_is_slow_leaves_the_path_alone() {
+async fn a_slow_computation_does_not_fail_the_path() {
     let service = holding(0);
     let config = TcpConfig { stall_timeout: Duration::from_secs(2), ..TcpConfig::default() };
-    let authority = Authority::new();
+    let authority = TestAuthority::new();
     let server = TcpServer::bind_with(ANY, &authority.member(), &config, service.clone()).unwrap();
     let path = path_to(server.local_addr(), &authority, config).await;
     let frame_bytes = frame(hash(0), 1000).bytes.len() as u64;
     let request = SaveRequest { frame_bytes, ..save_request(&[hash(0)]) };
-    let mut layers = Computed::new(&[hash(0)], &[500, 500]).until(1);
+    let mut layers = ComputedBlocks::new(&[hash(0)], &[500, 500]).with_layers(1);
     let saving = tokio::time::timeout(PATIENCE, path.save_layers(request.clone(), &mut layers));
-    let saved = saving.await.expect("nobody waits for a computation that stands").unwrap();
-    assert_eq!(saved, Streamed::Left);
+    let saved = saving.await.expect("the save waits for a stalled computation").unwrap();
+    assert_eq!(saved, LayeredSaveOutcome::Abandoned);
     assert!(path.failure().is_none() && path.streams_saves());
-    tokio::time::timeout(PATIENCE, service.aborts_seen(1)).await.expect("the node hears of it");
-    // Whose own patience is not at issue any more.
+    tokio::time::timeout(PATIENCE, service.wait_for_aborts(1))
+        .await
+        .expect("the node does not learn of the abandoned save");
+    // A path with another stall timeout.
     let other = path_to(server.local_addr(), &authority, TcpConfig::default()).await;
     let saved = suite::done(other.save(request, &|_| layers.frame(0)).await.unwrap());
     assert_eq!((saved.stored_blocks, service.holds(hash(0))), (1, true));

@@ -1,25 +1,25 @@
-//! Bytes as commands: the index and the naive one must answer alike, whatever is said to them.
+//! Bytes as commands: the index and the naive reference must answer alike, whatever the commands.
 //!
-//! Eight bytes are one record, so that bytes which are taken away or put in leave the others what they were.
-//! What a record asks for is turned into a command against the state of the moment, so that most commands mean
-//! something and the rest are late, early or wrong. The first record also says under which limits, and whether
-//! nodes store prefixes only: of those that lie about the order of blocks, the length of a prefix may be misjudged,
-//! and everything else must be right.
+//! Eight bytes form one record, so inserting or removing records leaves the others intact. A record
+//! becomes a command for the current state, so most commands are valid and the rest are late, early
+//! or wrong. The first record also selects the limits, and whether nodes announce true prefixes
+//! only. If nodes lie about the order of blocks, the length of a prefix may be wrong, and
+//! everything else must be right.
 
-use super::super::reference::Reference;
+use super::super::reference::ReferenceIndex;
 use super::super::*;
-use super::{Verdict, check_structure};
+use super::{FuzzResult, check_structure};
 
-/// Bytes of one record: what, who, how far off, kind, end, length, parent, flags.
+/// Bytes of one record: action, node, offset, kind, end, length, parent, flags.
 pub(super) const RECORD_BYTES: usize = 8;
 
-/// Records that are looked at: a case beyond that is slow, and says nothing that a shorter one does not.
+/// Records used per case: a longer case is slow and finds no more than a shorter one.
 const RECORDS_MAX: usize = 256;
 
 const NODES: u8 = 6;
 
-/// Blocks named: a trunk, a branch off its middle, a branch off that, both in the middle of an octet, and another
-/// prefix.
+/// Blocks named: a trunk, a branch off its middle, a branch off that, both inside a block group,
+/// and another prefix.
 const BLOCKS: u8 = 112;
 
 fn parent_of(number: u8) -> Option<u8> {
@@ -31,24 +31,24 @@ fn parent_of(number: u8) -> Option<u8> {
     }
 }
 
-/// The hash of a block. The other prefix begins with an octet that happens to be the trunk's second, and ends with
-/// hashes that keep to no layout.
-fn name(number: u8) -> BlockHash {
+/// The hash of a block. The other prefix starts with the trunk's second block group, and ends with
+/// hashes without layout.
+fn hash_of(number: u8) -> BlockHash {
     let wide = u64::from(number);
     match number {
-        96..104 => loose(wide).in_chain(7, name(8), usize::from(number)),
-        104.. => loose(wide),
-        _ => in_tree(wide, |number| parent_of(number as u8).map(u64::from)),
+        96..104 => raw_block(wide).in_chain(7, hash_of(8), usize::from(number)),
+        104.. => raw_block(wide),
+        _ => tree_block(wide, |number| parent_of(number as u8).map(u64::from)),
     }
 }
 
 fn path_to(number: u8) -> Vec<BlockHash> {
     let mut path: Vec<u8> = std::iter::successors(Some(number), |number| parent_of(*number)).collect();
     path.reverse();
-    path.into_iter().map(name).collect()
+    path.into_iter().map(hash_of).collect()
 }
 
-/// Limits that cases run into, or not, by the first record.
+/// Tight or default limits, selected by the first record.
 fn limits(data: &[u8]) -> IndexLimits {
     if data.first().is_some_and(|byte| byte & 0x40 != 0) {
         return IndexLimits::default();
@@ -67,17 +67,17 @@ fn limits(data: &[u8]) -> IndexLimits {
     }
 }
 
-/// Whether nodes may say of any blocks that they follow each other, by the first record.
+/// Whether nodes may announce arbitrary orders of blocks, selected by the first record.
 fn may_lie(data: &[u8]) -> bool {
     data.first().is_some_and(|byte| byte & 0x80 != 0)
 }
 
 /// One record, byte by byte.
 #[derive(Clone, Copy, Debug)]
-struct Record {
-    what: u8,
+struct CaseRecord {
+    action: u8,
     node: u8,
-    off: u8,
+    seq_offset: u8,
     kind: u8,
     end: u8,
     len: u8,
@@ -85,18 +85,18 @@ struct Record {
     flags: u8,
 }
 
-impl Record {
-    fn of(bytes: &[u8; RECORD_BYTES]) -> Record {
-        let [what, node, off, kind, end, len, parent, flags] = *bytes;
-        Record { what, node: node % NODES, off, kind, end: end % BLOCKS, len, parent, flags }
+impl CaseRecord {
+    fn of(bytes: &[u8; RECORD_BYTES]) -> CaseRecord {
+        let [action, node, seq_offset, kind, end, len, parent, flags] = *bytes;
+        CaseRecord { action, node: node % NODES, seq_offset, kind, end: end % BLOCKS, len, parent, flags }
     }
 
     fn is_announce(self) -> bool {
-        self.what % 16 >= 6
+        self.action % 16 >= 6
     }
 
-    /// Blocks of a prefix up to one of them, with the one before; as flags say, backwards or with gaps.
-    fn stretch(self) -> (Option<BlockHash>, Vec<BlockHash>) {
+    /// Blocks of a prefix up to `end`, with their parent; flags make them reversed or sparse.
+    fn prefix_part(self) -> (Option<BlockHash>, Vec<BlockHash>) {
         let path = path_to(self.end);
         let start = path.len().saturating_sub(usize::from(self.len % 40));
         let parent = start.checked_sub(1).map(|before| path[before]);
@@ -110,16 +110,18 @@ impl Record {
         let told = match self.parent {
             0..=199 => parent,
             200..=239 => None,
-            other => Some(name(other % BLOCKS)),
+            other => Some(hash_of(other % BLOCKS)),
         };
         (told, some)
     }
 
     fn change(self, may_lie: bool) -> Change {
         let (parent, blocks) = match self.kind % 16 <= 8 && !may_lie {
-            // In order, without gaps, and behind what is before it, or without a word of that.
-            true => Record { flags: self.flags & 0x0F, parent: self.parent.min(239), ..self }.stretch(),
-            false => self.stretch(),
+            // In order, without gaps, with the true parent or none.
+            true => {
+                CaseRecord { flags: self.flags & 0x0F, parent: self.parent.min(239), ..self }.prefix_part()
+            }
+            false => self.prefix_part(),
         };
         let tier = |bits: u8| Tier::ALL[usize::from(bits % 3)];
         match self.kind % 16 {
@@ -130,12 +132,12 @@ impl Record {
         }
     }
 
-    /// Mostly none.
+    /// Mostly zero.
     fn offset(self) -> i64 {
-        if self.off < 224 { 0 } else { i64::from(self.off) - 240 }
+        if self.seq_offset < 224 { 0 } else { i64::from(self.seq_offset) - 240 }
     }
 
-    fn command(self, now: &Reference) -> Command {
+    fn command(self, now: &ReferenceIndex) -> Command {
         let node = u32::from(self.node);
         let known = now.nodes.get(&node).map(|known| known.epoch);
         let epoch = Epoch(known.unwrap_or(1).saturating_add_signed(self.offset().min(0) / 8));
@@ -143,7 +145,7 @@ impl Record {
         let number = u64::from(self.kind % 5);
         let value = (!self.end.is_multiple_of(3)).then_some(u64::from(self.len));
         let owner = if self.flags % 4 == 3 { "batch" } else { "ops" };
-        match self.what % 16 {
+        match self.action % 16 {
             0 | 1 => Command::Join(NodeRecord { identity, ..record(node) }),
             2 => {
                 let known = known.or(now.departed.get(&node).copied()).unwrap_or(0);
@@ -155,7 +157,7 @@ impl Record {
             _ => match self.parent % 4 {
                 0 => {
                     let kind = if self.flags & 0x10 == 0 { PinKind::Hard } else { PinKind::Soft };
-                    let (pin, owner, blocks) = (PinId(number), owner.into(), self.stretch().1);
+                    let (pin, owner, blocks) = (PinId(number), owner.into(), self.prefix_part().1);
                     Command::Pin(Pin { pin, owner, blocks, kind, ends_ms: value })
                 }
                 1 => Command::Unpin { pin: PinId(number), owner: owner.into(), ends_ms: value },
@@ -163,26 +165,27 @@ impl Record {
                 _ if self.kind % 8 == 7 => {
                     Command::SetGeneration(Generation(now.generation + u32::from(self.len % 3)))
                 }
-                _ => Command::SetTtl { group: GroupId(node), ttl_ms: value },
+                _ => Command::SetTtl { group: TtlGroupId(node), ttl_ms: value },
             },
         }
     }
 }
 
-/// A batch out of records that stand together: announcements that follow each other, or one with more changes.
-fn batch(records: &[Record], may_lie: bool, now: &Reference) -> Command {
+/// One batch of consecutive records: separate announcements, or one with more changes.
+fn batch(records: &[CaseRecord], may_lie: bool, now: &ReferenceIndex) -> Command {
     let mut all: Vec<Announcement> = Vec::new();
     for one in records {
         let node = u32::from(one.node);
         match all.last_mut() {
-            Some(last) if one.what & 0x20 != 0 && last.node.0 == node => {
+            Some(last) if one.action & 0x20 != 0 && last.node.0 == node => {
                 last.changes.push(one.change(may_lie));
             }
             _ => {
                 let known = now.nodes.get(&node);
                 let earlier = all.iter().filter(|before| before.node.0 == node).count() as u64;
                 let next = known.map_or(1, |known| known.next) + earlier;
-                let epoch = known.map_or(1, |known| known.epoch).saturating_sub(u64::from(one.off == 223));
+                let epoch =
+                    known.map_or(1, |known| known.epoch).saturating_sub(u64::from(one.seq_offset == 223));
                 let seq = next.saturating_add_signed(one.offset());
                 all.push(announcement(node, epoch, seq, vec![one.change(may_lie)]));
             }
@@ -191,14 +194,18 @@ fn batch(records: &[Record], may_lie: bool, now: &Reference) -> Command {
     Command::Announce(all)
 }
 
-/// Commands with what they are now: the reference is brought along by whoever takes them.
-fn each_command(data: &[u8], mut take: impl FnMut(&Record, Command, &mut Reference) -> Verdict) -> Verdict {
+/// Calls `take` with each command and the reference; `take` must apply the command to the
+/// reference.
+fn each_command(
+    data: &[u8],
+    mut take: impl FnMut(&CaseRecord, Command, &mut ReferenceIndex) -> FuzzResult,
+) -> FuzzResult {
     let (records, _) = data.as_chunks::<RECORD_BYTES>();
-    let records: Vec<Record> = records.iter().take(RECORDS_MAX).map(Record::of).collect();
-    let mut reference = Reference::new(limits(data));
+    let records: Vec<CaseRecord> = records.iter().take(RECORDS_MAX).map(CaseRecord::of).collect();
+    let mut reference = ReferenceIndex::new(limits(data));
     let mut rest = &records[..];
     while let Some(first) = rest.first() {
-        let goes_on = |one: &&Record| one.is_announce() && one.what & 0x80 != 0;
+        let goes_on = |one: &&CaseRecord| one.is_announce() && one.action & 0x80 != 0;
         let more = rest[1..].iter().take_while(goes_on).take(7).count();
         let count = if first.is_announce() { 1 + more } else { 1 };
         let command = match first.is_announce() {
@@ -211,65 +218,70 @@ fn each_command(data: &[u8], mut take: impl FnMut(&Record, Command, &mut Referen
     Ok(())
 }
 
-fn same<T: PartialEq + std::fmt::Debug>(what: &str, got: &T, expected: &T) -> Verdict {
-    if got == expected { Ok(()) } else { Err(format!("{what}: {got:?}, the naive index has {expected:?}")) }
+fn check_equal<T: PartialEq + std::fmt::Debug>(what: &str, got: &T, expected: &T) -> FuzzResult {
+    if got == expected {
+        Ok(())
+    } else {
+        Err(format!("{what}: {got:?}, but the naive index has {expected:?}"))
+    }
 }
 
-/// Everything that can be asked.
-fn compare(index: &Index, reference: &Reference, may_lie: bool) -> Verdict {
+/// Compares every answer of the index with the reference.
+fn compare(index: &Index, reference: &ReferenceIndex, may_lie: bool) -> FuzzResult {
     for end in [23, 47, 71, 95, 111] {
         let path = path_to(end);
         for from in [0, path.len() / 3] {
             let asked = &path[from..];
             let got = index.longest_prefix(asked);
             if !may_lie {
-                // One that begins in the middle is answered only if somebody announced its first block that way.
+                // A request from the middle of a prefix is answered only if a node announced its
+                // first block without a parent.
                 if from == 0 || !got.runs.is_empty() {
                     let expected = reference.longest_prefix(asked);
-                    same(&format!("prefix up to block {end} from {from}"), &got, &expected)?;
+                    check_equal(&format!("prefix up to block {end} from {from}"), &got, &expected)?;
                 }
             } else if got.union_blocks() as usize > asked.len() {
-                return Err(format!("{got:?} is longer than what was asked for: {} blocks", asked.len()));
+                return Err(format!("{got:?} is longer than the request: {} blocks", asked.len()));
             }
         }
     }
-    for hash in (0..BLOCKS).map(name) {
-        same("holders of a block", &index.holders_of(hash), &reference.holders_of(hash))?;
+    for hash in (0..BLOCKS).map(hash_of) {
+        check_equal("holders of a block", &index.holders_of(hash), &reference.holders_of(hash))?;
     }
-    same("counts", &index.stats(), &reference.stats())?;
+    check_equal("counts", &index.stats(), &reference.stats())?;
     for (id, node) in &reference.nodes {
         let state =
             index.node(NodeId(*id)).map(|state| (state.epoch.0, state.live, state.next_seq.0, state.blocks));
-        same("a node", &state, &Some((node.epoch, node.live, node.next, node.blocks.len() as u64)))?;
+        check_equal("a node", &state, &Some((node.epoch, node.live, node.next, node.blocks.len() as u64)))?;
     }
     check_structure(index);
     Ok(())
 }
 
-/// The target.
-pub(super) fn run(data: &[u8]) -> Verdict {
+/// Runs the target.
+pub(super) fn run(data: &[u8]) -> FuzzResult {
     let mut index = Index::new(limits(data));
     let mut count = 0u32;
     each_command(data, |record, command, reference| {
         let decoded = Command::decode(&command.encode()).map_err(|error| error.to_string())?;
-        same("a command behind the codec", &decoded, &command)?;
+        check_equal("a decoded command", &decoded, &command)?;
         let expected = reference.apply(&command);
-        same("the answer", &index.apply(&command), &expected)?;
+        check_equal("the outcome", &index.apply(&command), &expected)?;
         count += 1;
-        // Often enough that a case shows close to where it went wrong.
-        if count.is_multiple_of(4) || record.what % 16 == 3 {
+        // Often enough that a failure shows close to its cause.
+        if count.is_multiple_of(4) || record.action % 16 == 3 {
             compare(&index, reference, may_lie(data))?;
         }
         if record.flags == 0xFF || count.is_multiple_of(32) {
             let bytes = index.snapshot();
             let restored = Index::restore(&bytes, limits(data)).map_err(|error| error.to_string())?;
-            same("bytes of a snapshot that was restored", &restored.snapshot(), &bytes)?;
+            check_equal("bytes of a restored snapshot", &restored.snapshot(), &bytes)?;
             index = restored;
         }
         Ok(())
     })?;
-    // Nothing depends on the records that were left out.
-    let mut last = Reference::new(limits(data));
+    // Ignored trailing records must not matter.
+    let mut last = ReferenceIndex::new(limits(data));
     each_command(data, |_, command, reference| {
         reference.apply(&command);
         last = reference.clone();
@@ -279,7 +291,7 @@ pub(super) fn run(data: &[u8]) -> Verdict {
 }
 
 /// The commands of a case, one a line.
-pub(super) fn tell(data: &[u8]) -> String {
+pub(super) fn describe(data: &[u8]) -> String {
     let mut lines = vec![format!("may lie: {}, {:?}", may_lie(data), limits(data))];
     let told = each_command(data, |_, command, reference| {
         let answer = reference.apply(&command);
@@ -290,7 +302,7 @@ pub(super) fn tell(data: &[u8]) -> String {
     lines.join("\n")
 }
 
-/// Lives with joins in front, so that what comes after is heard.
+/// Histories with joins first, so that later announcements are accepted.
 pub(super) fn seeds() -> Vec<Vec<u8>> {
     let join = |node: u8| [0x40, node, 0, 0, 0, 0, 0, 0];
     let store = |node: u8, end: u8, len: u8| [6, node, 0, 0, end, len, 0, 1];
@@ -301,7 +313,7 @@ pub(super) fn seeds() -> Vec<Vec<u8>> {
         vec![join(2), join(3), store(2, 110, 9), [0x86, 3, 0, 9, 110, 9, 0, 5], [4, 2, 0, 0, 0, 0, 0, 0]],
     ];
     let mut all: Vec<Vec<u8>> = lives.iter().map(|life| life.concat()).collect();
-    // The same under tight limits, and of nodes that lie.
+    // The same with tight limits, and with lying nodes.
     for first in [0, 0x80, 0xC0] {
         for life in &lives {
             let mut other = life.concat();

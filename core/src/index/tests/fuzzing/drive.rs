@@ -1,53 +1,60 @@
-//! A driver for any compiler: mutates bytes from a seed, runs a target on them, and shrinks what it finds.
+//! A fuzz driver for any compiler: mutates bytes from a seed, runs a target on them, and shrinks
+//! failures.
 //!
-//! It sees no coverage, and makes up for it with seeds that get far and with records that stay whole. Where
-//! libFuzzer can run, it finds more (`fuzz/`). Not here: time. Who wants to run for a minute calls again with
-//! the next seed.
+//! It measures no coverage; good seeds and record-wise mutation compensate. Where libFuzzer runs,
+//! it finds more (`fuzz/`). Not here: time limits. To run longer, call it again with the next seed.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use super::Target;
+use super::FuzzTarget;
 
 /// Longest case, in bytes.
 const CASE_BYTES_MAX: usize = 4_096;
 
-/// Cases kept to mutate, next to the seeds.
+/// Cases kept for mutation, besides the seeds.
 const CORPUS_MAX: usize = 64;
 
-/// Runs that shrinking may take.
+/// Maximum number of runs for shrinking.
 const SHRINK_RUNS_MAX: usize = 20_000;
 
-/// A case that broke something.
+/// A failing case.
 #[derive(Clone, Debug)]
-pub struct Found {
-    /// The seed it came from.
+pub struct FuzzFailure {
+    /// Seed of the run.
     pub seed: u64,
-    /// The execution, counted from 0.
+    /// Number of the execution, counted from 0.
     pub execution: u64,
-    /// Bytes of the case before it was shrunk.
-    pub found_bytes: usize,
-    /// The case, shrunk.
+    /// Bytes of the case before shrinking.
+    pub original_bytes: usize,
+    /// The shrunk case.
     pub case: Vec<u8>,
-    /// What is wrong with it.
-    pub wrong: String,
-    /// What its bytes say.
-    pub told: String,
+    /// The failure.
+    pub failure: String,
+    /// Description of the case.
+    pub description: String,
 }
 
-impl std::fmt::Display for Found {
+impl std::fmt::Display for FuzzFailure {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Found { seed, execution, found_bytes, case, wrong, told } = self;
+        let FuzzFailure {
+            seed,
+            execution,
+            original_bytes: found_bytes,
+            case,
+            failure: wrong,
+            description: told,
+        } = self;
         writeln!(f, "seed {seed}, execution {execution}: {wrong}")?;
-        writeln!(f, "shrunk from {found_bytes} to {} bytes; it says:\n{told}", case.len())?;
+        writeln!(f, "shrunk from {found_bytes} to {} bytes; the case is:\n{told}", case.len())?;
         write!(f, "case: ")?;
         case.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
 }
 
-/// Chance from a seed (SplitMix64).
-struct Chance(u64);
+/// Pseudo-random numbers from a seed (SplitMix64).
+struct SplitMix(u64);
 
-impl Chance {
+impl SplitMix {
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut mixed = self.0;
@@ -65,12 +72,12 @@ impl Chance {
     }
 }
 
-/// Runs a target so many times on bytes from this seed. Equal seeds give equal runs.
+/// Runs a target `executions` times on bytes derived from this seed. Equal seeds give equal runs.
 ///
 /// # Errors
-/// The first case that breaks it, shrunk.
-pub fn drive(target: &Target, seed: u64, executions: u64) -> Result<(), Box<Found>> {
-    let mut chance = Chance(seed);
+/// The first failing case, shrunk.
+pub fn drive(target: &FuzzTarget, seed: u64, executions: u64) -> Result<(), Box<FuzzFailure>> {
+    let mut chance = SplitMix(seed);
     let mut corpus = (target.seeds)();
     let seeds = corpus.len();
     for execution in 0..executions {
@@ -78,10 +85,10 @@ pub fn drive(target: &Target, seed: u64, executions: u64) -> Result<(), Box<Foun
             Some(seed) => seed.clone(),
             None => mutated(target, &corpus, &mut chance),
         };
-        if let Some(wrong) = wrong_with(target, &case) {
-            return Err(Box::new(shrunk(target, case, wrong, (seed, execution))));
+        if let Some(wrong) = failure_of(target, &case) {
+            return Err(Box::new(shrink(target, case, wrong, (seed, execution))));
         }
-        // Now and then a case is kept, so that changes add up to lives that no single one makes.
+        // Now and then a case is kept, so that mutations add up.
         match chance.below(4) {
             0 if corpus.len() < seeds + CORPUS_MAX => corpus.push(case),
             0 => {
@@ -94,20 +101,20 @@ pub fn drive(target: &Target, seed: u64, executions: u64) -> Result<(), Box<Foun
     Ok(())
 }
 
-/// What is wrong with a case, if anything is.
-fn wrong_with(target: &Target, case: &[u8]) -> Option<String> {
+/// The failure of a case, if any.
+fn failure_of(target: &FuzzTarget, case: &[u8]) -> Option<String> {
     match catch_unwind(AssertUnwindSafe(|| (target.run)(case))) {
         Ok(verdict) => verdict.err(),
         Err(panic) => {
             let text = panic.downcast_ref::<String>().map(String::as_str);
             let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
-            Some(format!("panic: {}", text.unwrap_or("without a text")))
+            Some(format!("panic: {}", text.unwrap_or("without a message")))
         }
     }
 }
 
-/// A case out of the corpus with one to eight changes.
-fn mutated(target: &Target, corpus: &[Vec<u8>], chance: &mut Chance) -> Vec<u8> {
+/// A case from the corpus with one to eight mutations.
+fn mutated(target: &FuzzTarget, corpus: &[Vec<u8>], chance: &mut SplitMix) -> Vec<u8> {
     let mut case = corpus[chance.below(corpus.len())].clone();
     for _ in 0..1 + chance.below(8) {
         mutate(target, &mut case, corpus, chance);
@@ -116,9 +123,9 @@ fn mutated(target: &Target, corpus: &[Vec<u8>], chance: &mut Chance) -> Vec<u8> 
     case
 }
 
-fn mutate(target: &Target, case: &mut Vec<u8>, corpus: &[Vec<u8>], chance: &mut Chance) {
+fn mutate(target: &FuzzTarget, case: &mut Vec<u8>, corpus: &[Vec<u8>], chance: &mut SplitMix) {
     let record = target.record_bytes;
-    // Of records, most changes take or give whole ones. Sixteen bytes are a hash.
+    // Most mutations insert or remove whole records. Sixteen bytes are a hash.
     let at = chance.below(case.len() / record + 1) * record;
     let many = [1, 2, 1 + chance.below(6), 16, 1 + chance.below(64)][chance.below(5)];
     let some = (record * many).min(case.len() - at);
@@ -156,14 +163,14 @@ fn mutate(target: &Target, case: &mut Vec<u8>, corpus: &[Vec<u8>], chance: &mut 
     }
 }
 
-/// The smallest case near this one that is still wrong: chunks are taken away, halving; then single bytes become 0
-/// or smaller. What is wrong may change on the way.
-fn shrunk(target: &Target, found: Vec<u8>, wrong: String, (seed, execution): (u64, u64)) -> Found {
+/// A smaller case that still fails: removes halving chunks, then reduces single bytes. The failure
+/// may change on the way.
+fn shrink(target: &FuzzTarget, found: Vec<u8>, wrong: String, (seed, execution): (u64, u64)) -> FuzzFailure {
     let found_bytes = found.len();
     let (mut case, mut wrong, mut runs) = (found, wrong, 0);
     let mut is_wrong = |candidate: &[u8]| {
         runs += 1;
-        if runs > SHRINK_RUNS_MAX { None } else { wrong_with(target, candidate) }
+        if runs > SHRINK_RUNS_MAX { None } else { failure_of(target, candidate) }
     };
     loop {
         let before = case.clone();
@@ -196,19 +203,19 @@ fn shrunk(target: &Target, found: Vec<u8>, wrong: String, (seed, execution): (u6
             break;
         }
     }
-    let told = (target.tell)(&case);
-    Found { seed, execution, found_bytes, case, wrong, told }
+    let told = (target.describe)(&case);
+    FuzzFailure { seed, execution, original_bytes: found_bytes, case, failure: wrong, description: told }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{TARGETS, Verdict};
+    use super::super::{FuzzResult, TARGETS};
     use super::*;
 
-    /// What CI runs of each target, always the same: other seeds are for `cargo xtask fuzz`.
+    /// Fixed seed for CI; use `cargo xtask fuzz` for others.
     const SEED: u64 = 2_026;
 
-    fn stands(name: &str, executions: u64) {
+    fn check_target(name: &str, executions: u64) {
         let target = TARGETS.iter().find(|target| target.name == name).unwrap();
         println!("target {name}, seed {SEED}, {executions} executions");
         if let Err(found) = drive(target, SEED, executions) {
@@ -217,45 +224,45 @@ mod tests {
     }
 
     #[test]
-    fn any_commands_are_answered_as_the_naive_index_does() {
-        stands("commands", 4_000);
+    fn commands_match_the_naive_index() {
+        check_target("commands", 4_000);
     }
 
     #[test]
-    fn any_record_is_refused_or_exactly_what_it_says() {
-        stands("codec", 60_000);
+    fn records_are_refused_or_exact() {
+        check_target("codec", 60_000);
     }
 
     #[test]
-    fn any_snapshot_is_refused_or_exactly_what_it_says() {
-        stands("snapshot", 20_000);
+    fn snapshots_are_refused_or_exact() {
+        check_target("snapshot", 20_000);
     }
 
-    /// Wrong as soon as two bytes in a row grow by one from 40 on, and panics at three.
-    fn picky(case: &[u8]) -> Verdict {
+    /// Fails if two neighbouring bytes from 40 on increase by one, and panics at three.
+    fn picky(case: &[u8]) -> FuzzResult {
         let grows = |pair: &[u8]| pair[0] >= 40 && pair[0].checked_add(1) == Some(pair[1]);
         assert!(!case.windows(3).any(|three| grows(&three[..2]) && grows(&three[1..])), "three in a row");
         if case.windows(2).any(grows) { Err("two in a row".to_owned()) } else { Ok(()) }
     }
 
-    const PICKY: Target = Target {
+    const PICKY: FuzzTarget = FuzzTarget {
         name: "picky",
         run: picky,
         seeds: || vec![vec![0; 30]],
-        tell: |case| format!("{case:?}"),
+        describe: |case| format!("{case:?}"),
         record_bytes: 1,
     };
 
     #[test]
-    fn what_is_wrong_is_found_again_from_its_seed_and_shrunk_to_its_core() {
+    fn failure_repeats_and_shrinks() {
         let found = drive(&PICKY, 7, 100_000).unwrap_err();
-        // Two bytes depend on each other, so neither can become smaller alone.
+        // The two bytes depend on each other, so neither can shrink alone.
         let [first, second] = found.case[..] else { panic!("{found}") };
-        assert!(first >= 40 && second == first + 1 && found.wrong == "two in a row", "{found}");
-        assert!(found.found_bytes > 2 && found.told == format!("[{first}, {second}]"), "{found}");
+        assert!(first >= 40 && second == first + 1 && found.failure == "two in a row", "{found}");
+        assert!(found.original_bytes > 2 && found.description == format!("[{first}, {second}]"), "{found}");
         let again = drive(&PICKY, 7, found.execution + 1).unwrap_err();
         assert_eq!((again.execution, &again.case), (found.execution, &found.case));
         assert!(drive(&PICKY, 7, found.execution).is_ok());
-        assert!(wrong_with(&PICKY, &[40, 41, 42]).is_some_and(|wrong| wrong == "panic: three in a row"));
+        assert!(failure_of(&PICKY, &[40, 41, 42]).is_some_and(|wrong| wrong == "panic: three in a row"));
     }
 }

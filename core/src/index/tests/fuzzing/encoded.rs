@@ -1,18 +1,18 @@
-//! Bytes as a record of the log, and as a snapshot: refused with a reason, or exactly what they say.
+//! Bytes as a log record and as a snapshot: refused with a reason, or decoded exactly.
 
 use xxhash_rust::xxh3::xxh3_64;
 
 use super::super::*;
-use super::{Verdict, check_structure};
+use super::{FuzzResult, check_structure};
 
-/// Bytes that a record says again, and no others.
-pub(super) fn codec(data: &[u8]) -> Verdict {
+/// Every decodable record must encode to the same bytes.
+pub(super) fn codec(data: &[u8]) -> FuzzResult {
     let Ok(command) = Command::decode(data) else { return Ok(()) };
     let again = command.encode();
     if again == data {
         return Ok(());
     }
-    Err(format!("{command:?} was read from other bytes than it is written as: {again:02x?}"))
+    Err(format!("{command:?} was decoded from other bytes than its encoding: {again:02x?}"))
 }
 
 /// Records of every kind.
@@ -36,14 +36,15 @@ pub(super) fn codec_seeds() -> Vec<Vec<u8>> {
         Command::Pin(Pin { kind: PinKind::Soft, ends_ms: Some(1_700_000_000_000), ..pin(9, "ops", [1, 2]) }),
         Command::Unpin { pin: PinId(9), owner: "ops".to_owned(), ends_ms: Some(1_700_000_000_000) },
         Command::SetQuota { tenant: TenantId(1), bytes: Some(1 << 40) },
-        Command::SetTtl { group: GroupId(1), ttl_ms: None },
+        Command::SetTtl { group: TtlGroupId(1), ttl_ms: None },
         Command::SetGeneration(Generation(300)),
     ];
     all.iter().map(Command::encode).collect()
 }
 
-/// Chunks of a snapshot, each behind its length, under right checksums and as they come. The first byte says which.
-pub(super) fn snapshot(data: &[u8]) -> Verdict {
+/// Chunks of a snapshot, each after its length. The first byte selects whether checksums are fixed
+/// up.
+pub(super) fn snapshot(data: &[u8]) -> FuzzResult {
     let Some((mode, mut rest)) = data.split_first() else { return Ok(()) };
     let mut restore = Restore::new(IndexLimits::default());
     let mut pushed: Vec<Vec<u8>> = Vec::new();
@@ -65,15 +66,15 @@ pub(super) fn snapshot(data: &[u8]) -> Verdict {
     let Ok(mut index) = restore.finish() else { return Ok(()) };
     let chunks = index.snapshot_chunks();
     if chunks != pushed {
-        return Err(format!("what was restored is written as {chunks:02x?}"));
+        return Err(format!("the restored index is written as {chunks:02x?}"));
     }
     check_structure(&index);
-    live_on(&mut index)
+    check_usable(&mut index)
 }
 
-/// Whatever was taken for a snapshot must be something to live on with: nodes announce and end, and what they held
-/// does not come back with them.
-fn live_on(index: &mut Index) -> Verdict {
+/// An accepted snapshot must be usable: nodes announce and end, and their earlier blocks do not
+/// come back.
+fn check_usable(index: &mut Index) -> FuzzResult {
     let known: Vec<_> =
         index.nodes().map(|state| (state.record.clone(), state.epoch, state.next_seq)).collect();
     for (record, epoch, seq) in &known {
@@ -90,22 +91,23 @@ fn live_on(index: &mut Index) -> Verdict {
         }
         let stats = index.stats();
         if (stats.blocks, stats.copies) != (0, 0) {
-            return Err(format!("nobody has announced anything, and the index lists {stats:?}"));
+            return Err(format!("after every node joined again the index lists {stats:?}"));
         }
     }
     check_structure(index);
     Ok(())
 }
 
-/// Snapshots of an empty index and of one with something of everything.
+/// Snapshots of an empty index and of one with every kind of state.
 pub(super) fn snapshot_seeds() -> Vec<Vec<u8>> {
     let mut index = Index::new(IndexLimits::default());
     let empty = index.clone();
     for node in 1..=4 {
         index.apply(&Command::Join(record(node)));
     }
-    // Two pages of one octet, of which the second is left.
-    let twins = Change::Stored { parent: None, blocks: vec![twin(80), twin(81)], tier: Tier::Dram };
+    // Two pages of one block group; only the second keeps blocks.
+    let twins =
+        Change::Stored { parent: None, blocks: vec![sibling_block(80), sibling_block(81)], tier: Tier::Dram };
     let changes = vec![
         stored([1, 2, 3], Tier::Dram),
         stored([2], Tier::Ssd),
@@ -125,8 +127,8 @@ pub(super) fn snapshot_seeds() -> Vec<Vec<u8>> {
         Command::Pin(pin(9, "batch", [])),
         Command::SetQuota { tenant: TenantId(3), bytes: Some(1 << 40) },
         Command::SetQuota { tenant: TenantId(4), bytes: Some(1) },
-        Command::SetTtl { group: GroupId(1), ttl_ms: Some(60_000) },
-        Command::SetTtl { group: GroupId(2), ttl_ms: Some(60_001) },
+        Command::SetTtl { group: TtlGroupId(1), ttl_ms: Some(60_000) },
+        Command::SetTtl { group: TtlGroupId(2), ttl_ms: Some(60_001) },
         Command::SetGeneration(Generation(1)),
     ];
     for command in &rest {
@@ -143,7 +145,7 @@ pub(super) fn snapshot_seeds() -> Vec<Vec<u8>> {
     [empty, small, index].iter().map(written).collect()
 }
 
-/// The bytes.
-pub(super) fn tell(data: &[u8]) -> String {
+/// The bytes in hexadecimal.
+pub(super) fn describe(data: &[u8]) -> String {
     format!("{data:02x?}")
 }

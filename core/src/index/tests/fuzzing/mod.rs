@@ -1,17 +1,17 @@
-//! Fuzz targets on the state of the index: any bytes in, and what must hold of them whatever they are.
+//! Fuzz targets on the state of the index: properties that must hold for any input bytes.
 //!
-//! Tests run each target a fixed number of times from a fixed seed; `cargo xtask fuzz` runs them for as long as
-//! asked, and `fuzz/` gives them to libFuzzer. All three use [`TARGETS`]. Not here: promises that a test can
-//! state one by one (the other files of this folder).
+//! Tests run each target a fixed number of times from a fixed seed; `cargo xtask fuzz` runs them
+//! for a given time; `fuzz/` passes them to libFuzzer. All three use [`TARGETS`]. Not here:
+//! properties that single tests state (the other files of this folder).
 
 mod commands;
 mod drive;
 mod encoded;
 
-pub use drive::{Found, drive};
+pub use drive::{FuzzFailure, drive};
 
-/// What the index knows to be so about its own structure. Only builds for tests have that; in others, pieces and
-/// sweeps have their real sizes instead.
+/// Checks the internal consistency. Only test builds have the check; other builds use the real
+/// sizes of parts and sweeps instead.
 fn check_structure(index: &super::Index) {
     #[cfg(test)]
     index.store.check();
@@ -19,45 +19,45 @@ fn check_structure(index: &super::Index) {
     let _ = index;
 }
 
-/// What a target found to be wrong.
-pub type Verdict = Result<(), String>;
+/// `Err` describes the failure.
+pub type FuzzResult = Result<(), String>;
 
-/// Something that must hold for any bytes.
+/// A property that must hold for any bytes.
 #[derive(Clone, Copy, Debug)]
-pub struct Target {
-    /// Its name, as a person types it.
+pub struct FuzzTarget {
+    /// Its name on the command line.
     pub name: &'static str,
-    /// Runs it once. Whatever is wrong is an error or a panic.
-    pub run: fn(&[u8]) -> Verdict,
-    /// Bytes that get far, to begin with.
+    /// Runs it once. A failure is an error or a panic.
+    pub run: fn(&[u8]) -> FuzzResult,
+    /// Initial inputs that reach deep states.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// What bytes say, for a person.
-    pub tell: fn(&[u8]) -> String,
-    /// Bytes that belong together: the shrinker takes them away together first.
+    /// Describes an input for people.
+    pub describe: fn(&[u8]) -> String,
+    /// Bytes per record: mutation and shrinking work on whole records first.
     pub record_bytes: usize,
 }
 
-/// All of them.
-pub const TARGETS: [Target; 3] = [
-    Target {
+/// All targets.
+pub const TARGETS: [FuzzTarget; 3] = [
+    FuzzTarget {
         name: "commands",
         run: commands::run,
         seeds: commands::seeds,
-        tell: commands::tell,
+        describe: commands::describe,
         record_bytes: commands::RECORD_BYTES,
     },
-    Target {
+    FuzzTarget {
         name: "codec",
         run: encoded::codec,
         seeds: encoded::codec_seeds,
-        tell: encoded::tell,
+        describe: encoded::describe,
         record_bytes: 1,
     },
-    Target {
+    FuzzTarget {
         name: "snapshot",
         run: encoded::snapshot,
         seeds: encoded::snapshot_seeds,
-        tell: encoded::tell,
+        describe: encoded::describe,
         record_bytes: 1,
     },
 ];

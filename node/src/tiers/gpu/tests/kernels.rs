@@ -1,9 +1,10 @@
-//! The kernel's arithmetic on the CPU: the same source, built by the machine's C++ compiler with stand-ins for what a GPU
-//! gives it (`on_cpu.cpp`). Not here: that NVRTC takes it, and a GPU (`tiers/gpu/kernels.rs`).
+//! The kernel's arithmetic on the CPU: the same source, built by the host's C++ compiler with stubs
+//! of the GPU intrinsics (`on_cpu.cpp`). Not here: compilation by NVRTC, and a GPU
+//! (`tiers/gpu/kernels.rs`).
 
 use std::process::Command;
 
-/// Builds the kernel for the CPU; nothing where there is no compiler, or none with these flags.
+/// Builds the kernel for the CPU; `None` if there is no compiler, or it lacks these flags.
 fn build(to: &std::path::Path, flags: &[&str]) -> Option<()> {
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/src/tiers/gpu/tests/on_cpu.cpp");
     let common = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-O1", source, "-o"];
@@ -14,15 +15,15 @@ fn build(to: &std::path::Path, flags: &[&str]) -> Option<()> {
 }
 
 #[test]
-fn the_kernel_copies_what_it_is_told_and_nothing_else() {
+fn kernel_copies_exactly_the_given_slices() {
     let dir = tempfile::tempdir().unwrap();
     let program = dir.path().join("on_cpu");
     let sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"];
     if Command::new("c++").arg("--version").output().is_err() {
-        return println!("SKIPPED: there is no C++ compiler here");
+        return println!("SKIPPED: no C++ compiler");
     }
     if build(&program, &sanitizers).is_none() {
-        println!("without sanitizers: words that lie wrong are not found");
+        println!("built without sanitizers: misaligned words are not detected");
         build(&program, &[]).unwrap();
     }
     for seed in [1u64, 0x9e37_79b9, 77_777] {

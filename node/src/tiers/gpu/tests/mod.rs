@@ -1,4 +1,4 @@
-//! The tier on a fake device: the suite that every device passes, and what only a fake one can be made to do.
+//! The tier on a fake device: the suite for every device, and faults that only a fake one can have.
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
 pub(crate) mod fake;
@@ -9,16 +9,16 @@ mod thread;
 use proptest::prelude::*;
 
 use super::*;
-use fake::{FakeDevice, Faults, Hand};
-use suite::{Bench, classes, device_bytes, frame, shape};
+use fake::{FakeDevice, FaultControl, InjectedFaults};
+use suite::{TierBench, classes, device_bytes, frame, shape};
 
-fn bench(seed: u64) -> (Bench<FakeDevice>, Hand) {
+fn fake_bench(seed: u64) -> (TierBench<FakeDevice>, FaultControl) {
     let (device, faults) = FakeDevice::new(device_bytes(), seed);
-    (Bench::new(device, shape(12)), faults)
+    (TierBench::new(device, shape(12)), faults)
 }
 
 #[test]
-fn a_fake_device_passes_the_suite() {
+fn fake_device_passes_the_suite() {
     for seed in 0..50 {
         println!("seed {seed}");
         suite::run(|| FakeDevice::new(device_bytes(), seed).0);
@@ -27,8 +27,8 @@ fn a_fake_device_passes_the_suite() {
 
 #[test]
 #[cfg(feature = "gpu")]
-fn a_gpu_passes_the_suite_where_there_is_one() {
-    let open = || cuda::CudaDevice::open(0).expect("a GPU that can be used, or none");
+fn gpu_passes_the_suite_if_present() {
+    let open = || cuda::CudaDevice::open(0).expect("the GPU must be usable or absent");
     match open() {
         Some(device) => {
             println!("on {}", device.name());
@@ -36,7 +36,7 @@ fn a_gpu_passes_the_suite_where_there_is_one() {
             suite::run(|| open().unwrap());
             suite::run(|| open().unwrap().without_kernels());
         }
-        None => println!("SKIPPED on a GPU: there is no driver or no GPU here"),
+        None => println!("SKIPPED on a GPU: no driver or no GPU"),
     }
 }
 
@@ -47,7 +47,7 @@ fn a_gpu_passes_the_suite_where_there_is_one() {
 }
 
 #[test]
-fn memory_that_is_not_there_is_refused_at_start() {
+fn missing_memory_fails_at_open() {
     let (device, _) = FakeDevice::new(classes().slab_bytes(), 1);
     let refused = GpuTier::open(device, shape(12)).unwrap_err();
     assert!(matches!(refused, DeviceError::NoMemory { what: "device", .. }), "{refused}");
@@ -57,7 +57,7 @@ fn memory_that_is_not_there_is_refused_at_start() {
     assert!(matches!(refused, DeviceError::NoMemory { what: "page-locked", .. }), "{refused}");
 }
 
-/// A large frame takes so many chunks.
+/// Number of chunks of a large frame.
 fn chunks() -> u64 {
     let large = frame(1, true).len();
     assert_eq!(large.div_ceil(5000), 3);
@@ -65,11 +65,11 @@ fn chunks() -> u64 {
 }
 
 #[test]
-fn a_copy_that_fails_costs_its_block_and_nothing_else() {
+fn failed_copy_costs_only_its_block() {
     let large = frame(1, true);
     for failing in 0..2 * chunks() {
-        let (mut bench, faults) = bench(failing);
-        *faults.lock() = Faults { failing: [failing].into(), ..Faults::default() };
+        let (mut bench, faults) = fake_bench(failing);
+        *faults.lock() = InjectedFaults { failing: [failing].into(), ..InjectedFaults::default() };
         let fault = bench.put(1, &large).unwrap_err();
         assert!(matches!(fault, GpuFault::Device(DeviceError::Copy(_))), "copy {failing}: {fault}");
         assert_eq!((bench.tier.used_bytes(), bench.tier.slabs.empty_slabs()), (0, 12));
@@ -79,12 +79,12 @@ fn a_copy_that_fails_costs_its_block_and_nothing_else() {
 }
 
 #[test]
-fn a_bit_that_flips_on_the_way_in_is_seen_before_anybody_hears_of_the_block() {
+fn bit_flip_during_store_is_detected() {
     let large = frame(1, true);
-    // Chunks that are written, then chunks that are read back.
+    // First the written chunks, then the chunks that are read back.
     for flipping in 0..2 * chunks() {
-        let (mut bench, faults) = bench(flipping);
-        *faults.lock() = Faults { flipping: [flipping].into(), ..Faults::default() };
+        let (mut bench, faults) = fake_bench(flipping);
+        *faults.lock() = InjectedFaults { flipping: [flipping].into(), ..InjectedFaults::default() };
         let fault = bench.put(1, &large).unwrap_err();
         assert!(matches!(fault, GpuFault::Corrupt(_)), "copy {flipping}: {fault}");
         assert_eq!(bench.tier.used_bytes(), 0);
@@ -92,45 +92,45 @@ fn a_bit_that_flips_on_the_way_in_is_seen_before_anybody_hears_of_the_block() {
 }
 
 #[test]
-fn a_read_that_goes_wrong_is_no_block_and_can_be_tried_again() {
+fn corrupted_read_fails_and_can_be_retried() {
     let large = frame(1, true);
     for wrong in 2 * chunks()..3 * chunks() {
-        let (mut bench, faults) = bench(wrong);
+        let (mut bench, faults) = fake_bench(wrong);
         let record = bench.put(1, &large).unwrap();
-        *faults.lock() = Faults { flipping: [wrong].into(), ..Faults::default() };
+        *faults.lock() = InjectedFaults { flipping: [wrong].into(), ..InjectedFaults::default() };
         let fault = bench.get(2, record, large.len()).unwrap_err();
         assert!(matches!(fault, GpuFault::Corrupt(_)), "{fault}");
-        assert_eq!(bench.arena.used_bytes(), 0, "its slot came back");
+        assert_eq!(bench.arena.used_bytes(), 0, "its slot was freed");
         assert_eq!(bench.get(3, record, large.len()).unwrap(), large);
     }
 }
 
 #[test]
-fn memory_that_is_read_is_not_given_out_again() {
-    let (mut bench, faults) = bench(7);
+fn memory_being_read_is_not_reused() {
+    let (mut bench, faults) = fake_bench(7);
     let (first, second) = (frame(1, true), frame(2, true));
     let record = bench.put(1, &first).unwrap();
-    faults.lock().is_held = true;
+    faults.lock().is_stalled = true;
     let slot = bench.arena.take(first.len(), Purpose::Load).unwrap();
     assert!(bench.tier.get(2, record, slot).unwrap());
     bench.tier.free(record);
     assert_eq!(bench.tier.used_bytes(), first.len(), "still being read");
     assert!(bench.tier.put(3, &second).unwrap());
-    faults.lock().is_held = false;
-    bench.settle();
+    faults.lock().is_stalled = false;
+    bench.run_to_completion();
     assert_eq!(bench.loaded.remove(&2).unwrap().unwrap(), first);
     assert_eq!(bench.tier.used_bytes(), second.len());
 }
 
 #[test]
-fn a_lost_device_ends_every_job_and_takes_no_more() {
+fn lost_device_ends_every_job() {
     for lost_at in 0..12 {
-        let (mut bench, faults) = bench(lost_at);
+        let (mut bench, faults) = fake_bench(lost_at);
         faults.lock().lost_at = Some(lost_at);
         for token in 0..4 {
             assert!(bench.tier.put(token, &frame(token, true)).unwrap());
         }
-        bench.settle();
+        bench.run_to_completion();
         assert_eq!(bench.stored.len(), 4);
         assert!(bench.stored.values().any(Result::is_err));
         assert!(matches!(bench.tier.lost(), Some(DeviceError::Lost(_))));
@@ -140,18 +140,18 @@ fn a_lost_device_ends_every_job_and_takes_no_more() {
 }
 
 #[test]
-fn an_address_that_is_nobodys_loses_the_device_and_nothing_is_called_scattered() {
-    let (mut bench, _) = bench(3);
+fn scatter_to_unmapped_address_loses_the_device() {
+    let (mut bench, _) = fake_bench(3);
     let record = bench.put(1, &frame(1, false)).unwrap();
     assert!(bench.tier.scatter(2, record, vec![0x10; 4]).unwrap());
-    bench.settle();
+    bench.run_to_completion();
     assert!(matches!(bench.scatters_ended[&2], Err(GpuFault::Device(DeviceError::Lost(_)))));
     assert!(!bench.scattered.contains_key(&2) && bench.tier.lost().is_some());
 }
 
 #[test]
-fn a_scatter_into_the_tiers_own_memory_is_refused() {
-    let (mut bench, _) = bench(3);
+fn scatter_into_tier_memory_is_refused() {
+    let (mut bench, _) = fake_bench(3);
     let (first, second) = (frame(1, false), frame(2, false));
     let records = [bench.put(1, &first).unwrap(), bench.put(2, &second).unwrap()];
     let engine = bench.tier.device.allocate(1 << 16).unwrap();
@@ -164,7 +164,7 @@ fn a_scatter_into_the_tiers_own_memory_is_refused() {
         assert_eq!(bench.tier.scatter(3, records[0], to), Err(GpuFault::Unknown), "{layer}: {own:#x}");
     }
     assert!(bench.tier.scatter(3, records[0], vec![engine; 4]).unwrap());
-    bench.settle();
+    bench.run_to_completion();
     assert_eq!(bench.scatters_ended[&3], Ok(()));
     assert_eq!(bench.get(4, records[1], second.len()).unwrap(), second);
 }
@@ -172,17 +172,17 @@ fn a_scatter_into_the_tiers_own_memory_is_refused() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Puts, gets and frees in any order, with copies that fail and bits that flip: each job ends once, what is
-    /// stored is what was put, and all memory comes back.
+    /// Random puts, gets and frees with failing copies and bit flips: each job ends once, stored
+    /// frames are unchanged, and all memory is freed.
     #[test]
-    fn whatever_fails_nothing_wrong_is_read_and_nothing_is_lost(
+    fn faults_never_corrupt_reads_or_leak_memory(
         seed in any::<u64>(),
         failing in prop::collection::btree_set(0u64..300, 0..20),
         flipping in prop::collection::btree_set(0u64..300, 0..20),
         calls in prop::collection::vec((0u8..6, any::<u8>()), 1..120),
     ) {
-        let (mut bench, faults) = bench(seed);
-        *faults.lock() = Faults { failing, flipping, ..Faults::default() };
+        let (mut bench, faults) = fake_bench(seed);
+        *faults.lock() = InjectedFaults { failing, flipping, ..InjectedFaults::default() };
         let (mut putting, mut getting) = (BTreeMap::new(), BTreeMap::new());
         let mut held: Vec<(GpuRecord, Bytes)> = Vec::new();
         for (token, (call, pick)) in (0..).zip(calls) {
@@ -207,10 +207,10 @@ proptest! {
                 _ => bench.poll(),
             }
             prop_assert!(bench.tier.jobs() <= 6 && bench.tier.copies.len() <= 3);
-            take_over(&mut bench, &mut putting, &mut getting, &mut held);
+            collect_results(&mut bench, &mut putting, &mut getting, &mut held);
         }
-        bench.settle();
-        take_over(&mut bench, &mut putting, &mut getting, &mut held);
+        bench.run_to_completion();
+        collect_results(&mut bench, &mut putting, &mut getting, &mut held);
         prop_assert!(putting.is_empty() && getting.is_empty(), "every job ended");
         held.into_iter().for_each(|(record, _)| bench.tier.free(record));
         prop_assert_eq!((bench.tier.used_bytes(), bench.tier.slabs.empty_slabs()), (0, 12));
@@ -218,9 +218,9 @@ proptest! {
     }
 }
 
-/// What ended: stored blocks are held from now on, and what was loaded is what was put.
-fn take_over(
-    bench: &mut Bench<FakeDevice>,
+/// Collects results: stored blocks are held from now on, and loaded frames equal stored ones.
+fn collect_results(
+    bench: &mut TierBench<FakeDevice>,
     putting: &mut BTreeMap<u64, Bytes>,
     getting: &mut BTreeMap<u64, Bytes>,
     held: &mut Vec<(GpuRecord, Bytes)>,

@@ -1,5 +1,5 @@
-// Runs the kernel of kernels.cu on the CPU, thread after thread, and sets what it does beside memcpy. Argument: a seed.
-// Built by tests/kernels.rs, with sanitizers where there are any: a word that is read where none may lie is an error.
+// Runs the kernel of kernels.cu on the CPU, one thread after the other, and compares the result with memcpy. Argument: a
+// seed. Built by tests/kernels.rs, with sanitizers if available: a misaligned access of a word is an error.
 
 #include <cstdio>
 #include <cstdlib>
@@ -29,7 +29,7 @@ static u64 chance(u64 of) {
 static void launch(const Hops &hops, unsigned rows, unsigned width, unsigned threads) {
     gridDim = {width, rows, 1};
     blockDim = {threads, 1, 1};
-    // No thread waits for another, so they may run one after the other, in any order: here the last first.
+    // No thread waits for another, so they may run sequentially in any order: here the last first.
     for (unsigned row = rows; row-- > 0;)
         for (unsigned block = width; block-- > 0;)
             for (unsigned thread = threads; thread-- > 0;) {
@@ -53,7 +53,7 @@ int main(int, char **arguments) {
         const unsigned rows = 1 + (unsigned)chance(32);
         u64 end = chance(40);
         for (unsigned row = 0; row < rows; row++) {
-            // Short ones and long ones, some at the same place within 16 bytes, some within 4, some at none.
+            // Short and long slices; some are aligned alike within 16 bytes, some within 4, some not at all.
             const u64 len = chance(3) == 0 ? chance(40) : chance(1500);
             u64 source = chance(room - 2000);
             const u64 like = chance(4);
@@ -63,7 +63,7 @@ int main(int, char **arguments) {
             memcpy(&wanted[end], from + source, len);
             copied += len;
             by_words += like < 2 ? len : 0;
-            // Now and then two slices touch.
+            // Sometimes two slices are adjacent.
             end += len + (chance(2) ? 0 : chance(30));
         }
         launch(hops, rows, 1 + (unsigned)chance(3), 1 + (unsigned)chance(70));

@@ -1,57 +1,62 @@
-//! How space comes back: the sealed segment with the least in it is drained, its records moved to where is
-//! written.
+//! Space reclamation: the emptiest sealed segment is drained by relocating its records to the open
+//! segment.
 //!
-//! Not here: placing and freeing (the parent module), and the bytes of a record that is moved (`engine`).
+//! Not here: allocating and freeing (the parent module), and the bytes of a relocated record
+//! (`engine`).
 
-use super::{Life, Member, Purpose, Record, RecordId, Segment, SegmentBook, Spot, State};
+use super::{
+    Member, Record, RecordExtent, RecordId, RecordState, Segment, SegmentBook, SegmentState, WritePurpose,
+};
 use crate::tiers::ssd::format::{RecordHeader, footer_pages, record_pages};
 
-/// While at most so many whole segments are empty, one is drained: what is written meanwhile must fit.
-const EMPTY_WANTED: u32 = 2;
+/// A segment is drained while at most this many whole segments are empty: new writes must fit
+/// meanwhile.
+const EMPTY_SEGMENTS_MIN: u32 = 2;
 
-/// A record on its way out of a segment that is drained.
+/// A record being relocated out of a drained segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Rescue {
+pub(crate) struct Relocation {
     pub(crate) record: RecordId,
-    /// Stands for it until it has arrived.
-    pub(crate) copy: RecordId,
-    pub(crate) from: Spot,
-    pub(crate) to: Spot,
+    /// The new record, until the relocation ends.
+    pub(crate) replacement: RecordId,
+    pub(crate) from: RecordExtent,
+    pub(crate) to: RecordExtent,
 }
 
-/// How a rescue ended.
+/// Result of a relocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RescueEnd {
-    /// The record is at its new place.
+pub(crate) enum RelocationResult {
+    /// The record is written at its new position.
     Moved(RecordHeader),
-    /// It could not be written there.
+    /// It could not be written.
     NotWritten,
     /// It could not be read.
     NotRead,
 }
 
-/// A segment is drained when at least one part in so many of it comes free.
-const DRAIN_GAIN_PARTS: u32 = 16;
+/// A segment is drained only if at least this fraction (one divided by it) of its pages becomes
+/// free.
+const DRAIN_GAIN_DIVISOR: u32 = 16;
 
 impl SegmentBook {
-    /// Whether space should come back now.
-    pub(crate) fn is_short(&self) -> bool {
-        self.empty() <= EMPTY_WANTED
+    /// Whether space should be reclaimed now.
+    pub(crate) fn needs_space(&self) -> bool {
+        self.empty_segments() <= EMPTY_SEGMENTS_MIN
     }
 
-    /// Begins to drain the sealed segment with the least in it, and gives its records. `None` when nothing
-    /// would be won.
-    pub(crate) fn drain(&mut self) -> Option<(u32, Vec<Member>)> {
+    /// Begins to drain the emptiest sealed segment, and returns its records. `None` if it would
+    /// gain no space.
+    pub(crate) fn begin_drain(&mut self) -> Option<(u32, Vec<Member>)> {
         let useful = |(_, segment): &(usize, &Segment)| {
-            segment.state == State::Sealed && !segment.draining && segment.live_pages > 0
+            segment.state == SegmentState::Sealed && !segment.draining && segment.live_pages > 0
         };
         let (number, segment) =
             self.segments.iter().enumerate().filter(useful).min_by_key(|(_, segment)| segment.live_pages)?;
         let fill = self.shape.segment_pages - 1 - footer_pages(u32::try_from(segment.members.len()).ok()?);
         let number = u32::try_from(number).ok()?;
-        // At the end of a segment as much may be free as the largest record takes: to move it all elsewhere wins
-        // nothing, and would go on for ever where all of a medium is wanted.
-        let least = record_pages(self.shape.frame_bytes_max).max(fill / DRAIN_GAIN_PARTS);
+        // Up to one largest record may be unused at the end of a segment. Relocating everything for
+        // that gains no space, and would repeat forever on a medium full of live records.
+        let least = record_pages(self.shape.frame_bytes_max).max(fill / DRAIN_GAIN_DIVISOR);
         if fill.saturating_sub(segment.live_pages) < least {
             return None;
         }
@@ -61,72 +66,72 @@ impl SegmentBook {
         Some((number, records))
     }
 
-    /// Draining ended; what is left in the segment stays there.
-    pub(crate) fn drained(&mut self, number: u32) {
+    /// Ends a drain; remaining records stay in the segment.
+    pub(crate) fn end_drain(&mut self, number: u32) {
         self.segment_mut(number).draining = false;
         self.release_if_empty(number);
     }
 
     /// Whether a record is still where it was when its segment began to be drained.
-    pub(crate) fn is_left(&self, segment: u32, (id, page): Member) -> bool {
+    pub(crate) fn is_still_there(&self, segment: u32, (id, page): Member) -> bool {
         self.is_at(id, segment, page)
     }
 
-    /// Begins to move a record of a segment that is drained. `None` when there is no room.
-    pub(crate) fn rescue(&mut self, id: RecordId) -> Option<Rescue> {
-        let from = self.spot(id)?;
+    /// Begins to relocate a record of a drained segment. `None` if there is no space.
+    pub(crate) fn begin_relocation(&mut self, id: RecordId) -> Option<Relocation> {
+        let from = self.extent(id)?;
         let owner = self.owner(id);
-        let (copy, to) = self.place(from.frame_bytes, owner, Purpose::Rescue)?;
-        self.records[id.0 as usize].rescuing = true;
-        self.read_began(from.place.head.segment);
-        Some(Rescue { record: id, copy, from, to })
+        let (copy, to) = self.allocate(from.frame_bytes, owner, WritePurpose::Relocate)?;
+        self.records[id.0 as usize].relocating = true;
+        self.begin_read(from.position.head.segment);
+        Some(Relocation { record: id, replacement: copy, from, to })
     }
 
-    /// A rescue ended. `true` when the record could not be read and was still wanted: it is freed.
-    pub(crate) fn rescued(&mut self, rescue: Rescue, end: RescueEnd) -> bool {
-        let (old, new) = (rescue.record.0 as usize, rescue.copy.0 as usize);
-        self.records[old].rescuing = false;
-        let is_gone = self.records[old].life == Life::Gone;
+    /// Ends a relocation. `true` if the record could not be read and was still live: it is freed.
+    pub(crate) fn end_relocation(&mut self, rescue: Relocation, end: RelocationResult) -> bool {
+        let (old, new) = (rescue.record.0 as usize, rescue.replacement.0 as usize);
+        self.records[old].relocating = false;
+        let is_gone = self.records[old].state == RecordState::Freed;
         let header = match end {
-            RescueEnd::Moved(header) => Some(header),
-            RescueEnd::NotWritten | RescueEnd::NotRead => None,
+            RelocationResult::Moved(header) => Some(header),
+            RelocationResult::NotWritten | RelocationResult::NotRead => None,
         };
         match end {
-            RescueEnd::Moved(header) => self.committed(rescue.copy, header),
-            RescueEnd::NotWritten => self.failed(rescue.copy),
-            RescueEnd::NotRead => {
-                self.segment_mut(rescue.to.place.head.segment).writes -= 1;
-                self.forget(rescue.copy);
+            RelocationResult::Moved(header) => self.mark_committed(rescue.replacement, header),
+            RelocationResult::NotWritten => self.mark_failed(rescue.replacement),
+            RelocationResult::NotRead => {
+                self.segment_mut(rescue.to.position.head.segment).writes -= 1;
+                self.remove_record(rescue.replacement);
             }
         }
         if is_gone {
-            self.records[old].life = Life::Vacant;
+            self.records[old].state = RecordState::Vacant;
             self.vacant.push(rescue.record);
             if header.is_some() {
-                self.forget(rescue.copy);
+                self.remove_record(rescue.replacement);
             }
         } else if header.is_some() {
             let from = self.records[old];
             let to = self.records[new];
             self.records[old] = Record { owner: from.owner, ..to };
-            self.records[new].life = Life::Vacant;
-            self.vacant.push(rescue.copy);
+            self.records[new].state = RecordState::Vacant;
+            self.vacant.push(rescue.replacement);
             let segment = self.segment_mut(to.segment);
-            segment.members.iter_mut().filter(|(id, _)| *id == rescue.copy).for_each(|member| {
+            segment.members.iter_mut().filter(|(id, _)| *id == rescue.replacement).for_each(|member| {
                 if member.1 == to.page {
                     member.0 = rescue.record;
                 }
             });
-            if let Some(line) = segment.table.iter_mut().rev().find(|(id, _)| *id == rescue.copy) {
+            if let Some(line) = segment.table.iter_mut().rev().find(|(id, _)| *id == rescue.replacement) {
                 line.0 = rescue.record;
             }
-            self.unlive(from);
+            self.subtract_live_pages(from);
         }
-        let is_lost = end == RescueEnd::NotRead && !is_gone;
+        let is_lost = end == RelocationResult::NotRead && !is_gone;
         if is_lost {
-            self.forget(rescue.record);
+            self.remove_record(rescue.record);
         }
-        self.read_ended(rescue.from.place.head.segment);
+        self.end_read(rescue.from.position.head.segment);
         is_lost
     }
 }

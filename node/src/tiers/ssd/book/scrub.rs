@@ -1,22 +1,22 @@
-//! Which record is looked at next when all are to be looked at in turn.
+//! The next record to check in a pass over all records.
 
-use super::{Life, RecordId, SegmentBook};
+use super::{RecordId, RecordState, SegmentBook};
 
-/// Records looked at in one call: most are in use, and a call must not take long where they are not.
-const LOOKS_MAX: usize = 64;
+/// Records examined in one call: most are live, and a call must stay short if they are not.
+const SCAN_MAX: usize = 64;
 
 impl SegmentBook {
-    /// The first record from this number on that may be read, if one of those looked at may be, and the number to go on
+    /// The first readable record from this number on, within one scan, and the number to continue
     /// from: 0 after the last.
-    pub(crate) fn live_from(&self, from: u32) -> (Option<RecordId>, u32) {
+    pub(crate) fn next_live_record(&self, from: u32) -> (Option<RecordId>, u32) {
         if from as usize >= self.records.len() {
             return (None, 0);
         }
-        for (record, number) in self.records.iter().skip(from as usize).take(LOOKS_MAX).zip(from..) {
-            if record.life == Life::Live && !record.rescuing {
+        for (record, number) in self.records.iter().skip(from as usize).take(SCAN_MAX).zip(from..) {
+            if record.state == RecordState::Live && !record.relocating {
                 return (Some(RecordId(number)), number + 1);
             }
         }
-        (None, from.saturating_add(LOOKS_MAX as u32))
+        (None, from.saturating_add(SCAN_MAX as u32))
     }
 }

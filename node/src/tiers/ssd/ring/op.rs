@@ -1,47 +1,47 @@
 //! One operation, with its memory.
 //!
-//! Not here: how it is done (the parent module).
+//! Not here: performing it (the parent module).
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
 
-use crate::tiers::ssd::buffer::{Chunk, Landing};
+use crate::tiers::ssd::buffer::{Chunk, ReadBuffer};
 use crate::tiers::ssd::format::PAGE_BYTES;
 
-/// One operation, at whole pages.
+/// One operation on whole pages.
 #[derive(Debug)]
-pub(crate) enum Op {
-    /// Fills a range of a landing.
-    Read { landing: Arc<Landing>, range: Range<usize> },
+pub(crate) enum RingOp {
+    /// Fills a range of a read buffer.
+    Read { landing: Arc<ReadBuffer>, range: Range<usize> },
     /// Writes pieces one after another.
-    Write(Gather),
-    /// What ended before is on the medium.
+    Write(GatherWrite),
+    /// Makes completed writes durable.
     Sync,
 }
 
-/// Bytes that are written together: what was copied into a chunk, and what lies well where it is.
+/// Bytes that are written together: copied into a chunk, or shared in place if aligned.
 #[derive(Debug)]
-pub(crate) struct Gather {
+pub(crate) struct GatherWrite {
     chunk: Chunk,
-    /// Bytes of the chunk that are used.
+    /// Used bytes of the chunk.
     copied: usize,
-    pieces: Vec<Piece>,
+    pieces: Vec<WritePiece>,
     bytes: usize,
 }
 
 #[derive(Debug)]
-enum Piece {
+enum WritePiece {
     Copied(Range<usize>),
-    /// Whole pages that begin at one.
+    /// Whole aligned pages.
     Shared(Bytes),
 }
 
-impl Gather {
-    /// Nothing yet; it may take as much as the chunk has room for.
-    pub(crate) fn new(chunk: Chunk) -> Gather {
-        Gather { chunk, copied: 0, pieces: Vec::new(), bytes: 0 }
+impl GatherWrite {
+    /// An empty write with the capacity of the chunk.
+    pub(crate) fn new(chunk: Chunk) -> GatherWrite {
+        GatherWrite { chunk, copied: 0, pieces: Vec::new(), bytes: 0 }
     }
 
     /// Bytes in it.
@@ -50,27 +50,27 @@ impl Gather {
     }
 
     /// Bytes that still fit.
-    pub(crate) fn room(&self) -> usize {
+    pub(crate) fn free_bytes(&self) -> usize {
         self.chunk.len() - self.bytes
     }
 
-    /// Whole pages that follow, from where they lie.
-    pub(crate) fn share(&mut self, bytes: Bytes) {
-        debug_assert!(is_at_a_page(&bytes) && bytes.len().is_multiple_of(PAGE_BYTES));
-        debug_assert!(bytes.len() <= self.room());
+    /// Appends whole pages without a copy.
+    pub(crate) fn append_shared(&mut self, bytes: Bytes) {
+        debug_assert!(is_page_aligned(&bytes) && bytes.len().is_multiple_of(PAGE_BYTES));
+        debug_assert!(bytes.len() <= self.free_bytes());
         self.bytes += bytes.len();
-        self.pieces.push(Piece::Shared(bytes));
+        self.pieces.push(WritePiece::Shared(bytes));
     }
 
-    /// Room for whole pages that follow, to be filled.
-    pub(crate) fn copy(&mut self, bytes: usize) -> &mut [u8] {
-        debug_assert!(bytes <= self.room());
+    /// Appends whole pages, which the caller fills in the returned slice.
+    pub(crate) fn append_copy(&mut self, bytes: usize) -> &mut [u8] {
+        debug_assert!(bytes <= self.free_bytes());
         let range = self.copied..self.copied + bytes;
         self.copied = range.end;
         self.bytes += bytes;
         match self.pieces.last_mut() {
-            Some(Piece::Copied(last)) => last.end = range.end,
-            _ => self.pieces.push(Piece::Copied(range.clone())),
+            Some(WritePiece::Copied(last)) => last.end = range.end,
+            _ => self.pieces.push(WritePiece::Copied(range.clone())),
         }
         &mut self.chunk[range]
     }
@@ -78,45 +78,45 @@ impl Gather {
     /// The pieces, in their order.
     pub(super) fn parts(&self) -> impl Iterator<Item = &[u8]> {
         self.pieces.iter().map(|piece| match piece {
-            Piece::Copied(range) => &self.chunk[range.clone()],
-            Piece::Shared(bytes) => bytes,
+            WritePiece::Copied(range) => &self.chunk[range.clone()],
+            WritePiece::Shared(bytes) => bytes,
         })
     }
 
-    /// Whether all of it is in the chunk.
+    /// Whether all bytes are in the chunk.
     pub(super) fn is_copied(&self) -> bool {
         self.copied == self.bytes
     }
 
-    /// The chunk, of which nobody else has anything.
+    /// The chunk, without another user.
     pub(super) fn chunk(&self) -> &Chunk {
         &self.chunk
     }
 
-    /// The chunk, once it was written.
+    /// The chunk, after the write.
     pub(crate) fn into_chunk(self) -> Chunk {
         self.chunk
     }
 }
 
-/// Whether memory begins at a page, as direct I/O wants it.
-pub(crate) fn is_at_a_page(bytes: &[u8]) -> bool {
+/// Whether memory begins at a page, as required by direct I/O.
+pub(crate) fn is_page_aligned(bytes: &[u8]) -> bool {
     bytes.as_ptr().addr().is_multiple_of(PAGE_BYTES)
 }
 
-impl Op {
-    pub(crate) fn wanted(&self) -> usize {
+impl RingOp {
+    pub(crate) fn bytes(&self) -> usize {
         match self {
-            Op::Read { range, .. } => range.len(),
-            Op::Write(gather) => gather.bytes(),
-            Op::Sync => 0,
+            RingOp::Read { range, .. } => range.len(),
+            RingOp::Write(gather) => gather.bytes(),
+            RingOp::Sync => 0,
         }
     }
 
-    /// All of it was done.
-    pub(super) fn has_ended(&self) {
-        if let Op::Read { landing, range } = self {
-            landing.has_landed(range.clone());
+    /// Marks the whole operation as done.
+    pub(super) fn mark_done(&self) {
+        if let RingOp::Read { landing, range } = self {
+            landing.mark_filled(range.clone());
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Memory that the kernel keeps mapped, so that an operation on it does not have to find and hold its pages: the chunks
-//! that are written, and the arena that is read into.
+//! Memory registered with the kernel, so that an operation on it need not look up and pin its
+//! pages: the write chunks, and the arena as the destination of reads.
 //!
 //! Not here: operations (`super`).
 
@@ -11,32 +11,32 @@ use std::sync::Arc;
 use io_uring::IoUring;
 
 use crate::arena::Arena;
-use crate::tiers::ssd::buffer::{PageBuffer, Pool};
+use crate::tiers::ssd::buffer::{ChunkPool, PageBuffer};
 
-/// The kernel takes no buffer longer than this.
+/// Maximum length of a registered buffer.
 const PART_BYTES: usize = 1 << 30;
 
-/// What a ring knows. Lives longer than the ring.
-pub(super) struct Registered {
-    /// Chunks are known by their numbers.
+/// Registered memory of a ring. It must outlive the ring.
+pub(super) struct RegisteredBuffers {
+    /// Whether chunks are registered, under their numbers.
     pub(super) has_chunks: bool,
-    arena: Option<Parts>,
+    arena: Option<ArenaParts>,
     _chunks: Arc<PageBuffer>,
 }
 
 /// The arena, in parts of [`PART_BYTES`].
-struct Parts {
+struct ArenaParts {
     start: usize,
     bytes: usize,
-    /// Number of the first part.
+    /// Buffer index of the first part.
     first: usize,
     _arena: Arena,
 }
 
-impl Registered {
-    /// Registers the chunks of a pool and the arena; what the kernel refuses (memory that may be locked is limited)
-    /// goes without.
-    pub(super) fn new(ring: &IoUring, pool: &Pool, arena: Option<&Arena>) -> Registered {
+impl RegisteredBuffers {
+    /// Registers the chunks of a pool and the arena. If the kernel refuses (locked memory is
+    /// limited), they are used unregistered.
+    pub(super) fn new(ring: &IoUring, pool: &ChunkPool, arena: Option<&Arena>) -> RegisteredBuffers {
         let (chunks, memory) = pool.ranges();
         if let Some((arena, (start, bytes))) = arena.and_then(|arena| Some((arena, arena.registrable()?))) {
             let parts = (0..bytes).step_by(PART_BYTES);
@@ -44,29 +44,30 @@ impl Registered {
             match register(ring, chunks.iter().copied().chain(parts)) {
                 Ok(()) => {
                     let first = chunks.len();
-                    let arena = Parts { start: start.addr(), bytes, first, _arena: arena.clone() };
-                    return Registered { has_chunks: true, arena: Some(arena), _chunks: memory };
+                    let arena = ArenaParts { start: start.addr(), bytes, first, _arena: arena.clone() };
+                    return RegisteredBuffers { has_chunks: true, arena: Some(arena), _chunks: memory };
                 }
                 Err(cause) => {
-                    tracing::debug!(%cause, "the kernel does not keep the arena mapped for the SSD tier");
+                    tracing::debug!(%cause, "the kernel does not register the arena for the SSD tier");
                 }
             }
         }
         let registered = register(ring, chunks.iter().copied());
         if let Err(cause) = &registered {
-            tracing::debug!(%cause, "the kernel does not keep the write buffers of the SSD tier mapped");
+            tracing::debug!(%cause, "the kernel does not register the write buffers of the SSD tier");
         }
-        Registered { has_chunks: registered.is_ok(), arena: None, _chunks: memory }
+        RegisteredBuffers { has_chunks: registered.is_ok(), arena: None, _chunks: memory }
     }
 
-    /// The number by which the kernel knows the memory of a read; none for what it does not know, or knows in two parts.
-    pub(super) fn number(&self, start: *const u8, bytes: usize) -> Option<u16> {
-        self.arena.as_ref()?.number(start, bytes)
+    /// The kernel's buffer index for the memory of a read; `None` if it is unregistered or spans
+    /// two parts.
+    pub(super) fn buffer_index(&self, start: *const u8, bytes: usize) -> Option<u16> {
+        self.arena.as_ref()?.buffer_index(start, bytes)
     }
 }
 
-impl Parts {
-    fn number(&self, start: *const u8, bytes: usize) -> Option<u16> {
+impl ArenaParts {
+    fn buffer_index(&self, start: *const u8, bytes: usize) -> Option<u16> {
         let first = start.addr().checked_sub(self.start)?;
         let last = first.checked_add(bytes.checked_sub(1)?).filter(|last| *last < self.bytes)?;
         let part = first / PART_BYTES;
@@ -77,7 +78,8 @@ impl Parts {
 fn register(ring: &IoUring, ranges: impl Iterator<Item = (*mut u8, usize)>) -> io::Result<()> {
     let ranges: Vec<libc::iovec> =
         ranges.map(|(start, len)| libc::iovec { iov_base: start.cast(), iov_len: len }).collect();
-    // SAFETY: the memory is that of the pool and the arena, which are kept beside the ring and dropped after it.
+    // SAFETY: the memory belongs to the pool and the arena, which are kept beside the ring and
+    // dropped after it.
     unsafe { ring.submitter().register_buffers(&ranges) }
 }
 
@@ -88,14 +90,14 @@ mod tests {
     use crate::arena::ArenaShape;
 
     #[test]
-    fn memory_has_the_number_of_the_part_that_it_lies_in() {
+    fn memory_maps_to_the_index_of_its_part() {
         let arena = Arena::new(ArenaShape::equal(4096, 4, 0)).unwrap();
-        let parts = Parts { start: 1 << 40, bytes: 2 * PART_BYTES + 100, first: 32, _arena: arena };
-        let number = |at: usize, bytes| parts.number(std::ptr::without_provenance(at), bytes);
+        let parts = ArenaParts { start: 1 << 40, bytes: 2 * PART_BYTES + 100, first: 32, _arena: arena };
+        let number = |at: usize, bytes| parts.buffer_index(std::ptr::without_provenance(at), bytes);
         let start = 1 << 40;
         assert_eq!(number(start, 1), Some(32));
         assert_eq!(number(start + PART_BYTES - 8, 8), Some(32));
-        assert_eq!(number(start + PART_BYTES - 8, 9), None, "in two parts");
+        assert_eq!(number(start + PART_BYTES - 8, 9), None, "spans two parts");
         assert_eq!(number(start + PART_BYTES, 4096), Some(33));
         assert_eq!(number(start + 2 * PART_BYTES, 100), Some(34));
         assert_eq!(number(start + 2 * PART_BYTES, 101), None, "behind the end");

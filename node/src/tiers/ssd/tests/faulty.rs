@@ -1,7 +1,7 @@
-//! A device in memory that breaks as devices do: errors, short and torn writes, another order, flushes that
-//! lie, no room, flipped bits, and a crash after any write.
+//! A device in memory with faults: errors, short and torn writes, reordering, lying flushes, no
+//! space, flipped bits, and a crash after any write.
 //!
-//! What was flushed is on the medium; of what was not, any pages may be there after a crash.
+//! Flushed data survives a crash; of the rest, any subset of pages does.
 
 use std::io;
 use std::os::fd::RawFd;
@@ -9,38 +9,38 @@ use std::os::fd::RawFd;
 use kv_core::id::Timestamp;
 use parking_lot::Mutex;
 
-use super::super::device::Device;
+use super::super::device::BlockDevice;
 
 const PAGE: usize = 4096;
 
-/// What goes wrong, each with a chance in 256.
+/// Injected faults, each with a chance in 256.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Plan {
+pub(super) struct FaultPlan {
     pub(super) read_error: u8,
     pub(super) write_error: u8,
     pub(super) sync_error: u8,
-    /// Calls that do a part of what they are asked.
+    /// Short reads and writes.
     pub(super) short: u8,
-    /// Writes that seem to work and do nothing.
+    /// Writes that report success without effect.
     pub(super) lost_write: u8,
-    /// Flushes that seem to work and do nothing.
+    /// Flushes that report success without effect.
     pub(super) lost_sync: u8,
-    /// Ends are told in another order.
+    /// Whether completions are reordered.
     pub(super) reorders: bool,
-    /// Room in bytes; 0 for enough.
+    /// Available space in bytes; 0 for unlimited.
     pub(super) room: u64,
-    /// The device dies with this write, counted from 1; 0 for never.
+    /// The write at which the device dies, counted from 1; 0 for never.
     pub(super) dies_at_write: u64,
-    /// Microseconds that each call takes, by its own clock.
+    /// Duration of each call in microseconds, by its own clock.
     pub(super) delay_us: u64,
 }
 
 #[derive(Debug)]
-struct State {
+struct FaultyState {
     live: Vec<u8>,
     durable: Vec<u8>,
     unflushed: Vec<(usize, Vec<u8>)>,
-    plan: Plan,
+    plan: FaultPlan,
     chance: u64,
     writes: u64,
     is_dead: bool,
@@ -48,12 +48,12 @@ struct State {
 }
 
 #[derive(Debug)]
-pub(super) struct FaultyDevice(Mutex<State>);
+pub(super) struct FaultyDevice(Mutex<FaultyState>);
 
 impl FaultyDevice {
-    pub(super) fn new(image: Vec<u8>, plan: Plan, seed: u64) -> FaultyDevice {
+    pub(super) fn new(image: Vec<u8>, plan: FaultPlan, seed: u64) -> FaultyDevice {
         let (live, durable) = (image.clone(), image);
-        let state = State {
+        let state = FaultyState {
             live,
             durable,
             unflushed: Vec::new(),
@@ -66,8 +66,9 @@ impl FaultyDevice {
         FaultyDevice(Mutex::new(state))
     }
 
-    /// After a process died and the system did not: nothing of what it wrote is on the medium yet.
-    pub(super) fn unflushed(image: Vec<u8>, plan: Plan, seed: u64) -> FaultyDevice {
+    /// The state after a process died and the system survived: none of its writes is on the medium
+    /// yet.
+    pub(super) fn unflushed(image: Vec<u8>, plan: FaultPlan, seed: u64) -> FaultyDevice {
         let device = FaultyDevice::new(image, plan, seed);
         {
             let mut state = device.0.lock();
@@ -77,7 +78,7 @@ impl FaultyDevice {
         device
     }
 
-    pub(super) fn set_plan(&self, plan: Plan) {
+    pub(super) fn set_plan(&self, plan: FaultPlan) {
         self.0.lock().plan = plan;
     }
 
@@ -85,7 +86,8 @@ impl FaultyDevice {
         self.0.lock().is_dead
     }
 
-    /// What is on the medium after power failed: all that was flushed, and any pages of the rest, in any order.
+    /// Content of the medium after a power failure: all flushed data, and any subset of the other
+    /// pages.
     pub(super) fn crash(&self) -> Vec<u8> {
         let mut state = self.0.lock();
         let mut image = state.durable.clone();
@@ -105,7 +107,7 @@ impl FaultyDevice {
     }
 }
 
-impl State {
+impl FaultyState {
     fn draw(&mut self) -> u64 {
         self.chance ^= self.chance << 13;
         self.chance ^= self.chance >> 7;
@@ -113,14 +115,14 @@ impl State {
         self.chance >> 8
     }
 
-    fn happens(&mut self, chance: fn(&Plan) -> u8) -> bool {
+    fn happens(&mut self, chance: fn(&FaultPlan) -> u8) -> bool {
         let chance = chance(&self.plan);
         chance > 0 && self.draw() % 256 < u64::from(chance)
     }
 
-    /// What a flush does that fails: of some pages it forgets that they are not on the medium, and they read
-    /// as they are there. No later flush knows of them.
-    fn lose_some(&mut self) {
+    /// Effect of a failed flush: some pages are dropped, and reads return their durable content. No
+    /// later flush writes them.
+    fn lose_unflushed_pages(&mut self) {
         for (at, bytes) in std::mem::take(&mut self.unflushed) {
             for (at, page) in (at..).step_by(PAGE).zip(bytes.chunks(PAGE)) {
                 if self.draw().is_multiple_of(2) {
@@ -153,7 +155,7 @@ fn error() -> io::Error {
     io::Error::from_raw_os_error(libc::EIO)
 }
 
-impl Device for FaultyDevice {
+impl BlockDevice for FaultyDevice {
     fn fd(&self) -> Option<RawFd> {
         None
     }
@@ -173,12 +175,12 @@ impl Device for FaultyDevice {
 
     fn write_at(&self, from: &[u8], at: u64) -> io::Result<usize> {
         let mut state = self.0.lock();
-        assert!(from.len().is_multiple_of(PAGE) && at.is_multiple_of(PAGE as u64), "not at whole pages");
+        assert!(from.len().is_multiple_of(PAGE) && at.is_multiple_of(PAGE as u64), "not in whole pages");
         state.writes += 1;
         state.now_us += state.plan.delay_us;
         if state.writes == state.plan.dies_at_write {
             state.is_dead = true;
-            // The write that was under way is as torn as any.
+            // The write in progress may be torn like the others.
             state.unflushed.push((usize::try_from(at).unwrap(), from.to_vec()));
         }
         if state.is_dead || state.happens(|plan| plan.write_error) {
@@ -200,7 +202,7 @@ impl Device for FaultyDevice {
             return Err(error());
         }
         if state.happens(|plan| plan.sync_error) {
-            state.lose_some();
+            state.lose_unflushed_pages();
             return Err(error());
         }
         if !state.happens(|plan| plan.lost_sync) {
@@ -228,7 +230,7 @@ impl Device for FaultyDevice {
         Ok(())
     }
 
-    fn next_told(&self, open: usize) -> usize {
+    fn next_reported(&self, open: usize) -> usize {
         let mut state = self.0.lock();
         if state.plan.reorders { state.draw() as usize % open } else { 0 }
     }

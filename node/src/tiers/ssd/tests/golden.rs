@@ -1,30 +1,31 @@
-//! A file of segments as version 1 of the format lies on SSDs: written once, committed beside this file, and read by
-//! whatever the code has become.
+//! A segment file of format version 1, written once, committed beside this file, and read by the
+//! current code.
 //!
-//! What makes these tests fail makes the blocks of a running node unreadable after an upgrade, without a word if the
-//! version stays: a change of the layout takes a new `FILE_VERSION`, and the file of version 1 stays as it is, to be set
-//! aside. Not here: damage of any kind (the parent module, `crashes`).
+//! A failure here means that an upgrade would make a running node's blocks unreadable, silently if
+//! the version stays the same. A change of the layout needs a new `FILE_VERSION`, and the version 1
+//! file stays unchanged, to be quarantined. Not here: damage of any kind (the parent module,
+//! `crashes`).
 
 use kv_core::id::{Category, Generation, RequestKind};
 
 use super::*;
 
-/// A line is an offset and the bytes there, both in hexadecimal; what no line names is zero.
+/// Each line is an offset and the bytes there, both in hexadecimal; all other bytes are zero.
 const VERSION_1: &str = include_str!("segments-v1.hex");
 
 /// Length of that file: its head and two segments.
 const VERSION_1_BYTES: usize = 3 << 16;
 
-/// Blocks of it. Those before the last two fill a segment, which has its footer; the others lie in one without.
+/// Its blocks. All but the last two fill a sealed segment; those two are in an unsealed one.
 const BLOCKS: std::ops::RangeInclusive<u8> = 1..=9;
 
-/// The one that takes a single page.
+/// The block that takes a single page.
 const SHORT: u8 = 2;
 
-/// Bytes a line of the fixture has.
+/// Bytes per line of the fixture.
 const LINE_BYTES: usize = 32;
 
-/// Zeros, but for the first bytes of each slice: the fixture says every byte that is not zero.
+/// Zeros, except for the first bytes of each slice: the fixture lists every non-zero byte.
 fn golden_frame(number: u8) -> Bytes {
     let slices = if number == SHORT { [40, 50] } else { [3000, 3000] };
     let mut payload = vec![0; slices[0] as usize + slices[1] as usize];
@@ -33,10 +34,10 @@ fn golden_frame(number: u8) -> Bytes {
     seal(IDENTITY, hash(number), KeyForm::Rotated, &slices, &payload).unwrap().bytes
 }
 
-/// Every field has a value of its own.
+/// Every field has a distinct value.
 fn golden_header(number: u8) -> RecordHeader {
     let bytes = u32::try_from(golden_frame(number).len()).unwrap();
-    let category = Category { kind: RequestKind::Agent, turn: number + 3 };
+    let category = Category { kind: RequestKind::Agent, conversation_turn: number + 3 };
     let fingerprint = hash(number).fingerprint();
     let offset_blocks = 0x0102_0300 + u32::from(number);
     let traits = BlockTraits { category, offset_blocks, bytes, is_partial: false, fingerprint };
@@ -65,7 +66,7 @@ fn version_1() -> Vec<u8> {
     file
 }
 
-/// The lines that say these bytes.
+/// The fixture lines for these bytes.
 fn lines(file: &[u8]) -> String {
     let line = |(nth, bytes): (usize, &[u8])| {
         let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -83,7 +84,7 @@ fn with_file(bytes: &[u8]) -> (tempfile::TempDir, SsdConfig) {
 }
 
 #[test]
-fn a_file_that_version_1_wrote_is_read_to_the_same_blocks() {
+fn version_1_file_is_read_correctly() {
     let (_dir, config) = with_file(&version_1());
     let mut bench = open(&config);
     assert!(bench.report.quarantined.is_empty(), "{:?}", bench.report.quarantined);
@@ -99,7 +100,7 @@ fn a_file_that_version_1_wrote_is_read_to_the_same_blocks() {
 }
 
 #[test]
-fn the_present_code_writes_what_version_1_wrote() {
+fn current_code_writes_version_1_bytes() {
     for uring in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let mut bench = open(&config(dir.path(), uring));
@@ -107,11 +108,11 @@ fn the_present_code_writes_what_version_1_wrote() {
             let token = u64::from(number);
             let record = bench.ssd.write(token, 0, golden_header(number), &golden_frame(number)).unwrap();
             assert!(record.is_some());
-            assert!(matches!(bench.done(), Done::Written { result: Ok(()), .. }));
+            assert!(matches!(bench.next_completion(), SsdCompletion::Written { result: Ok(()), .. }));
         }
         drop(bench);
         let mut file = std::fs::read(only_file(dir.path())).unwrap();
-        // Behind it there is the head of a segment that is ready for what comes next.
+        // Behind it is the head of the next, prepared segment.
         file.truncate(VERSION_1_BYTES);
         let (now, before) = (lines(&file), lines(&version_1()));
         let other = now.lines().zip(before.lines()).find(|(now, before)| now != before);
@@ -121,7 +122,7 @@ fn the_present_code_writes_what_version_1_wrote() {
 }
 
 #[test]
-fn a_file_of_another_version_is_set_aside_whole() {
+fn file_of_another_version_is_quarantined_unchanged() {
     for version in [0u32, 2, u32::MAX] {
         let mut other = version_1();
         other[8..12].copy_from_slice(&version.to_le_bytes());
@@ -131,7 +132,7 @@ fn a_file_of_another_version_is_set_aside_whole() {
         let log = Log::start();
         let mut bench = open(&config);
         let here = dir.path().display().to_string();
-        says("an SSD file of another version", &log.line("set aside"), &[&here]);
+        says("an SSD file of another version", &log.line("quarantined"), &[&here]);
         assert!(bench.report.blocks.is_empty(), "version {version}");
         let aside = bench.report.quarantined.clone();
         assert_eq!(aside, vec![dir.path().join("segments.kvs.quarantined")]);

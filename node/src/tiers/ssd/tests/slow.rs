@@ -1,55 +1,56 @@
-//! Devices that become slow, by a clock of their own: what they are given, where the rest goes, and that they come back.
+//! Devices that become slow, by their own clock: their limited work, redirection of the rest, and
+//! recovery.
 //!
-//! Not here: when a device counts as slow (`slow`).
+//! Not here: detection (`slowness`).
 
-use super::faulty::{FaultyDevice, Plan};
+use super::faulty::{FaultPlan, FaultyDevice};
 use super::*;
 
 const USUAL_US: u64 = 100;
 const SLOW_US: u64 = 200_000;
 
-/// As many as a slow device is given.
-const GIVEN: usize = 4;
+/// Maximum jobs of a slow device.
+const SLOW_DEVICE_JOBS: usize = 4;
 
-struct Devices {
-    bench: Bench,
+struct DelayedDevices {
+    bench: SsdBench,
     devices: Vec<Arc<FaultyDevice>>,
 }
 
-impl Devices {
-    fn open(count: u64) -> Devices {
+impl DelayedDevices {
+    fn open(count: u64) -> DelayedDevices {
         let (send, reports) = unbounded_channel();
         let config = config(Path::new("/nowhere"), false);
-        let shape = Shape { segment_pages: 32, segments: 9, frame_bytes_max: config.frame_bytes_max };
-        let (mut report, mut ssd) = (ScanReport::default(), Ssd::empty());
-        let device = |seed| Arc::new(FaultyDevice::new(Vec::new(), Plan::default(), seed));
+        let shape = SegmentShape { segment_pages: 32, segments: 9, frame_bytes_max: config.frame_bytes_max };
+        let (mut report, mut ssd) = (ScanReport::default(), SsdTier::empty());
+        let device = |seed| Arc::new(FaultyDevice::new(Vec::new(), FaultPlan::default(), seed));
         let devices: Vec<_> = (0..count).map(device).collect();
         for device in &devices {
-            let theirs: Arc<dyn Device> = Arc::<FaultyDevice>::clone(device);
+            let theirs: Arc<dyn BlockDevice> = Arc::<FaultyDevice>::clone(device);
             ssd.open_device(&config, theirs, shape, "device".to_owned(), send.clone(), &mut report).unwrap();
         }
         let arena = Arena::new(ArenaShape::equal(8192, 64, 0)).unwrap();
-        let run = Devices { bench: Bench { ssd, reports, report, arena }, devices };
-        (0..run.devices.len()).for_each(|number| run.takes(number, USUAL_US));
+        let run = DelayedDevices { bench: SsdBench { ssd, reports, report, arena }, devices };
+        (0..run.devices.len()).for_each(|number| run.set_delay(number, USUAL_US));
         run
     }
 
-    /// Each call of a device takes so long from now on.
-    fn takes(&self, number: usize, delay_us: u64) {
-        self.devices[number].set_plan(Plan { delay_us, ..Plan::default() });
+    /// Sets the duration of each call of a device.
+    fn set_delay(&self, number: usize, delay_us: u64) {
+        self.devices[number].set_plan(FaultPlan { delay_us, ..FaultPlan::default() });
     }
 
-    /// Saves blocks that nobody needs, until so many were or so many devices are slow.
+    /// Saves and frees blocks, up to `most`, or until `slow` devices are slow.
     fn save_until(&mut self, most: usize, slow: Option<usize>) {
         for _ in 0..most {
             let record = self.bench.save(1).unwrap();
             self.bench.ssd.free(record);
-            self.bench.ssd.look();
+            self.bench.ssd.update_health();
             if slow == Some(self.bench.ssd.slow_devices()) {
                 return;
             }
         }
-        assert!(slow.is_none(), "{slow:?} are not slow after {most} saves");
+        assert!(slow.is_none(), "{slow:?} devices are not slow after {most} saves");
     }
 
     fn until_slow(&mut self, count: usize) {
@@ -59,10 +60,11 @@ impl Devices {
     /// Reads block 3.
     fn read(&mut self, record: SsdRecord) {
         assert_eq!(self.bench.load(3, record).unwrap(), frame(3));
-        self.bench.ssd.look();
+        self.bench.ssd.update_health();
     }
 
-    /// Begins saves as long as there is room, at most so many, and counts them by device; then lets them end.
+    /// Starts saves while there is space, up to `most`, and counts them by device; then lets them
+    /// end.
     fn burst(&mut self, most: usize) -> Vec<usize> {
         let mut records = Vec::new();
         while records.len() < most
@@ -70,11 +72,11 @@ impl Devices {
         {
             records.push(record);
         }
-        assert_eq!(self.bench.ssd.is_behind(), records.len() < most);
-        assert!(self.bench.ssd.has_room(), "there is room, or nothing to wait for");
+        assert_eq!(self.bench.ssd.is_overloaded(), records.len() < most);
+        assert!(self.bench.ssd.has_room(), "there is space, or waiting is pointless");
         let mut counts = vec![0; self.devices.len()];
         for record in records {
-            self.bench.done();
+            self.bench.next_completion();
             counts[usize::from(record.lane)] += 1;
             self.bench.ssd.free(record);
         }
@@ -83,65 +85,69 @@ impl Devices {
 }
 
 #[test]
-fn a_slow_device_is_given_what_it_can_do_and_the_others_the_rest() {
-    let mut run = Devices::open(2);
+fn slow_device_gets_limited_work_and_others_the_rest() {
+    let mut run = DelayedDevices::open(2);
     run.save_until(6_000, None);
     assert_eq!(run.burst(20), [10, 10]);
     let kept = run.bench.save(3).unwrap();
     let slow = usize::from(kept.lane);
     let whole = Capacity::Blocks(100);
-    assert_eq!(run.bench.ssd.usable(whole, 4096), 100);
+    assert_eq!(run.bench.ssd.usable_capacity(whole, 4096), 100);
     let log = Log::start();
-    run.takes(slow, SLOW_US);
+    run.set_delay(slow, SLOW_US);
     run.until_slow(1);
     let line = log.line("become slow");
     says("an SSD that has become slow", &line.split(" file=").next().unwrap(), &[]);
     let counts = run.burst(20);
-    assert_eq!((counts[slow], counts[1 - slow]), (GIVEN, 16));
-    assert_eq!(run.bench.ssd.usable(whole, 4096), 51, "half of it and the block that the slow one has");
-    assert_eq!(run.bench.load(3, kept).unwrap(), frame(3), "what it holds is served");
-    run.takes(slow, USUAL_US);
+    assert_eq!((counts[slow], counts[1 - slow]), (SLOW_DEVICE_JOBS, 16));
+    assert_eq!(run.bench.ssd.usable_capacity(whole, 4096), 51, "half of it plus the slow device's block");
+    assert_eq!(run.bench.load(3, kept).unwrap(), frame(3), "its blocks are served");
+    run.set_delay(slow, USUAL_US);
     run.until_slow(0);
-    assert_eq!(log.count("become slow"), 1, "said once");
+    assert_eq!(log.count("become slow"), 1, "logged once");
     assert_eq!(run.burst(20), [10, 10]);
-    assert_eq!(run.bench.ssd.usable(whole, 4096), 100);
+    assert_eq!(run.bench.ssd.usable_capacity(whole, 4096), 100);
 }
 
 #[test]
-fn where_all_are_slow_nobody_waits_for_what_they_cannot_do() {
+fn excess_work_is_refused_if_all_devices_are_slow() {
     for count in [1, 2] {
-        let mut run = Devices::open(count);
+        let mut run = DelayedDevices::open(count);
         run.save_until(6_000, None);
         let kept = run.bench.save(3).unwrap();
         (0..3_000).for_each(|_| run.read(kept));
-        (0..run.devices.len()).for_each(|number| run.takes(number, SLOW_US));
+        (0..run.devices.len()).for_each(|number| run.set_delay(number, SLOW_US));
         run.until_slow(run.devices.len());
-        assert_eq!(run.burst(20), vec![GIVEN; run.devices.len()], "the rest is refused");
-        assert_eq!(run.bench.ssd.usable(Capacity::Blocks(100), 4096), 100, "there is nowhere else");
-        assert!(!run.bench.ssd.is_behind());
-        assert!(
-            (0..GIVEN).all(|_| run.bench.ssd.may_read(kept, false)),
-            "that it is slow to read is not known"
+        assert_eq!(run.burst(20), vec![SLOW_DEVICE_JOBS; run.devices.len()], "the rest is refused");
+        assert_eq!(
+            run.bench.ssd.usable_capacity(Capacity::Blocks(100), 4096),
+            100,
+            "there is no other device"
         );
-        // Readers likewise, once it is.
+        assert!(!run.bench.ssd.is_overloaded());
+        assert!(
+            (0..SLOW_DEVICE_JOBS).all(|_| run.bench.ssd.may_read(kept, false)),
+            "slowness to read is not known yet"
+        );
+        // The same holds for readers, once slowness to read is known.
         (0..30).for_each(|_| run.read(kept));
-        let into = |run: &Devices| run.bench.arena.take(frame(3).len(), Purpose::Load).unwrap();
-        for _ in 0..GIVEN {
+        let into = |run: &DelayedDevices| run.bench.arena.take(frame(3).len(), Purpose::Load).unwrap();
+        for _ in 0..SLOW_DEVICE_JOBS {
             assert!(run.bench.ssd.may_read(kept, true));
             let slot = into(&run);
             run.bench.ssd.read(9, kept, (hash(3), Generation(0)), slot).unwrap();
         }
         assert!(!run.bench.ssd.may_read(kept, true));
-        assert_eq!(run.bench.ssd.slow_moves(), (0, GIVEN));
-        for _ in 0..GIVEN {
+        assert_eq!(run.bench.ssd.slow_device_jobs(), (0, SLOW_DEVICE_JOBS));
+        for _ in 0..SLOW_DEVICE_JOBS {
             assert!(
-                matches!(run.bench.done(), Done::Read { token: 9, result: Ok(bytes) } if bytes == frame(3))
+                matches!(run.bench.next_completion(), SsdCompletion::Read { token: 9, result: Ok(bytes) } if bytes == frame(3))
             );
         }
         assert!(run.bench.ssd.may_read(kept, true) && !run.bench.ssd.may_read(kept, false));
-        (0..run.devices.len()).for_each(|number| run.takes(number, USUAL_US));
+        (0..run.devices.len()).for_each(|number| run.set_delay(number, USUAL_US));
         (0..3_000).for_each(|_| run.read(kept));
         run.until_slow(0);
-        assert_eq!(run.bench.ssd.slow_moves(), (0, 0));
+        assert_eq!(run.bench.ssd.slow_device_jobs(), (0, 0));
     }
 }

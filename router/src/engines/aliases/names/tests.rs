@@ -1,4 +1,4 @@
-//! The table of names against a map of the standard library, by chance and where tags are equal.
+//! The name table against a standard map, with random steps and with equal tags.
 #![allow(clippy::unwrap_used)]
 
 use std::collections::HashMap;
@@ -8,66 +8,66 @@ use proptest::prelude::*;
 use super::*;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Entry {
+struct TestEntry {
     name: EngineHash,
     value: u64,
 }
 
-impl Named for Entry {
+impl NamedEntry for TestEntry {
     fn name(&self) -> EngineHash {
         self.name
     }
 }
 
 fn name(number: u64) -> EngineHash {
-    EngineHash::of_number(number)
+    EngineHash::from_u64(number)
 }
 
-/// Puts an entry in under a tag of the caller's choice.
-fn put(names: &mut Names<Entry>, number: u64, value: u64, tag: Tag) -> Result<Slot, Slot> {
-    names.insert(Entry { name: name(number), value }, tag)
+/// Inserts an entry with a chosen tag.
+fn put(names: &mut NameTable<TestEntry>, number: u64, value: u64, tag: Tag) -> Result<Slot, Slot> {
+    names.insert(TestEntry { name: name(number), value }, tag)
 }
 
-/// Every bucket is where a search from its home comes to it, and there are as many as there are entries.
-fn check(names: &Names<Entry>) {
+/// Checks that a search finds every bucket and that buckets and entries match.
+fn check(names: &NameTable<TestEntry>) {
     let taken = names.buckets.iter().enumerate().filter(|(_, bucket)| bucket.slot != Slot::NONE);
     let mut count = 0;
     for (at, bucket) in taken {
         let found = names.bucket_of(bucket.tag, |slot| slot == bucket.slot);
-        assert_eq!(found, Ok((at, bucket.slot)), "an entry that is not found");
-        assert!(names.get(bucket.slot).is_some(), "a bucket of nothing");
+        assert_eq!(found, Ok((at, bucket.slot)), "an entry cannot be found");
+        assert!(names.get(bucket.slot).is_some(), "a bucket without an entry");
         count += 1;
     }
     assert_eq!((count, names.iter().count()), (names.len(), names.len()));
-    assert!(4 * names.len() <= 3 * names.buckets.len(), "too full to say soon that a name is not there");
+    assert!(4 * names.len() <= 3 * names.buckets.len(), "too full for a fast failed lookup");
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum TableStep {
     Insert(u64),
     Remove(u64),
     Expect(Vec<u64>),
     Clear,
 }
 
-fn steps() -> impl Strategy<Value = Vec<Step>> {
+fn steps() -> impl Strategy<Value = Vec<TableStep>> {
     let number = 0..300u64;
     let one = prop_oneof![
-        60 => number.clone().prop_map(Step::Insert),
-        40 => number.clone().prop_map(Step::Remove),
-        5 => prop::collection::vec(number, 0..TOGETHER).prop_map(Step::Expect),
-        1 => Just(Step::Clear),
+        60 => number.clone().prop_map(TableStep::Insert),
+        40 => number.clone().prop_map(TableStep::Remove),
+        5 => prop::collection::vec(number, 0..LOOKUP_BATCH).prop_map(TableStep::Expect),
+        1 => Just(TableStep::Clear),
     ];
     prop::collection::vec(one, 1..1_500)
 }
 
 proptest! {
     #[test]
-    fn it_is_as_a_map_of_the_standard_library(steps in steps()) {
-        let (mut names, mut map) = (Names::default(), HashMap::new());
+    fn the_table_equals_a_standard_map(steps in steps()) {
+        let (mut names, mut map) = (NameTable::default(), HashMap::new());
         for (value, step) in (0..).zip(steps) {
             match step {
-                Step::Insert(number) => {
+                TableStep::Insert(number) => {
                     let tag = names.tag(name(number));
                     let put = put(&mut names, number, value, tag);
                     match map.get(&number) {
@@ -75,24 +75,24 @@ proptest! {
                         None => { map.insert(number, (put.unwrap(), value)); }
                     }
                 }
-                Step::Remove(number) => {
+                TableStep::Remove(number) => {
                     let found = names.find(name(number));
                     let value = found.and_then(|slot| names.get(slot)).map(|entry| entry.value);
                     prop_assert_eq!(value, map.remove(&number).map(|(_, value)| value));
                     if let Some(slot) = found {
                         names.remove(slot);
                         prop_assert_eq!(names.get(slot), None);
-                        names.remove(slot); // which is not there: nothing becomes of it
+                        names.remove(slot); // an unknown slot has no effect
                     }
                 }
-                Step::Expect(numbers) => {
+                TableStep::Expect(numbers) => {
                     let wanted: Vec<_> = numbers.into_iter().map(name).collect();
                     let mut tags = Vec::new();
-                    names.expect(&wanted, &mut tags);
+                    names.prefetch_names(&wanted, &mut tags);
                     let expected: Vec<_> = wanted.iter().map(|name| names.tag(*name)).collect();
                     prop_assert_eq!(tags, expected);
                 }
-                Step::Clear => { names.clear(); map.clear(); }
+                TableStep::Clear => { names.clear(); map.clear(); }
             }
             prop_assert_eq!(names.len(), map.len());
         }
@@ -107,11 +107,11 @@ proptest! {
         prop_assert_eq!(all, expected);
     }
 
-    /// Few tags, at both ends of the table, so that searches run from one end into the other.
+    /// Few tags, at both ends of the table, so that searches wrap around.
     #[test]
-    fn equal_tags_and_neighbours_stay_apart(steps in prop::collection::vec((0..120u64, any::<bool>()), 1..600)) {
+    fn equal_tags_and_neighbours_are_separate(steps in prop::collection::vec((0..120u64, any::<bool>()), 1..600)) {
         let tag = |number: u64| Tag([u32::MAX, u32::MAX - 1, 0, 1, 1 << 26, u32::MAX << 26][number as usize % 6]);
-        let (mut names, mut map) = (Names::default(), HashMap::new());
+        let (mut names, mut map) = (NameTable::default(), HashMap::new());
         for (number, is_insert) in steps {
             let found = names.find_tagged(name(number), tag(number));
             prop_assert_eq!(found, map.get(&number).copied());
@@ -131,14 +131,14 @@ proptest! {
 }
 
 #[test]
-fn places_that_became_free_are_taken_again_in_their_order() {
-    let mut names = Names::default();
+fn free_slots_are_reused_in_order() {
+    let mut names = NameTable::default();
     let mut insert = |number: u64| {
         let tag = names.tag(name(number));
         put(&mut names, number, number, tag).unwrap()
     };
     let slots: Vec<Slot> = (0..1_000).map(&mut insert).collect();
-    assert!(slots.iter().map(|slot| slot.0).eq(0..1_000), "side by side");
+    assert!(slots.iter().map(|slot| slot.0).eq(0..1_000), "adjacent");
     for slot in &slots[500..700] {
         names.remove(*slot);
     }
@@ -152,8 +152,8 @@ fn places_that_became_free_are_taken_again_in_their_order() {
 }
 
 #[test]
-fn memory_is_that_of_the_most_that_there_were() {
-    let mut names = Names::default();
+fn memory_follows_the_peak_size() {
+    let mut names = NameTable::default();
     let mut kept = VecDeque::new();
     for number in 0..100_000u64 {
         let tag = names.tag(name(number));

@@ -1,0 +1,23 @@
+//! Tests of traffic classes: each guarantee under random arrivals, and critical cases by hand.
+#![allow(clippy::unwrap_used)]
+
+mod quota;
+mod scheduler;
+
+/// Deterministic random numbers (splitmix64).
+struct TestRandom(u64);
+
+impl TestRandom {
+    fn new(seed: u64) -> TestRandom {
+        println!("seed {seed}");
+        TestRandom(seed)
+    }
+
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % end
+    }
+}

@@ -1,0 +1,114 @@
+//! OpenAI-compatible API: forwards requests to the engine that the router chooses, and relays
+//! answers unchanged.
+//!
+//! - `routes.rs`: paths and admission.
+//! - `forward.rs`: sending a request, with retries; `breaker.rs` and `backoff.rs` support it.
+//! - `relay.rs`: relaying an answer.
+//!
+//! Not here: reading prompts (`crate::prompt`), and the choice (`crate::decide`).
+
+mod backoff;
+mod breaker;
+mod config;
+mod forward;
+mod headers;
+mod pair;
+mod priority;
+mod relay;
+mod routes;
+mod upstream;
+
+use std::hash::{BuildHasher, RandomState};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::net::TcpListener;
+
+pub use config::{BreakerConfig, OpenAiConfig, RetryConfig};
+pub use priority::PriorityOrder;
+
+use crate::config::GatewayConfig;
+use crate::decide::Decider;
+use crate::metrics::OpenAiMetrics;
+use crate::prompt::RequestReader;
+use crate::serve::{self, ConnectionLimits, ServerControl};
+use crate::start::StartError;
+use forward::Forwarder;
+use routes::ApiState;
+
+/// Bits of the random first request number. It differs after a restart, and numbers stay exact in
+/// JSON.
+const FIRST_NUMBER_BITS: u32 = 52;
+
+/// Longest time for the head of a request, and longest idle time of a connection.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(75);
+
+/// A running API server.
+#[derive(Debug)]
+pub(crate) struct OpenAiServer {
+    address: SocketAddr,
+    api: Arc<ApiState>,
+    control: ServerControl,
+    drain_notice: Duration,
+    drain_timeout: Duration,
+}
+
+impl OpenAiServer {
+    /// Starts the server.
+    pub(crate) async fn open(
+        config: &GatewayConfig,
+        decider: Decider,
+        reader: Arc<RequestReader>,
+        metrics: OpenAiMetrics,
+    ) -> Result<OpenAiServer, StartError> {
+        let openai = &config.openai;
+        let listen =
+            |cause| StartError::Listen { key: "openai.listen", address: openai.listen.clone(), cause };
+        let listener = TcpListener::bind(&openai.listen).await.map_err(listen)?;
+        let address = listener.local_addr().map_err(listen)?;
+        let seed = || RandomState::new().hash_one(address);
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+        let first_number = seed() >> (u64::BITS - FIRST_NUMBER_BITS);
+        let forward = Forwarder::new(decider, (openai.clone(), config.priorities), metrics.clone(), seed());
+        let door = Arc::new(ApiState::new(config, forward, reader, metrics, first_number, created));
+        let orders = ServerControl::default();
+        let limits = ConnectionLimits {
+            connections: openai.connections_max,
+            head_timeout: HEAD_TIMEOUT,
+            write_stall_timeout: openai.idle_timeout(),
+        };
+        let serving = serve::serve(listener, routes::router(door.clone()), limits, orders.clone());
+        tokio::spawn(serving);
+        let (notice, drain) =
+            (Duration::from_millis(openai.drain_notice_ms), Duration::from_millis(openai.drain_ms));
+        Ok(OpenAiServer { address, api: door, control: orders, drain_notice: notice, drain_timeout: drain })
+    }
+
+    /// Listening address.
+    pub(crate) fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Fails readiness, closes the listener after the notice time, and waits for requests in flight
+    /// for a limited time.
+    pub(crate) async fn shutdown(self) {
+        self.api.drain();
+        tokio::time::sleep(self.drain_notice).await;
+        self.control.close.cancel();
+        self.control.tasks.close();
+        if tokio::time::timeout(self.drain_timeout, self.control.tasks.wait()).await.is_err() {
+            let running = self.control.tasks.len();
+            tracing::warn!(running, "requests are still in flight and are aborted (gateway.openai.drain_ms)");
+            self.control.abort.cancel();
+            self.control.tasks.wait().await;
+        }
+    }
+}
+
+impl Drop for OpenAiServer {
+    fn drop(&mut self) {
+        self.control.close.cancel();
+        self.control.abort.cancel();
+    }
+}

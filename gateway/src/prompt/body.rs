@@ -1,0 +1,86 @@
+//! The JSON of a request, limited to the fields that affect its prompt.
+//!
+//! The engine reads and validates all other fields. Not here: tokens and hashes (`reader.rs`).
+
+use minijinja::Value;
+use serde::Deserialize;
+use serde::de::IgnoredAny;
+
+use super::PromptError;
+
+/// Fields that affect the prompt or its placement.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(super) struct Body {
+    pub(super) model: Option<String>,
+    pub(super) stream: Option<bool>,
+    pub(super) priority: Option<IgnoredAny>,
+    pub(super) cache_salt: Option<String>,
+    pub(super) max_tokens: Option<u32>,
+    pub(super) max_completion_tokens: Option<u32>,
+    pub(super) prompt: Option<Input>,
+    pub(super) input: Option<Input>,
+    pub(super) messages: Option<Vec<Value>>,
+    pub(super) tools: Option<Vec<Value>>,
+    pub(super) documents: Option<Value>,
+    pub(super) chat_template: Option<Value>,
+    pub(super) chat_template_kwargs: Option<Value>,
+    pub(super) add_generation_prompt: Option<bool>,
+    pub(super) continue_final_message: Option<bool>,
+    pub(super) add_special_tokens: Option<bool>,
+    pub(super) reasoning_effort: Option<Value>,
+    pub(super) truncate_prompt_tokens: Option<i64>,
+    pub(super) truncation_side: Option<String>,
+}
+
+/// The accepted forms of `prompt` and `input`.
+#[derive(Debug, Deserialize)]
+#[serde(
+    untagged,
+    expecting = "`prompt` and `input` are text, a list of texts, a list of token ids, or a list of such lists"
+)]
+pub(super) enum Input {
+    Text(String),
+    Tokens(Vec<u32>),
+    Texts(Vec<String>),
+    ManyTokens(Vec<Vec<u32>>),
+}
+
+/// One prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PromptInput<'a> {
+    Text(&'a str),
+    Tokens(&'a [u32]),
+}
+
+impl Input {
+    /// The first prompt, and the number of prompts; `None` if there are none.
+    pub(super) fn first(&self) -> Option<(PromptInput<'_>, usize)> {
+        match self {
+            Input::Text(text) => Some((PromptInput::Text(text), 1)),
+            Input::Tokens(tokens) => (!tokens.is_empty()).then_some((PromptInput::Tokens(tokens), 1)),
+            Input::Texts(texts) => Some((PromptInput::Text(texts.first()?), texts.len())),
+            Input::ManyTokens(lists) => Some((PromptInput::Tokens(lists.first()?), lists.len())),
+        }
+    }
+}
+
+impl Body {
+    pub(super) fn parse(bytes: &[u8]) -> Result<Body, PromptError> {
+        // serde would accept a list as the struct's fields in order.
+        if bytes.trim_ascii_start().first() == Some(&b'[') {
+            return Err(PromptError::Shape("the request is a list; send one JSON object".into()));
+        }
+        serde_json::from_slice(bytes).map_err(|error| match error.classify() {
+            serde_json::error::Category::Data => {
+                PromptError::Shape(format!("the request is not as expected: {error}"))
+            }
+            _ => PromptError::Json(error.to_string()),
+        })
+    }
+
+    /// Tokens that may be generated; 0 when unknown.
+    pub(super) fn output_tokens(&self) -> u32 {
+        self.max_completion_tokens.or(self.max_tokens).unwrap_or(0)
+    }
+}

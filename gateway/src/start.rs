@@ -1,0 +1,164 @@
+//! Starts and stops the gateway's listeners.
+//!
+//! Not here: how each listener serves requests.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use futures_util::future::BoxFuture;
+use kv_core::prefix::IdentityManifest;
+use kvfleet_router::{EnginesConfig, RouterHandle, Tenants};
+use prometheus::Registry;
+use tokio_util::sync::CancellationToken;
+
+use crate::config::{ConfigError, GatewayConfig};
+use crate::decide::Decider;
+use crate::endpoints::{self, StartedEndpoints};
+use crate::metrics::{OpenAiMetrics, PromptMetrics};
+use crate::openai::OpenAiServer;
+use crate::picker;
+use crate::prompt::RequestReader;
+
+/// Why the gateway did not start.
+#[derive(Debug, thiserror::Error)]
+pub enum StartError {
+    /// The configuration is invalid.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The router's part of the configuration is invalid.
+    #[error(transparent)]
+    Engines(#[from] kvfleet_router::ConfigError),
+    /// Endpoints of engines cannot be opened or discovered.
+    #[error(transparent)]
+    Endpoints(#[from] endpoints::EndpointsError),
+    /// The endpoint picker cannot be opened.
+    #[error(transparent)]
+    Picker(#[from] picker::PickerError),
+    /// A listener cannot be opened.
+    #[error(
+        "gateway.{key}: cannot listen on {address}: {cause}; set another address, or stop the process that listens there"
+    )]
+    Listen {
+        /// Configuration key of the address.
+        key: &'static str,
+        /// Configured address.
+        address: String,
+        /// Error of the operating system.
+        cause: io::Error,
+    },
+    /// Metrics cannot be registered, for example because a name is taken.
+    #[error("metrics of the gateway cannot be registered: {0}")]
+    Metrics(#[from] prometheus::Error),
+}
+
+/// Checks the identity under which prompts are hashed. An invalid one is an error; the default one
+/// is only warned about, because no engine has such hashes.
+fn check_identity(
+    config: &GatewayConfig,
+    engines: &EnginesConfig,
+) -> Result<(), kvfleet_router::ConfigError> {
+    let manifest = engines.identity.manifest();
+    manifest.validate().map_err(|error| kvfleet_router::ConfigError {
+        key: "engines.identity",
+        problem: error.to_string(),
+    })?;
+    let has_tokenizer = config.models.iter().any(|model| !model.tokenizer.as_os_str().is_empty());
+    if has_tokenizer && manifest == IdentityManifest::default() {
+        tracing::warn!(
+            model = manifest.model,
+            block_tokens = manifest.block_tokens,
+            "engines.identity is not set, so prompts are hashed under the default identity and match no engine's blocks: set engines.identity to the value that nodes and engines use"
+        );
+    }
+    Ok(())
+}
+
+/// A running gateway. Dropping it closes all listeners at once.
+#[derive(Debug)]
+pub struct Gateway {
+    admin: Option<SocketAddr>,
+    picker: Option<picker::PickerServer>,
+    openai: Option<OpenAiServer>,
+    stop: CancellationToken,
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        self.stop.cancel();
+    }
+}
+
+impl Gateway {
+    /// Opens the listeners that the configuration names; `engines` sets the identity of prompt
+    /// hashes.
+    ///
+    /// # Errors
+    /// [`StartError`]: an invalid configuration, an unreadable file, or a port in use.
+    // Boxed, so that the future is compiled once here and not in every caller's crate.
+    pub fn open<'a>(
+        config: &'a GatewayConfig,
+        engines: &'a EnginesConfig,
+        router: RouterHandle,
+        registry: &'a Registry,
+    ) -> BoxFuture<'a, Result<Gateway, StartError>> {
+        Box::pin(Gateway::start(config, engines, router, registry))
+    }
+
+    async fn start(
+        config: &GatewayConfig,
+        engines: &EnginesConfig,
+        router: RouterHandle,
+        registry: &Registry,
+    ) -> Result<Gateway, StartError> {
+        config.validate()?;
+        let stop = CancellationToken::new();
+        // On any error below, the guard stops the tasks that already run.
+        let guard = stop.clone().drop_guard();
+        let StartedEndpoints { endpoints, admin } =
+            endpoints::start(config, &router, registry, &stop).await?;
+        let objectives = config.objectives.iter().map(|of| (of.name.clone(), of.priority));
+        let decider = Decider::new(router, endpoints).with_objectives(objectives).with_models(&config.models);
+        let decider = decider.with_identity(&engines.identity.manifest(), &config.models);
+        let (mut picker, mut openai) = (None, None);
+        if config.openai.is_open() || config.picker.is_open() {
+            check_identity(config, engines)?;
+            let tenants = Arc::new(Tenants::load(engines)?);
+            let block_tokens = tenants.block_tokens();
+            let reader = RequestReader::load(config, tenants, PromptMetrics::register(registry)?)?;
+            let reader = Arc::new(reader.with_endpoints(decider.endpoints()));
+            picker = picker::serve(&config.picker, &decider, &reader, block_tokens, registry, &stop).await?;
+            if config.openai.is_open() {
+                let metrics = OpenAiMetrics::register(registry)?;
+                openai = Some(OpenAiServer::open(config, decider, reader, metrics).await?);
+            }
+        }
+        guard.disarm();
+        Ok(Gateway { admin, picker, openai, stop })
+    }
+
+    /// Addresses of the listeners, each with its name.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<(&'static str, SocketAddr)> {
+        let openai = self.openai.as_ref().map(|openai| ("openai", openai.address()));
+        let picker = self.picker.as_ref().map(|picker| ("picker", picker.address()));
+        let admin = self.admin.map(|address| ("admin", address));
+        openai.into_iter().chain(picker).chain(admin).collect()
+    }
+
+    /// Waits for requests in flight, for a limited time, and closes the listeners.
+    pub fn shutdown(self) -> BoxFuture<'static, ()> {
+        Box::pin(self.stop_all())
+    }
+
+    async fn stop_all(mut self) {
+        // Endpoints stay open until the requests in flight have ended.
+        if let Some(openai) = self.openai.take() {
+            openai.shutdown().await;
+        }
+        self.stop.cancel();
+        if let Some(picker) = self.picker.take() {
+            picker.drain().await;
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! Connections of kvfleet's control calls: TLS identities and their renewal, listeners and accept limits, channels, and trace context.
+//!
+//! Not here: the messages (`proto/`), the block path (`transport/`), and what a server answers.
+
+pub mod accept_limits;
+pub mod certificates;
+pub mod channel;
+pub mod tls;
+pub mod trace_context;

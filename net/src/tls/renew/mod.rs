@@ -1,0 +1,190 @@
+//! Renewal of a process's certificate and key while it runs.
+//!
+//! Every handshake asks for the current certificate. New connections use the new one, and existing
+//! connections go on. An unusable certificate (truncated, mismatched, not accepted) changes no
+//! state and is reported once. The authority is never renewed: another authority is another
+//! cluster. Not here: the interval of checks (`keep.rs`), and tonic's own TLS, which keeps its
+//! first certificate.
+
+use std::collections::BTreeSet;
+use std::mem::{Discriminant, discriminant};
+use std::sync::{Arc, PoisonError, RwLock};
+
+use kv_core::id::TenantId;
+use rustls::SignatureScheme;
+use rustls::client::ResolvesClientCert;
+use rustls::server::{ClientHello, ResolvesServerCert};
+use rustls::sign::CertifiedKey;
+
+use super::{Identity, IdentityBuilder, TlsError, TlsFiles, memory_files, read, tenants_of};
+
+/// The certificate and key of a process, exchangeable at run time.
+pub(super) struct CertResolver {
+    current: RwLock<CertPair>,
+}
+
+#[derive(Clone)]
+struct CertPair {
+    cert_pem: Arc<[u8]>,
+    key_pem: Arc<[u8]>,
+    certified: Arc<CertifiedKey>,
+}
+
+impl CertResolver {
+    pub(super) fn new(cert_pem: Vec<u8>, key_pem: Vec<u8>, certified: CertifiedKey) -> CertResolver {
+        CertResolver { current: RwLock::new(CertPair::new(cert_pem, key_pem, certified)) }
+    }
+
+    fn pair(&self) -> CertPair {
+        self.current.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn certified(&self) -> Arc<CertifiedKey> {
+        self.pair().certified
+    }
+
+    pub(super) fn tenants(&self) -> Option<BTreeSet<TenantId>> {
+        tenants_of_pair(&self.certified())
+    }
+
+    pub(super) fn tonic(&self) -> tonic::transport::Identity {
+        let pair = self.pair();
+        tonic::transport::Identity::from_pem(pair.cert_pem, pair.key_pem)
+    }
+}
+
+/// The certificate was accepted before, so its names are readable.
+fn tenants_of_pair(certified: &CertifiedKey) -> Option<BTreeSet<TenantId>> {
+    certified.cert.first().and_then(|leaf| tenants_of(leaf).ok()).flatten()
+}
+
+impl CertPair {
+    fn new(cert_pem: Vec<u8>, key_pem: Vec<u8>, certified: CertifiedKey) -> CertPair {
+        CertPair { cert_pem: cert_pem.into(), key_pem: key_pem.into(), certified: Arc::new(certified) }
+    }
+}
+
+impl std::fmt::Debug for CertResolver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Shown(..)")
+    }
+}
+
+impl ResolvesServerCert for CertResolver {
+    fn resolve(&self, _: ClientHello<'_>) -> Option<Arc<CertifiedKey>> {
+        Some(self.certified())
+    }
+}
+
+impl ResolvesClientCert for CertResolver {
+    fn resolve(&self, _: &[&[u8]], _: &[SignatureScheme]) -> Option<Arc<CertifiedKey>> {
+        Some(self.certified())
+    }
+
+    fn has_certs(&self) -> bool {
+        true
+    }
+}
+
+impl Identity {
+    /// Presents this certificate and key from now on, if they pass the start-up checks under the
+    /// current authority. Returns whether they differ from before.
+    ///
+    /// # Errors
+    /// As [`Identity::from_pem`]; the old certificate stays in use.
+    pub fn renew(&self, cert_pem: &[u8], key_pem: &[u8]) -> Result<bool, TlsError> {
+        self.renew_from(&memory_files(), cert_pem, key_pem)
+    }
+
+    fn renew_from(&self, files: &TlsFiles, cert_pem: &[u8], key_pem: &[u8]) -> Result<bool, TlsError> {
+        let certified =
+            IdentityBuilder { files }.certified_key(&self.roots, self.clock.as_ref(), cert_pem, key_pem)?;
+        let before = self.certificate.pair();
+        if *before.cert_pem == *cert_pem && *before.key_pem == *key_pem {
+            return Ok(false);
+        }
+        let pair = CertPair::new(cert_pem.to_vec(), key_pem.to_vec(), certified);
+        // Clients accept this process by its old certificate, and would reject the new one.
+        if tenants_of_pair(&before.certified).is_none() && tenants_of_pair(&pair.certified).is_some() {
+            let cause = "it names tenants, and the one before is of the cluster's own";
+            return Err(
+                IdentityBuilder { files }.refused_error(&cause, "restart this process to make it a tenant's")
+            );
+        }
+        *self.certificate.current.write().unwrap_or_else(PoisonError::into_inner) = pair;
+        Ok(true)
+    }
+}
+
+/// Renews an identity from its files.
+pub struct Renewal {
+    identity: Identity,
+    files: TlsFiles,
+    /// Kind of the last rejection and the files, so that it is reported once: the error's text
+    /// holds the time of the check.
+    reported: Option<(Discriminant<TlsError>, Option<CertFiles>)>,
+}
+
+impl std::fmt::Debug for Renewal {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Renewal").field("files", &self.files).finish_non_exhaustive()
+    }
+}
+
+/// Content of the two files. Never printed: one is a secret.
+#[derive(PartialEq, Eq)]
+struct CertFiles {
+    cert: Vec<u8>,
+    key: Vec<u8>,
+}
+
+/// Result of a check of the files.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum RenewalOutcome {
+    /// No change.
+    Unchanged,
+    /// A new certificate is presented from now on.
+    Renewed,
+    /// The files cannot be used, and the old certificate stays. Reported once per reason; an
+    /// expired certificate without a successor is a reason too.
+    Rejected(TlsError),
+}
+
+impl Renewal {
+    /// A renewal of an identity that was loaded from these files.
+    #[must_use]
+    pub fn new(identity: Identity, files: TlsFiles) -> Renewal {
+        Renewal { identity, files, reported: None }
+    }
+
+    /// Reads the files and presents their certificate if it is new and usable. Blocks while it
+    /// reads.
+    pub fn check(&mut self) -> RenewalOutcome {
+        let files = self.read();
+        let renewed = match &files {
+            Ok(CertFiles { cert, key }) => self.identity.renew_from(&self.files, cert, key),
+            Err(error) => Err(error.clone()),
+        };
+        let error = match renewed {
+            Ok(is_new) => {
+                self.reported = None;
+                return if is_new { RenewalOutcome::Renewed } else { RenewalOutcome::Unchanged };
+            }
+            Err(error) => error,
+        };
+        let report = Some((discriminant(&error), files.ok()));
+        if self.reported == report {
+            return RenewalOutcome::Unchanged;
+        }
+        self.reported = report;
+        RenewalOutcome::Rejected(error)
+    }
+
+    fn read(&self) -> Result<CertFiles, TlsError> {
+        let cert = read("certificate", &self.files.cert)?;
+        Ok(CertFiles { cert, key: read("private key", &self.files.key)? })
+    }
+}
+
+#[cfg(test)]
+mod tests;

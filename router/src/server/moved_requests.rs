@@ -1,0 +1,72 @@
+//! Requests that run elsewhere than they were sent, as the gateway reports: their counted load
+//! moves along.
+//!
+//! It happens when an engine rejects a request and another takes it, or the sender tries the next
+//! candidate. Not here: the counted load (`kv_core::schedule::Counted`), and the decision log
+//! (`crate::view::decision_log`).
+
+use kv_core::id::{BlockHash, InstanceId, Timestamp};
+use kv_core::schedule::{self, Fleet, InstanceFilter, PrefixLocations, RouteRecord, RouteRequest};
+use kvfleet_proto::pb;
+
+use super::{ServerState, check, route, why};
+use crate::view::decision_log::Placement;
+use crate::view::holders;
+
+/// Removes the counted load and expected prefix of a request from the instance that it was sent to.
+pub(super) fn uncount(
+    shared: &ServerState,
+    (asked, hashes): (&RouteRequest, &[BlockHash]),
+    is_text: bool,
+    now: Timestamp,
+) {
+    let counted = shared.decision_log.lock().take_counted(asked.request.0);
+    let Some(counted) = counted else { return };
+    shared.fleet.uncount(&counted, now);
+    // Has no effect for a prefix that was not recorded.
+    shared.in_flight_prefixes.lock().retract(asked, hashes, &counted);
+    if is_text {
+        shared.inferred_prefixes.lock().retract(asked, hashes, &counted);
+    }
+    why::stop_waiting(shared, asked.request.0);
+}
+
+/// Records that a routed request runs on `to.0`, and continues on `to.1` if one is named. The
+/// request must equal the routed one. Has no effect if it is invalid or already known.
+pub(crate) fn record_move(
+    shared: &ServerState,
+    request: &pb::RouteRequest,
+    to: (InstanceId, Option<InstanceId>),
+) {
+    let number = request.request;
+    if !shared.decision_log.lock().is_move(number, to) {
+        return;
+    }
+    let Ok(hashes) = check::hashes("hashes", &request.hashes) else { return };
+    let Ok(asked) = route::parse_request(request, &hashes) else { return };
+    let now = shared.clock.now();
+    uncount(shared, (&asked, &hashes), request.text, now);
+    let control = shared.control().published.read();
+    let (matched, _) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
+    drop(control);
+    let resident = route::resident_prefixes(shared, &asked, (&hashes, request.text), now);
+    let held = PrefixLocations { matched: &matched, resident: &resident, in_flight: &[] };
+    let choose = |fleet: &Fleet| {
+        let there =
+            InstanceFilter { candidates: Some(&[to.0]), is_pinned: true, ..InstanceFilter::default() };
+        schedule::choose_filtered(&asked, held, there, fleet, now)
+    };
+    let decision = shared.fleet.record_move(choose, to.1, now);
+    if let Some(decision) = &decision {
+        route::record_expected(shared, (&asked, &hashes), request.text, decision, now);
+    }
+    let counted = decision.as_ref().map(|decision| RouteRecord::of(decision, now));
+    // An unknown instance has no prediction.
+    let there = Placement { instance: to.0, decode_instance: to.1, ..Placement::default() };
+    shared.decision_log.lock().record_move(
+        number,
+        decision.as_ref().map_or(there, Placement::from_decision),
+        counted,
+    );
+    tracing::debug!(request = number, instance = to.0.0, "a request moved to another instance");
+}
