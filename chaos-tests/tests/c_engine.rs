@@ -81,7 +81,7 @@ async fn report_until_ended(client: Client) {
     }
 }
 
-/// Compiles a program of `client-c`, linked with the library built beside this test.
+/// Compiles a program of `client/c`, linked with the library built beside this test.
 fn program(place: &Path, source: &str) -> PathBuf {
     let here = std::env::current_exe().unwrap();
     let libraries = here.parent().unwrap();

@@ -8,6 +8,16 @@ use toml::{Table, Value};
 /// Least similarity of a suggestion (Jaro-Winkler, 0 to 1).
 const NEAREST_SIMILARITY_MIN: f64 = 0.7;
 
+/// Keys of before the field's terms were used, and their names now; the table goes with version 1.0.
+/// The old name is the last part of the key's path.
+const RENAMED_KEYS: [(&str, &str); 5] = [
+    ("doors", "gateway"),
+    ("truth", "anti_entropy"),
+    ("tray_bytes", "bounce_buffer_bytes"),
+    ("lent_bytes", "in_place_bytes"),
+    ("asks_to_decode", "checks_decode_admission"),
+];
+
 /// Problem with one key.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum KeyError {
@@ -87,6 +97,10 @@ fn hint<'a>(
     path: &str,
     root: &Json,
 ) -> String {
+    let renamed = RENAMED_KEYS.iter().find(|(old, _)| *old == name);
+    if let Some((_, new)) = renamed.filter(|(_, new)| level.clone().any(|valid| valid == new)) {
+        return format!("it is named `{}` now: rename it", join(path, new));
+    }
     let everywhere = paths(root);
     let here = level.clone().map(|valid| (strsim::jaro_winkler(name, valid), join(path, valid)));
     let last = |full: &str| full.rsplit('.').next().unwrap_or_default().to_owned();

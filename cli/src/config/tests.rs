@@ -131,3 +131,27 @@ fn set_requires_key_and_value() {
     says("--set without a value", &parse_override("novalue").unwrap_err(), &[]);
     assert_eq!(parse_override("a.b = c").unwrap(), Override::flag("--set", "a.b", "c"));
 }
+
+#[test]
+fn renamed_keys_name_the_new_key() {
+    use crate::process::RouterProcessConfig;
+
+    let schema = |config: Result<serde_json::Value, serde_json::Error>| config.unwrap();
+    let configs = [
+        schema(serde_json::to_value(kvfleet_node::NodeConfig::default())),
+        schema(serde_json::to_value(RouterProcessConfig::default())),
+        schema(serde_json::to_value(kvfleet_engine::mock::InstanceConfig::default())),
+    ];
+    let renamed = [
+        (1, "[doors]", "`doors`; it is named `gateway`"),
+        (1, "[truth]", "`truth`; it is named `anti_entropy`"),
+        (0, "[shm]\ntray_bytes = 1", "`shm.tray_bytes`; it is named `shm.bounce_buffer_bytes`"),
+        (0, "[rdma]\ntray_bytes = 1", "`rdma.tray_bytes`; it is named `rdma.bounce_buffer_bytes`"),
+        (0, "[shm]\nlent_bytes = 1", "`shm.lent_bytes`; it is named `shm.in_place_bytes`"),
+        (2, "asks_to_decode = true", "`asks_to_decode`; it is named `checks_decode_admission`"),
+    ];
+    for (config, text, expected) in renamed {
+        let refused = keys::check(&text.parse().unwrap(), &configs[config]).unwrap_err().to_string();
+        assert_eq!(refused, format!("unknown key {expected} now: rename it"));
+    }
+}

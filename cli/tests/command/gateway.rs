@@ -195,7 +195,7 @@ async fn prefills_on_one_instance_and_decodes_on_another() {
     let door = openai_address(&cluster, 1);
     for (number, stream) in [(1, false), (2, true), (3, false)] {
         let mut body = chat(&format!("{number}?"));
-        body["messages"][0]["content"] = format!("{number} {}", "unique words ".repeat(100)).into();
+        body["messages"][0]["content"] = format!("{number} {}", "unique words ".repeat(150)).into();
         body["stream"] = stream.into();
         body["stream_options"] = json!({"include_usage": true});
         let answer = ask(door, "/v1/chat/completions", &body).await;

@@ -114,7 +114,7 @@ fn regret_as_table_or_json() {
     place.trace(60);
     let few = ["trace", "regret", "trace.jsonl", "--limit", "40", "--instances", "2", "--loads", "0.5,0.9"];
     let tables = place.run(&few).ok();
-    assert_eq!(tables.matches("| and true times |").count(), 2, "{tables}");
+    assert_eq!(tables.matches("| and actual times |").count(), 2, "{tables}");
     let lines = place.run(&[&few[..], &["--json"]].concat()).ok();
     assert_eq!(
         lines,

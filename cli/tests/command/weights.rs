@@ -248,7 +248,7 @@ async fn changed_weights_miss_with_their_reason() {
     let handle = tokio::runtime::Handle::current();
     let change = || {
         let changed = weights(&place, &cluster, &["--next", "1"]).ok();
-        assert!(changed.starts_with("weights are of generation 1 from now on"), "{changed}");
+        assert!(changed.starts_with("weights are now of generation 1"), "{changed}");
         tokio::task::block_in_place(|| handle.block_on(until_joined(&place, &cluster, 1)));
     };
     let read = node.fetch(2, 0, 0..BLOCKS, change).await;

@@ -116,5 +116,5 @@ async fn rdma_error_names_missing_device_and_auto_falls_back() {
     let reports = auto.path_reports();
     assert_eq!(reports[0].used, kvfleet_transport::pick::PathKind::Quic);
     let why = reports[0].to_string();
-    assert!(why.contains("rdma of 0 fetches, last failure") && why.contains("no such device"), "{why}");
+    assert!(why.contains("rdma over 0 fetches, last failure") && why.contains("no such device"), "{why}");
 }

@@ -132,7 +132,7 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let answers = [
         ("report", router.report(report()).await.map(drop)),
         ("report_residency", router.report_residency(pb::ResidencyRequest::default()).await.map(drop)),
-        ("evacuate", router.drain(pb::DrainRequest::default()).await.map(drop)),
+        ("drain", router.drain(pb::DrainRequest::default()).await.map(drop)),
         ("admit_decode", router.admit_decode(pb::AdmitDecodeRequest::default()).await.map(drop)),
         ("why", router.why(pb::WhyRequest::default()).await.map(drop)),
         ("status", router.status(pb::StatusRequest {}).await.map(drop)),
@@ -153,7 +153,7 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
     let mut raft = RaftClient::new(as_tenant(cluster));
     let frames = || tokio_stream::iter(vec![pb::RaftFrame::default()]);
     let raft_answers = [
-        ("hello", raft.handshake(pb::HandshakeRequest::default()).await.map(drop)),
+        ("handshake", raft.handshake(pb::HandshakeRequest::default()).await.map(drop)),
         ("read_index", raft.read_index(pb::RaftFrame::default()).await.map(drop)),
         ("append", raft.append(pb::RaftFrame::default()).await.map(drop)),
         ("append_stream", raft.append_stream(frames()).await.map(drop)),

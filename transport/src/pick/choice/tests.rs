@@ -236,10 +236,7 @@ fn reasons_are_readable() {
     let says = |outcome| PickReason::Compared(Comparison { outcome, bytes: 65_536, used, other }).to_string();
     let figures = "65536 bytes take 1.0ms over quic and 530.0µs over tcp: ";
     assert_eq!(says(ComparisonOutcome::Kept), format!("{figures}not clearly better, quic stays"));
-    assert_eq!(
-        says(ComparisonOutcome::Leading),
-        format!("{figures}clearly better, tcp has to show it once more")
-    );
+    assert_eq!(says(ComparisonOutcome::Leading), format!("{figures}clearly better, tcp must win once more"));
     assert_eq!(
         says(ComparisonOutcome::Switched),
         format!("{figures}clearly better again, tcp is used from now on")

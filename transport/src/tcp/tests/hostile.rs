@@ -471,7 +471,7 @@ async fn connections_use_at_most_half_of_the_open_file_limit() {
     if std::env::var_os(FEW_FILES).is_some() {
         return fill_a_server_with_few_files().await;
     }
-    let name = "tcp::tests::hostile::connections_are_half_of_the_files_at_most";
+    let name = "tcp::tests::hostile::connections_use_at_most_half_of_the_open_file_limit";
     let mut child = tokio::process::Command::new(std::env::current_exe().unwrap());
     let said = child.args(["--exact", name, "--nocapture"]).env(FEW_FILES, "1").output().await.unwrap();
     let text = String::from_utf8_lossy(&[said.stdout, said.stderr].concat()).into_owned();
