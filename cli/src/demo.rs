@@ -41,9 +41,12 @@ pub async fn run(args: &DemoArgs, stop: &Stop) -> anyhow::Result<bool> {
         anyhow::bail!("the demo's own command line is not a replay");
     };
     let outcome = replay::run_replay(&replay, stop).await?;
-    print!("{}", report::table(&outcome.report));
+    print!("{}", report::table(&outcome.report, args.verbose));
     let files = outcome.files()?;
-    println!("\nreport and plots are in {}:", args.report.display());
-    files.iter().for_each(|file| println!("  {}", file.display()));
+    let names: Vec<_> = files.iter().filter_map(|file| file.file_name()?.to_str()).collect();
+    println!("\nin {}: {}", args.report.display(), names.join(", "));
+    if !args.verbose {
+        println!("--verbose adds which transport path each instance uses to each node, and why");
+    }
     Ok(outcome.is_good())
 }

@@ -41,7 +41,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         Command::Replay(args) => {
             run_interruptible(async |stop| {
                 let outcome = replay::run_replay(&args, stop).await?;
-                print!("{}", report::table(&outcome.report));
+                print!("{}", report::table(&outcome.report, args.verbose));
                 outcome.files()?.iter().for_each(|file| println!("wrote {}", file.display()));
                 Ok(exit_code(outcome.is_good()))
             })

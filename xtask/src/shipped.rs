@@ -81,10 +81,10 @@ pub(crate) struct DistArgs {
 }
 
 /// Builds the release program and prints its path. The path is separate, because builds without a
-/// profile overwrite cargo's output.
+/// profile overwrite cargo's output. Its debug information is beside it, in `kvfleet.debug`.
 ///
 /// # Errors
-/// If a build or a training run fails, or the tool that merges profiles is missing.
+/// If a build or a training run fails, or if the tool that merges profiles or `objcopy` is missing.
 pub(crate) fn run(args: &DistArgs) -> anyhow::Result<()> {
     let features: Vec<String> = args
         .features
@@ -101,10 +101,26 @@ pub(crate) fn run(args: &DistArgs) -> anyhow::Result<()> {
     let folder = target().join("shipped");
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let shipped = folder.join("kvfleet");
-    std::fs::copy(program("kvfleet"), &shipped)
-        .with_context(|| format!("cannot write {}", shipped.display()))?;
+    split_debug_info(&program("kvfleet"), &shipped)?;
     println!("{}", shipped.display());
     Ok(())
+}
+
+/// Copies `program` without debug information to `stripped`, and the information to a file of the
+/// same name with `.debug` behind it. The program names that file, so debuggers find it.
+fn split_debug_info(program: &Path, stripped: &Path) -> anyhow::Result<()> {
+    let debug = stripped.with_added_extension("debug");
+    let objcopy = |options: &[&str], from: &Path, to: &Path| {
+        let status = Command::new("objcopy").args(options).args([from, to]).status();
+        let status = status.context("cannot start objcopy: install the package binutils")?;
+        if !status.success() {
+            bail!("objcopy {} {}: it ended with {status}", options.join(" "), from.display());
+        }
+        Ok(())
+    };
+    objcopy(&["--only-keep-debug"], program, &debug)?;
+    let link = format!("--add-gnu-debuglink={}", debug.display());
+    objcopy(&["--strip-debug", &link], program, stripped)
 }
 
 /// Builds our programs as for a release, with features in cargo's syntax.
@@ -188,7 +204,8 @@ fn profile(features: &str, is_anew: bool) -> anyhow::Result<PathBuf> {
     }
     let tool = find_profdata_tool()?;
     eprintln!(
-        "recording a profile: this builds everything twice, first with counters to run some benches, then with their counts. It is kept in {} for this compiler and Cargo.lock; --unprofiled skips it",
+        "recording a profile: this builds everything twice, first with counters to run some benches, then \
+         with their counts. It is kept in {} for this compiler and Cargo.lock; --unprofiled skips it",
         folder.display()
     );
     if folder.exists() {
@@ -251,7 +268,8 @@ fn train(benches: &Path, training: &Training, folder: &Path) -> anyhow::Result<(
     let status = command.status().with_context(|| format!("cannot start {}", benches.display()))?;
     if !status.success() {
         bail!(
-            "the training bench {} ended with {status}; see its output above. With --unprofiled, `cargo xtask dist` and `cargo xtask bench NAME` skip the profile",
+            "the training bench {} ended with {status}; see its output above. With --unprofiled, `cargo \
+             xtask dist` and `cargo xtask bench NAME` skip the profile",
             training.bench
         );
     }
@@ -320,7 +338,9 @@ fn find_profdata_tool() -> anyhow::Result<PathBuf> {
     setup.arg("profile").stdout(std::io::stderr()).status().context("cannot run scripts/setup")?;
     there().with_context(|| {
         format!(
-            "no llvm-profdata of LLVM {llvm}: install it with `rustup component add llvm-tools` or the package llvm-{llvm}. With --unprofiled, `cargo xtask dist` and `cargo xtask bench NAME` skip the profile"
+            "no llvm-profdata of LLVM {llvm}: install it with `rustup component add llvm-tools` or the \
+             package llvm-{llvm}. With --unprofiled, `cargo xtask dist` and `cargo xtask bench NAME` skip \
+             the profile"
         )
     })
 }

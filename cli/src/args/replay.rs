@@ -110,6 +110,9 @@ pub struct ReplayArgs {
     /// No progress bar.
     #[arg(long)]
     pub quiet: bool,
+    /// Also print which transport path each instance uses to each node, and why.
+    #[arg(long)]
+    pub verbose: bool,
 }
 
 /// `kvfleet demo`.
@@ -127,6 +130,9 @@ pub struct DemoArgs {
     /// No progress bar.
     #[arg(long)]
     pub quiet: bool,
+    /// Also print which transport path each instance uses to each node, and why.
+    #[arg(long)]
+    pub verbose: bool,
 }
 
 #[cfg(test)]

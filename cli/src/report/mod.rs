@@ -30,8 +30,9 @@ pub fn write(
     Ok(written)
 }
 
-/// The table printed at the end of a replay.
+/// The table printed at the end of a replay. With `verbose` it also says which path each instance
+/// uses to each node, and why.
 #[must_use]
-pub fn table(report: &Report) -> String {
-    table::render(report)
+pub fn table(report: &Report, verbose: bool) -> String {
+    table::render(report, verbose)
 }

@@ -9,10 +9,13 @@ use crate::trace::skipped_text;
 /// Width of the first column in characters.
 const LABEL_CHARS: usize = 16;
 
-/// The whole table.
-pub(super) fn render(report: &Report) -> String {
+/// The table. Only if `verbose`, it names the path that each instance uses to each node, with the
+/// reason.
+pub(super) fn render(report: &Report, verbose: bool) -> String {
     let mut out = String::new();
     request_rows(&mut out, report);
+    path_rows(&mut out, report, verbose);
+    memory_rows(&mut out, report);
     block_rows(&mut out, report);
     time_rows(&mut out, report);
     prefill_rows(&mut out, report);
@@ -53,12 +56,10 @@ fn request_rows(out: &mut String, report: &Report) {
         row(out, "  REFUSED", why);
     }
     row(out, "cpu", &format!("{cluster}{:.1} s this process", report.cpu.driver_s));
-    path_rows(out, report);
-    memory_rows(out, report);
 }
 
 /// Bytes by transport path, and their CPU cost.
-fn path_rows(out: &mut String, report: &Report) {
+fn path_rows(out: &mut String, report: &Report, verbose: bool) {
     let used = report.paths.iter().filter(|(_, bytes)| bytes.fetched_bytes + bytes.saved_bytes > 0);
     let text = |(path, bytes): (&String, &PathTraffic)| {
         let (fetched, saved) = (human_bytes(bytes.fetched_bytes), human_bytes(bytes.saved_bytes));
@@ -72,8 +73,8 @@ fn path_rows(out: &mut String, report: &Report) {
     all.extend(cost);
     row(out, "paths", &all.join("; "));
     // With a single path there was no choice to explain.
-    for reason in report.path_reasons.iter().filter(|_| report.paths.len() > 1) {
-        row(out, "  why", reason);
+    if verbose && report.paths.len() > 1 {
+        report.path_reasons.iter().for_each(|reason| row(out, "  why", reason));
     }
 }
 
@@ -144,7 +145,8 @@ fn prefill_rows(out: &mut String, report: &Report) {
     row(out, "prefill", &percentiles_text(prefill.prefill_us));
     let worst = prefill.over_recompute_max.map_or(String::new(), |worst| format!(", {worst:.2} at worst"));
     let text = format!(
-        "{:.2} of recompute time{worst}; compute idle {:.1} %, {} blocks recomputed instead of loaded, {} preloaded; {} blocks saved layer by layer",
+        "{:.2} of recompute time{worst}; compute idle {:.1} %, {} blocks recomputed instead of loaded, {} \
+         preloaded; {} blocks saved layer by layer",
         prefill.over_recompute,
         100.0 * prefill.idle_share,
         prefill.computed_blocks,
@@ -232,10 +234,21 @@ mod tests {
     #[test]
     fn separates_measured_from_modelled() {
         let subject = ReportSubject { config: Config::default(), seed: 1, profile: "h100-8b".into() };
-        let text = render(&Report::new(subject, &ReplayMeasurements::default()));
+        let text = render(&Report::new(subject, &ReplayMeasurements::default()), false);
         assert!(text.starts_with("measured\n"), "{text}");
         assert!(text.contains("modelled under profile h100-8b (not measured)"), "{text}");
         assert!(text.contains("0 wrong"), "{text}");
+    }
+
+    #[test]
+    fn only_verbose_tables_explain_paths() {
+        let subject = ReportSubject { config: Config::default(), seed: 1, profile: String::new() };
+        let mut report = Report::new(subject, &ReplayMeasurements::default());
+        report.path_reasons = vec!["instance-1: node-1 over shm: same host".into()];
+        let bytes = PathTraffic { fetched_bytes: 1, saved_bytes: 1 };
+        report.paths = [("shm".to_owned(), bytes), ("quic".to_owned(), bytes)].into();
+        assert!(!render(&report, false).contains("same host"));
+        assert!(render(&report, true).contains("same host"));
     }
 
     #[test]
@@ -250,7 +263,7 @@ mod tests {
             ..ReplayMeasurements::default()
         };
         let subject = ReportSubject { config: Config::default(), seed: 1, profile: String::new() };
-        let text = render(&Report::new(subject, &measured));
+        let text = render(&Report::new(subject, &measured), false);
         for part in ["163840 WRONG in 10 blocks", "CRASHED", "NOT DONE", "NOT MEASURED"] {
             assert!(text.contains(part), "{part}: {text}");
         }
@@ -261,7 +274,7 @@ mod tests {
         let skipped = [(Reason::Malformed, 2), (Reason::Unsorted, 1)].into();
         let config = Config { skipped_lines: 3, skipped_lines_by_reason: skipped, ..Config::default() };
         let subject = ReportSubject { config, seed: 1, profile: "h100-8b".into() };
-        let text = render(&Report::new(subject, &ReplayMeasurements::default()));
+        let text = render(&Report::new(subject, &ReplayMeasurements::default()), false);
         let line = text.lines().find(|line| line.contains("skipped")).unwrap_or_default();
         says("bad lines in a replay, with --lenient", &line, &[]);
     }
