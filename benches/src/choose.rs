@@ -15,9 +15,9 @@ use kv_core::schedule::{
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "one routing decision (filter, source plan for every instance, candidates, reasons) for a prompt of \
-     500 blocks of 16 tokens, against a scan for the instance with the fewest queued tokens, which \
-     ignores the prefix";
+pub(crate) const ABOUT: &str = "one routing decision (filter, source plan for every instance, candidates, \
+    reasons) for a prompt of 500 blocks of 16 tokens, against a scan for the instance with the fewest queued \
+    tokens, which ignores the prefix";
 
 pub(crate) const NOW: Timestamp = Timestamp(1_000_000);
 const BLOCKS: u32 = 500;

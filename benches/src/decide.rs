@@ -17,11 +17,11 @@ use kv_core::schedule::{Admission, AdmissionRequest, Fleet, RouteRecord, RouteRe
 use crate::Effort;
 use crate::choose::{NOW, fleet};
 
-pub(crate) const ABOUT: &str = "a routing decision from tokens to instance on one thread, hashing included: 64 instances with a node \
-     each, an index of 10 M entries in chains, where 16 chains share their first 1,024 tokens; every \
-     prompt is fully held, the slowest case, and sixteen tenants take turns. Single calls, by wall time \
-     and by the thread's CPU time (reading it takes a microsecond); and the processors that 99 prompts of \
-     100,000 tokens per second need";
+pub(crate) const ABOUT: &str = "a routing decision from tokens to instance on one thread, hashing included: \
+    64 instances with a node each, an index of 10 M entries in chains, where 16 chains share their first \
+    1,024 tokens; every prompt is fully held, the slowest case, and sixteen tenants take turns. Single \
+    calls, by wall time and by the thread's CPU time (reading it takes a microsecond); and the processors \
+    that 99 prompts of 100,000 tokens per second need";
 
 /// Entries of the index.
 const ENTRIES: u64 = 10_000_000;

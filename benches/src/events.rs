@@ -13,10 +13,10 @@ use kvfleet_router::RankProbe;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "messages of an engine that stores prompts of 64 blocks after one shared prefix, and from the 1,024th \
-     prompt on removes as many as it stores: decoded, hashed, kept as aliases and listed in the soft \
-     plane; against decoding all and hashing the stored blocks. Each stored block is one operation, and \
-     each removed block another";
+pub(crate) const ABOUT: &str = "messages of an engine that stores prompts of 64 blocks after one shared \
+    prefix, and from the 1,024th prompt on removes as many as it stores: decoded, hashed, kept as aliases \
+    and listed in the soft plane; against decoding all and hashing the stored blocks. Each stored block is \
+    one operation, and each removed block another";
 
 const BLOCK_TOKENS: u32 = 16;
 

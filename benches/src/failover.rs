@@ -17,10 +17,10 @@ use crate::Effort;
 use crate::gateway::engine::{self, StreamClient};
 use crate::gateway::{GatewayThread, LoadSource};
 
-pub(crate) const ABOUT: &str = "an engine of three dies behind the OpenAI-compatible gateway, with 24 clients that send the next \
-     request, with a new prompt, after each answer: the first byte after 50 ms, ten events 5 ms apart. \
-     Time until the gateway detects the failure and skips the engine; outcome of the requests without a \
-     first byte; and the longest time to first byte";
+pub(crate) const ABOUT: &str = "an engine of three dies behind the OpenAI-compatible gateway, with 24 \
+    clients that send the next request, with a new prompt, after each answer: the first byte after 50 ms, \
+    ten events 5 ms apart. Time until the gateway detects the failure and skips the engine; outcome of the \
+    requests without a first byte; and the longest time to first byte";
 
 const ENGINES: usize = 3;
 /// Instance that dies.

@@ -13,8 +13,9 @@ use kvfleet_proto::frame::{Frame, KeyForm, seal};
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "frames are copied from one 256 MiB set into another, and every slice's CRC32C is checked during the \
-     copy; against a bare copy of the same bytes and against a check followed by a copy; one thread";
+pub(crate) const ABOUT: &str = "frames are copied from one 256 MiB set into another, and every slice's \
+    CRC32C is checked during the copy; against a bare copy of the same bytes and against a check followed by \
+    a copy; one thread";
 
 const BARE_COPY: &str = "a bare copy, through the caches";
 const TWO_PASSES: &str = "the same in two passes";

@@ -18,9 +18,9 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "blocks written to a GPU's memory (and read back), read from it and scattered within it by the GPU \
-     tier, all verified, as in a node; against plain copies of the same bytes through page-locked memory, \
-     slices copied one by one, and one copy of a whole block";
+pub(crate) const ABOUT: &str = "blocks written to a GPU's memory (and read back), read from it and scattered \
+    within it by the GPU tier, all verified, as in a node; against plain copies of the same bytes through \
+    page-locked memory, slices copied one by one, and one copy of a whole block";
 
 /// Number of distinct blocks, and uses of each per run.
 const BLOCKS: u64 = 128;

@@ -12,9 +12,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "hashes of all blocks of a prompt, on one thread into a reused list, at each instruction set level of \
-     this machine; against XXH3-64 with a seed over the bytes of each block and again over parent and \
-     block, and against a chain of keyed BLAKE3 calls, which this project used before";
+pub(crate) const ABOUT: &str = "hashes of all blocks of a prompt, on one thread into a reused list, at each \
+    instruction set level of this machine; against XXH3-64 with a seed over the bytes of each block and \
+    again over parent and block, and against a chain of keyed BLAKE3 calls, which this project used before";
 
 const XXH3: &str = "XXH3-64, no key, chained";
 const BLAKE3: &str = "BLAKE3, keyed, chained";

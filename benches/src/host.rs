@@ -17,10 +17,10 @@ use tokio::runtime::{Builder, Runtime};
 use crate::Effort;
 use crate::node_process::{NodeProcess, SIZES, SizeClass, asker, identity, socket_dir};
 
-pub(crate) const ABOUT: &str = "one client on a node's host, the node in a separate process: a block is fetched and located in the \
-     node's memory (no copy, no check), the same block copied out with every slice's CRC32C checked, by \
-     clients that map that memory and by clients that get copies in a tray instead, and a block saved; \
-     operations in sequence, and after pauses that let both ends fall asleep";
+pub(crate) const ABOUT: &str = "one client on a node's host, the node in a separate process: a block is \
+    fetched and located in the node's memory (no copy, no check), the same block copied out with every \
+    slice's CRC32C checked, by clients that map that memory and by clients that get copies in a tray \
+    instead, and a block saved; operations in sequence, and after pauses that let both ends fall asleep";
 
 /// Limit of a fetch in place, in microseconds.
 const GET_MAX_US: f64 = 10.0;

@@ -24,9 +24,10 @@ use crate::Effort;
 use crate::network::memory_blocks::MemoryBlocks;
 use crate::transport::{ANY, identities};
 
-pub(crate) const ABOUT: &str = "a history of 64 blocks of 512 KiB, 32 layers each, fetched over loopback into the caller's memory \
-     and verified: by layers, and as whole frames with their slices copied there; from the request to the \
-     first layer of all blocks, and to the last layer; the sides alternate in each run";
+pub(crate) const ABOUT: &str = "a history of 64 blocks of 512 KiB, 32 layers each, fetched over loopback \
+    into the caller's memory and verified: by layers, and as whole frames with their slices copied there; \
+    from the request to the first layer of all blocks, and to the last layer; the sides alternate in each \
+    run";
 
 const LAYERS: usize = 32;
 const SLICE_BYTES: u32 = 16 << 10;

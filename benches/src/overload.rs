@@ -14,10 +14,10 @@ use serde::Deserialize;
 use crate::Effort;
 use crate::replay::Program;
 
-pub(crate) const ABOUT: &str = "kvfleet replay of generated consumer traffic on three nodes of 128 MiB DRAM and 256 MiB SSD, blocks \
-     of 64 KiB: first the throughput with 256 concurrent requests, taken as the capacity, then arrivals \
-     at twice that rate, up to 4,096 at a time, while a node (30 %) and the leading router (60 %) are \
-     killed";
+pub(crate) const ABOUT: &str = "kvfleet replay of generated consumer traffic on three nodes of 128 MiB DRAM \
+    and 256 MiB SSD, blocks of 64 KiB: first the throughput with 256 concurrent requests, taken as the \
+    capacity, then arrivals at twice that rate, up to 4,096 at a time, while a node (30 %) and the leading \
+    router (60 %) are killed";
 
 /// Requests of each half.
 const REQUESTS: u64 = 1_000;

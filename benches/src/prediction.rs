@@ -10,9 +10,10 @@ use serde::Deserialize;
 use crate::Effort;
 use crate::replay::Program;
 
-pub(crate) const ABOUT: &str = "kvfleet replay of generated business traffic on four nodes and four instances that compute at twice \
-     the speed of their profile, at some 70 % load: TTFT as the routers predicted it, against the \
-     instances' measurements, after the first 200 requests; each run has its own seed";
+pub(crate) const ABOUT: &str = "kvfleet replay of generated business traffic on four nodes and four \
+    instances that compute at twice the speed of their profile, at some 70 % load: TTFT as the routers \
+    predicted it, against the instances' measurements, after the first 200 requests; each run has its own \
+    seed";
 
 /// Requests; the first 200 are not judged.
 const REQUESTS: u64 = 500;

@@ -15,12 +15,12 @@ use crate::busy_loops::BusyLoops;
 use crate::gateway::engine::{self, StreamClient};
 use crate::gateway::{GatewayThread, LoadSource};
 
-pub(crate) const ABOUT: &str = "the OpenAI-compatible gateway of a router, on one thread, between clients and an engine that \
-     streams: time to first byte through the gateway (a prompt of 500 tokens rendered, tokenized, hashed \
-     and routed) over that of the engine itself, medians of sequential requests; also against the time \
-     that a plain byte relay adds, because most of it is thread wake-ups; and with no processor asleep \
-     (an idle-priority loop on each), because a sleeping virtual processor is given to others; and \
-     forwarded events per CPU-second of the gateway, 64 streams of one event per 5 ms";
+pub(crate) const ABOUT: &str = "the OpenAI-compatible gateway of a router, on one thread, between clients \
+    and an engine that streams: time to first byte through the gateway (a prompt of 500 tokens rendered, \
+    tokenized, hashed and routed) over that of the engine itself, medians of sequential requests; also \
+    against the time that a plain byte relay adds, because most of it is thread wake-ups; and with no \
+    processor asleep (an idle-priority loop on each), because a sleeping virtual processor is given to \
+    others; and forwarded events per CPU-second of the gateway, 64 streams of one event per 5 ms";
 
 /// Limit of the added time, in microseconds.
 const ADDED_US: f64 = 150.0;
@@ -106,7 +106,9 @@ impl AddedLatency {
 
 /// A conversation of some 500 tokens.
 fn body() -> String {
-    let text = "What is the capital of France? Tell me a story about a router that knows where every prefix is kept. ".repeat(10);
+    let text = "What is the capital of France? Tell me a story about a router that knows where every prefix \
+        is kept. "
+        .repeat(10);
     let message = |role: &str| format!("{{\"role\":\"{role}\",\"content\":\"{text}\"}}");
     format!("{{\"model\":\"m\",\"stream\":true,\"messages\":[{},{}]}}", message("system"), message("user"))
 }

@@ -21,9 +21,10 @@ use tokio::sync::{mpsc, oneshot};
 use crate::Effort;
 use crate::get::certificates;
 
-pub(crate) const ABOUT: &str = "one router on one thread, and one caller on another, over TLS on loopback: prompts of 8,000 tokens \
-     without any held block, routed among 64 instances over one stream per client, against one call each; \
-     CPU time of either end per request, and the median latency, for sequential requests and 32 at once";
+pub(crate) const ABOUT: &str = "one router on one thread, and one caller on another, over TLS on loopback: \
+    prompts of 8,000 tokens without any held block, routed among 64 instances over one stream per client, \
+    against one call each; CPU time of either end per request, and the median latency, for sequential \
+    requests and 32 at once";
 
 /// A prompt of 8,000 tokens.
 const PROMPT_BLOCKS: u32 = 500;

@@ -17,10 +17,10 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "one replica of 10 M entries (64 nodes, chains of 500 blocks) with its files on disk: the longest \
-     time to apply one command of 1,024 blocks during a snapshot, against the same commands without a \
-     snapshot and against 10 ms; and the installation of that snapshot on an empty replica (file, stream \
-     of parts, checks, restore, file, sync; without TCP and TLS), against 5 s";
+pub(crate) const ABOUT: &str = "one replica of 10 M entries (64 nodes, chains of 500 blocks) with its files \
+    on disk: the longest time to apply one command of 1,024 blocks during a snapshot, against the same \
+    commands without a snapshot and against 10 ms; and the installation of that snapshot on an empty replica \
+    (file, stream of parts, checks, restore, file, sync; without TCP and TLS), against 5 s";
 
 const ENTRIES: u64 = 10_000_000;
 const NODES: u32 = 64;

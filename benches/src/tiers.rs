@@ -14,10 +14,10 @@ use kvfleet_sim::trace::Request;
 
 use crate::Effort;
 
-pub(crate) const ABOUT: &str = "the tier book over generated requests, in blocks of 64 tokens, with DRAM and SSD for a share of the \
-     distinct blocks: hits of both tiers and writes to SSD, under a node's policy and its minimum reuse \
-     probability for SSD writes; beside an LRU on SSD that stores every block that leaves DRAM, and one \
-     tier as large as both";
+pub(crate) const ABOUT: &str = "the tier book over generated requests, in blocks of 64 tokens, with DRAM and \
+    SSD for a share of the distinct blocks: hits of both tiers and writes to SSD, under a node's policy and \
+    its minimum reuse probability for SSD writes; beside an LRU on SSD that stores every block that leaves \
+    DRAM, and one tier as large as both";
 
 /// Tokens of a block: fewer prolong the replay and change little.
 const BLOCK_TOKENS: u32 = 64;

@@ -15,9 +15,9 @@ use crate::network::{FetchSide, RateFn, fetch_concurrently};
 use crate::transport::identities;
 use crate::transport::raw::{RawQuic, Tuning};
 
-pub(crate) const ABOUT: &str = "bare stream loops on quinn over loopback, without verification, both ends in one process: all \
-     settings of our path, and the same with one of them changed, each against stock settings; the \
-     starting loop alternates";
+pub(crate) const ABOUT: &str = "bare stream loops on quinn over loopback, without verification, both ends in \
+    one process: all settings of our path, and the same with one of them changed, each against stock \
+    settings; the starting loop alternates";
 
 const STOCK: &str = "quinn 0.11.12, stock settings";
 

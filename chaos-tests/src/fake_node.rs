@@ -203,7 +203,9 @@ impl FakeNode {
                         end => return end,
                     }
                 }
-                order = self.commands.recv(), if self.pending.is_none() => match order.map(|order| self.handle_command(order)) {
+                order = self.commands.recv(), if self.pending.is_none() => match order
+                    .map(|order| self.handle_command(order))
+                {
                     None => return Some(StreamEnd::Finished),
                     Some(StreamEnd::Commanded) if !self.is_silent => self.send(epoch, &words).await?,
                     Some(end) => return Some(end),

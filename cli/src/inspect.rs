@@ -362,7 +362,8 @@ fn render_classes(out: &mut String, node: &NodeInspection) {
     }
     let _ = writeln!(
         out,
-        "\ntier  kind        turn  hits       gap p50   p90       demoted    dropped    quota    failed   ttl      age p50   p90"
+        "\ntier  kind        turn  hits       gap p50   p90       demoted    dropped    quota    failed   \
+         ttl      age p50   p90"
     );
     for class in &node.classes {
         let (gap, age) = (&class.reuse_gap, &class.age_at_eviction);

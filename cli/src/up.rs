@@ -43,7 +43,10 @@ pub async fn run(args: &UpArgs, stop: &Stop) -> anyhow::Result<()> {
     }
     let outcome = tokio::select! {
         _ = stop.requested() => Ok(()),
-        crashed = first_crash(&mut cluster) => Err(anyhow::anyhow!("{crashed}; its log is in {}", cluster.directory().join("logs").display())),
+        crashed = first_crash(&mut cluster) => {
+            let logs = cluster.directory().join("logs");
+            Err(anyhow::anyhow!("{crashed}; its log is in {}", logs.display()))
+        }
     };
     cluster.stop().await;
     outcome

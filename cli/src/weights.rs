@@ -91,8 +91,9 @@ mod tests {
             ("r2:1".to_owned(), Ok(status(7, 2, &[true, true]))),
             ("r3:1".to_owned(), Err("router r3:1 cannot be reached".to_owned())),
         ];
-        let expected = "weights of generation 3: 1 of 2 nodes have joined under it\nrouter r2:1 is behind: generation 2\n\
-                        router r3:1 cannot be reached\n";
+        let expected = "weights of generation 3: 1 of 2 nodes have joined under it\nrouter r2:1 is behind: \
+            generation 2\n\
+            router r3:1 cannot be reached\n";
         assert_eq!(render(&answers), expected);
     }
 

@@ -67,7 +67,8 @@ pub async fn run(args: &WhyArgs) -> anyhow::Result<()> {
     }
     let Some((router, reply)) = newest else {
         let mut text = format!(
-            "no router remembers request {}: each keeps its last 4096 decisions since its start; check the number, and ask sooner",
+            "no router remembers request {}: each keeps its last 4096 decisions since its start; check the \
+             number, and ask sooner",
             args.request
         );
         problems.iter().for_each(|one| text += &format!("\n{one}"));
@@ -124,7 +125,8 @@ fn render(story: &DecisionReport) -> String {
     let DecisionReport { blocks, resident_blocks, fetch_blocks, .. } = story;
     let _ = writeln!(
         text,
-        "  sent to instance-{}: of {blocks} blocks {resident_blocks} were in its GPU memory, {fetch_blocks} to be fetched",
+        "  sent to instance-{}: of {blocks} blocks {resident_blocks} were in its GPU memory, {fetch_blocks} \
+         to be fetched",
         story.instance.unwrap_or_default()
     );
     if let Some(by) = story.answered_by {
@@ -217,9 +219,10 @@ mod tests {
         let text = render(&decision_report(9, "r:1".into(), reply()));
         assert_eq!(
             text,
-            "request 9 of tenant 0, decided 1.5 s ago by r:1\n  sent to instance-3: of 10 blocks 2 were in its GPU memory, 4 to be fetched\n  \
-             first token predicted after 3.5 ms\n  its instance has not reported on it yet\n  because  only instance that can take it\n  \
-             missing  blocks 6..=9: never seen here (never_seen)\n"
+            "request 9 of tenant 0, decided 1.5 s ago by r:1\n  sent to instance-3: of 10 blocks 2 were in \
+             its GPU memory, 4 to be fetched\n  first token predicted after 3.5 ms\n  its instance has not \
+             reported on it yet\n  because  only instance that can take it\n  missing  blocks 6..=9: never \
+             seen here (never_seen)\n"
         );
         let came = pb::WhyReply { has_outcome: true, hit_blocks: 3, ttft_us: 4_000, ..reply() };
         let predicted =

@@ -1,6 +1,7 @@
 //! The client library that frontends and engines link: route, fetch, save, and release.
 //!
-//! [`Client`] holds the routers of a cluster and a path to every node that a router named. The calls are in these files:
+//! [`Client`] holds the routers of a cluster and a path to every node that a router named. The
+//! calls are in these files:
 //!
 //! - `route.rs`: route, lookup, status, load report; `retry.rs` chooses the router, and `stream.rs`
 //!   lets route calls share a stream.

@@ -63,8 +63,8 @@ pub enum MembersError {
     },
     /// A new router does not catch up.
     #[error(
-        "router {router} stays {behind} entries behind in group {group}: see whether it runs, then run the same command \
-         again: it goes on where it stopped"
+        "router {router} stays {behind} entries behind in group {group}: see whether it runs, then run the \
+         same command again: it goes on where it stopped"
     )]
     Stuck {
         /// The router.

@@ -1,6 +1,11 @@
 //! A prefill that overlaps with loading its history, for an engine that computes layer by layer.
 //!
-//! [`Client::prefill`] combines several parts. The read buffer covers the excess of the load time over the compute time ([`Preload`]). Slices arrive in the order of layers ([`Client::fetch_layers`]). The deadline is the cost of recomputing. At each moment [`kv_core::pipeline`] decides whether compute waits or recomputes missing blocks. So a request takes no longer than without a cache, except for a bounded loss of idle waiting: a 64th, or two milliseconds if that is more, because timers are no finer.
+//! [`Client::prefill`] combines several parts. The read buffer covers the excess of the load time
+//! over the compute time ([`Preload`]). Slices arrive in the order of layers
+//! ([`Client::fetch_layers`]). The deadline is the cost of recomputing. At each moment
+//! [`kv_core::pipeline`] decides whether compute waits or recomputes missing blocks. So a request
+//! takes no longer than without a cache, except for a bounded loss of idle waiting: a 64th, or two
+//! milliseconds if that is more, because timers are no finer.
 //!
 //! ```text
 //! let mut prefill = client.prefill(call, buffers)?;    // the read buffer fills while other jobs compute
@@ -12,7 +17,8 @@
 //!         NextAction::Done | NextAction::Wait { .. } => break,
 //!     }
 //! }
-//! let end = prefill.end();                             // blocks that arrived or were computed, all buffers, leases to release
+//! let end = prefill.end();                             // blocks that arrived or were computed,
+//! all buffers, leases to release
 //! ```
 //!
 //! Not here: computing, saving the results (`layer_save.rs`), and the rules

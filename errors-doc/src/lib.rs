@@ -1,6 +1,8 @@
 //! Checks error messages against `docs/ERRORS.md`.
 //!
-//! [`says`] compares a message with its row in the document; with `KVFLEET_BLESS=1` it writes the message there instead. Only tests use this crate. `table.rs` parses the document, and `xtask/src/tidy/errors.rs` checks that every row has a test and every call a row.
+//! [`says`] compares a message with its row in the document; with `KVFLEET_BLESS=1` it writes the
+//! message there instead. Only tests use this crate. `table.rs` parses the document, and
+//! `xtask/src/tidy/errors.rs` checks that every row has a test and every call a row.
 
 pub mod log;
 mod table;

@@ -124,7 +124,8 @@ impl OpenAiMetrics {
             prompt_tokens_compared: counters(
                 registry,
                 "kvfleet_gateway_prompt_tokens_compared_total",
-                "Prompts by whether the engine's token count equals the gateway's (equal) or not (differs). If it differs, block hashes do not match either.",
+                "Prompts by whether the engine's token count equals the gateway's (equal) or not (differs). \
+                 If it differs, block hashes do not match either.",
                 "result",
             )?,
             first_byte: histogram(

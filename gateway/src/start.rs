@@ -37,7 +37,8 @@ pub enum StartError {
     Picker(#[from] picker::PickerError),
     /// A listener cannot be opened.
     #[error(
-        "gateway.{key}: cannot listen on {address}: {cause}; set another address, or stop the process that listens there"
+        "gateway.{key}: cannot listen on {address}: {cause}; set another address, or stop the process that \
+         listens there"
     )]
     Listen {
         /// Configuration key of the address.
@@ -68,7 +69,8 @@ fn check_identity(
         tracing::warn!(
             model = manifest.model,
             block_tokens = manifest.block_tokens,
-            "engines.identity is not set, so prompts are hashed under the default identity and match no engine's blocks: set engines.identity to the value that nodes and engines use"
+            "engines.identity is not set, so prompts are hashed under the default identity and match no \
+             engine's blocks: set engines.identity to the value that nodes and engines use"
         );
     }
     Ok(())

@@ -1,4 +1,5 @@
-//! Connections of kvfleet's control calls: TLS identities and their renewal, listeners and accept limits, channels, and trace context.
+//! Connections of kvfleet's control calls: TLS identities and their renewal, listeners and accept
+//! limits, channels, and trace context.
 //!
 //! Not here: the messages (`proto/`), the block path (`transport/`), and what a server answers.
 

@@ -530,7 +530,8 @@ impl NodeSaveSession {
         let len = frame.len_bytes();
         if len > self.frame_bytes {
             if self.service.may_warn() {
-                tracing::warn!(%hash, len, offered = self.frame_bytes, "a frame is larger than offered, check the instance that sent it");
+                tracing::warn!(%hash, len, offered = self.frame_bytes, "a frame is larger than offered, \
+                    check the instance that sent it");
             }
             return None;
         }

@@ -88,7 +88,8 @@ impl Display for DrainReport {
         } = self;
         write!(
             f,
-            "{copied_blocks} blocks ({copied_bytes} bytes) were copied to other nodes, {elsewhere_blocks} were there already, {left_blocks} ({left_bytes} bytes, {:.1} % of the value) are left behind",
+            "{copied_blocks} blocks ({copied_bytes} bytes) were copied to other nodes, {elsewhere_blocks} \
+             were there already, {left_blocks} ({left_bytes} bytes, {:.1} % of the value) are left behind",
             100.0 * left_share
         )
     }

@@ -108,7 +108,8 @@ fn warn_long_read(numbers: &ShmStats, is_warned: bool) -> bool {
             pid,
             seconds,
             in_place_bytes = numbers.granted_bytes,
-            "a process of this host keeps blocks that it fetched, so they cannot be evicted; stop the process if it hangs"
+            "a process of this host keeps blocks that it fetched, so they cannot be evicted; stop the \
+             process if it hangs"
         );
     }
     true

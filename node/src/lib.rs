@@ -1,7 +1,9 @@
 //! A storage node: serves and saves KV blocks from DRAM, SSD and GPU memory, and announces them to
 //! the routers.
 //!
-//! [`Node::start`] assembles the parts: `store` (the task that owns the tier book) over `arena` (DRAM) and `tiers` (SSD, GPU), `block_service` (block path), `server` (control calls), `announce` (the routers), `copies` and `drain` (other nodes).
+//! [`Node::start`] assembles the parts: `store` (the task that owns the tier book) over `arena`
+//! (DRAM) and `tiers` (SSD, GPU), `block_service` (block path), `server` (control calls),
+//! `announce` (the routers), `copies` and `drain` (other nodes).
 //!
 //! Not here: placement and eviction decisions (`kv_core::tier`), and consensus (`kvfleet-router`).
 

@@ -48,7 +48,8 @@ impl ControlService {
             return Ok(());
         }
         Err(Status::permission_denied(format!(
-            "only routers may {what}; this certificate is not a router's: a router's certificate has the subject alternative name \"{ROUTER_NAME}\""
+            "only routers may {what}; this certificate is not a router's: a router's certificate has the \
+             subject alternative name \"{ROUTER_NAME}\""
         )))
     }
 }

@@ -91,8 +91,8 @@ pub enum StartError {
     DataListen(#[from] ListenError),
     /// The memory for blocks is not available.
     #[error(
-        "cannot map {bytes} bytes for the DRAM tier: {cause}; lower dram_bytes or dram_blocks, or end processes that still \
-         read the memory of a node that ended"
+        "cannot map {bytes} bytes for the DRAM tier: {cause}; lower dram_bytes or dram_blocks, or end \
+         processes that still read the memory of a node that ended"
     )]
     Arena {
         /// Requested bytes.

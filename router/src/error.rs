@@ -46,7 +46,10 @@ pub enum StartError {
         source: io::Error,
     },
     /// The data directory cannot be created.
-    #[error("data directory {path} cannot be made: {source}; check `data_dir` and its permissions", path = path.display())]
+    #[error(
+        "data directory {path} cannot be made: {source}; check `data_dir` and its permissions",
+        path = path.display()
+    )]
     DataDir {
         /// The directory.
         path: PathBuf,
@@ -58,8 +61,9 @@ pub enum StartError {
     Log(#[from] LogError),
     /// The Raft log is corrupted or missing, so the router must rejoin as a new member.
     #[error(
-        "{log}. While the other routers are healthy: run `kvfleet members remove {router}`, move {directory} away, start \
-         this router with `join = true`, and run `kvfleet members add {router} {address}`", directory = directory.display()
+        "{log}. While the other routers are healthy: run `kvfleet members remove {router}`, move {directory} \
+         away, start this router with `join = true`, and run `kvfleet members add {router} {address}`",
+        directory = directory.display()
     )]
     LostLog {
         /// The log's error.
@@ -73,8 +77,8 @@ pub enum StartError {
     },
     /// The Raft log is corrupted or missing, and no other router has a copy.
     #[error(
-        "{log}; it is the only voter, and no other router has a copy: restore its data directory from a copy, or start a new \
-         cluster with an empty one"
+        "{log}; it is the only voter, and no other router has a copy: restore its data directory from a \
+         copy, or start a new cluster with an empty one"
     )]
     LostCluster {
         /// The log's error.

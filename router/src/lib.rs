@@ -1,6 +1,9 @@
 //! The global scheduler: answers route calls and holds the Raft-replicated index.
 //!
-//! [`Router::start`] builds one router from its configuration: it loads log and snapshot from disk, joins consensus with the other voters, and opens the control server. Every replica answers reads from its published view. Writes go through the leader's log. Not here: block bytes (they never pass a router), reading configuration files and serving the metrics endpoint (both are the process's job).
+//! [`Router::start`] builds one router from its configuration: it loads log and snapshot from disk,
+//! joins consensus with the other voters, and opens the control server. Every replica answers reads
+//! from its published view. Writes go through the leader's log. Not here: block bytes (they never
+//! pass a router), reading configuration files and serving the metrics endpoint (both are the process's job).
 
 mod anti_entropy;
 mod background;

@@ -121,7 +121,9 @@ impl Manifests {
             tracing::warn!(
                 own = %self.engines.digest,
                 %nodes,
-                "prompts are hashed under another identity than the nodes', so nodes hold no block with these hashes: set engines.identity to the nodes' identity; `kvfleet why` of a request shows the differences"
+                "prompts are hashed under another identity than the nodes', so nodes hold no block with \
+                 these hashes: set engines.identity to the nodes' identity; `kvfleet why` of a request shows \
+                 the differences"
             );
         }
         true

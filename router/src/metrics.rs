@@ -81,7 +81,8 @@ impl HotCopyMetrics {
             uses: labelled(
                 registry,
                 "kvfleet_hot_remote_reads_total",
-                "Decisions that read from a remote node or recompute blocks it holds, by outcome: counted, dropped because the queue was full, or without gain from a local copy",
+                "Decisions that read from a remote node or recompute blocks it holds, by outcome: counted, \
+                 dropped because the queue was full, or without gain from a local copy",
                 "outcome",
             )?,
             proposed: counter(
@@ -184,7 +185,8 @@ impl EphemeralMetrics {
         let latencies = IntGaugeVec::new(Opts::new(name, help), labels)?;
         registry.register(Box::new(latencies.clone()))?;
         let name = "kvfleet_ttft_prediction_factor";
-        let help = "Learned factors on predicted TTFT: on queueing, transfer, prefill (of prompts read as text) and overtaking requests, and on the profile's times per step, token and context";
+        let help = "Learned factors on predicted TTFT: on queueing, transfer, prefill (of prompts read as \
+            text) and overtaking requests, and on the profile's times per step, token and context";
         let factors = GaugeVec::new(Opts::new(name, help), &["part"])?;
         registry.register(Box::new(factors.clone()))?;
         Ok(EphemeralMetrics {

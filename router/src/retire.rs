@@ -46,7 +46,8 @@ async fn retire(control: &Group, shard: &Group) {
     let due = ended_epochs(&control.published.read().index, &shard.published.read().index);
     for command in due {
         if let Err(error) = shard.consensus.propose(&command).await {
-            tracing::debug!(shard = shard.number(), ?command, %error, "an epoch was not ended in a shard; the next check retries");
+            tracing::debug!(shard = shard.number(), ?command, %error, "an epoch was not ended in a shard; \
+                the next check retries");
             return;
         }
     }

@@ -429,9 +429,11 @@ fn date(days: u64) -> String {
 const INTRO: &str = "\
 # Benchmarks
 
-Written by `cargo xtask bench --all`, or one section by `cargo xtask bench NAME --write`; do not edit. Both sides of a row run in the same process in alternating
+Written by `cargo xtask bench --all`, or one section by `cargo xtask bench NAME --write`; do not edit. Both \
+sides of a row run in the same process in alternating
 order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the minimum
-and maximum run in brackets. On a shared machine only the ratios are meaningful. Sections that say so were built with a profile that some of these
+and maximum run in brackets. On a shared machine only the ratios are meaningful. Sections that say so were \
+built with a profile that some of these
 benches recorded (`docs/adr/0071-profile-guided-release.md`).
 
 Not here: other indexes and caches, and etcd. `cargo xtask bench --peers` builds them, runs ours beside them and
@@ -469,7 +471,10 @@ fn capitalised(text: &str) -> String {
 mod tests {
     use super::*;
 
-    const LINE: &str = r#"{"bench":"index","row":"lookup","unit":"µs CPU","ours":4.5,"peer":"naive","theirs":9.0,"ratio":0.5,"better":"lower","runs":7,"min":0.4,"max":0.6}"#;
+    const LINE: &str = concat!(
+        r#"{"bench":"index","row":"lookup","unit":"µs CPU","ours":4.5,"peer":"naive","theirs":9.0,"#,
+        r#""ratio":0.5,"better":"lower","runs":7,"min":0.4,"max":0.6}"#,
+    );
 
     #[test]
     fn dates_are_civil() {

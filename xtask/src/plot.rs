@@ -62,7 +62,8 @@ pub(crate) fn chart_svg(title: &str, axis: &str, dots: &[ChartDot]) -> String {
             let (at, from, to) = (x(limit), y - 8.0, y + 8.0);
             let _ = writeln!(
                 svg,
-                "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{from:.1}\" y2=\"{to:.1}\" stroke=\"#e65100\" stroke-width=\"2\"/>"
+                "<line x1=\"{at:.1}\" x2=\"{at:.1}\" y1=\"{from:.1}\" y2=\"{to:.1}\" stroke=\"#e65100\" \
+                 stroke-width=\"2\"/>"
             );
         }
         let _ = writeln!(

@@ -14,11 +14,11 @@ use crate::Effort;
 use load::EvictionLoad;
 use naive::Naive;
 
-pub(crate) const ABOUT: &str = "one decision of the workload policy with 32 categories (victim, its removal, insertion of the next \
-     block), one thread, block keys in random order; against the same queues with the two exponentials of \
-     F(t + life) - F(t) for every category, which choose the same victims; the same decision of the \
-     default policy between two of its refits, with and without admission of the new block; and the \
-     resident memory of each policy's bookkeeping per block, with fingerprints of evicted blocks";
+pub(crate) const ABOUT: &str = "one decision of the workload policy with 32 categories (victim, its removal, \
+    insertion of the next block), one thread, block keys in random order; against the same queues with the \
+    two exponentials of F(t + life) - F(t) for every category, which choose the same victims; the same \
+    decision of the default policy between two of its refits, with and without admission of the new block; \
+    and the resident memory of each policy's bookkeeping per block, with fingerprints of evicted blocks";
 
 const NAIVE: &str = "two exponentials per category";
 /// Decisions per run.

@@ -9,7 +9,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 /// One event, as long as a chat event.
-const EVENT: &str = "data: {\"id\":\"chatcmpl-0123456789abcdef\",\"object\":\"chat.completion.chunk\",\"created\":1700000000,\"model\":\"m\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\" token\"},\"finish_reason\":null}]}\n\n";
+const EVENT: &str = "data: {\"id\":\"chatcmpl-0123456789abcdef\",\"object\":\"chat.completion.chunk\",\"crea\
+    ted\":1700000000,\"model\":\"m\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\" \
+    token\"},\"finish_reason\":null}]}\n\n";
 
 /// Request header with the number of events.
 const EVENTS_HEADER: &str = "x-pieces";
@@ -93,7 +95,8 @@ impl StreamClient {
         let stream = TcpStream::connect(address).await?;
         stream.set_nodelay(true)?;
         let head = format!(
-            "POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: application/json\r\ncontent-length: {}\r\n",
+            "POST /v1/chat/completions HTTP/1.1\r\nhost: {address}\r\ncontent-type: \
+             application/json\r\ncontent-length: {}\r\n",
             body.len()
         );
         let request = format!("{head}{EVENTS_HEADER}: 00000001\r\n\r\n{body}").into_bytes();

@@ -10,9 +10,9 @@ use crate::Effort;
 pub(crate) use tier::certificates;
 use tier::{BLOCKS, DramTier, PREFIX_BLOCKS};
 
-pub(crate) const ABOUT: &str = "requests to a node in the same process: a fetch (lease, hit counts, a reference to each block's \
-     bytes, no copy) and its release (the policy records the use), all on one thread; CPU time per block, \
-     by blocks per fetch";
+pub(crate) const ABOUT: &str = "requests to a node in the same process: a fetch (lease, hit counts, a \
+    reference to each block's bytes, no copy) and its release (the policy records the use), all on one \
+    thread; CPU time per block, by blocks per fetch";
 
 /// Limit per block, in microseconds.
 const GET_MAX_US: f64 = 0.3;

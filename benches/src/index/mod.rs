@@ -18,10 +18,10 @@ use naive::NaiveIndex;
 use touch::TouchTable;
 use workload::Workload;
 
-pub(crate) const ABOUT: &str = "one replica of the index on one thread: 64 nodes, chains of 500 blocks, where 16 chains share their \
-     first 64 blocks, announced in runs of 16 blocks; against a std HashMap<hash, Vec<node>> that gives \
-     the same answers, and against touching one random 16-byte slot per block in a table of the same \
-     number of slots";
+pub(crate) const ABOUT: &str = "one replica of the index on one thread: 64 nodes, chains of 500 blocks, \
+    where 16 chains share their first 64 blocks, announced in runs of 16 blocks; against a std HashMap<hash, \
+    Vec<node>> that gives the same answers, and against touching one random 16-byte slot per block in a \
+    table of the same number of slots";
 
 const NAIVE: &str = "std HashMap<hash, Vec<node>>";
 const TOUCH: &str = "limit: one random 16-byte slot per block";

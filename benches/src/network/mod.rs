@@ -33,12 +33,12 @@ use crate::transport::{ANY, identities};
 use memory_blocks::MemoryBlocks;
 use threads::ThreadTcp;
 
-pub(crate) const ABOUT: &str = "fetches over loopback, by both network paths, every frame verified (CRC32C, hash, identity); against \
-     each other, bare stream loops on quinn with stock settings and with ours (same certificates, no \
-     verification; one cached piece, dropped on arrival, or bytes from memory reassembled in memory), and \
-     as limits bare TCP loops without encryption, on the runtime and on blocking threads; the starting \
-     side alternates. For a node: a node in a separate process, with blocks leased and read from its DRAM \
-     tier";
+pub(crate) const ABOUT: &str = "fetches over loopback, by both network paths, every frame verified (CRC32C, \
+    hash, identity); against each other, bare stream loops on quinn with stock settings and with ours (same \
+    certificates, no verification; one cached piece, dropped on arrival, or bytes from memory reassembled in \
+    memory), and as limits bare TCP loops without encryption, on the runtime and on blocking threads; the \
+    starting side alternates. For a node: a node in a separate process, with blocks leased and read from its \
+    DRAM tier";
 
 /// Parameters of the fetches.
 struct FetchShape {

@@ -19,11 +19,11 @@ use crate::Effort;
 pub(crate) use engine::EmulatedEngine;
 use source::{Source, SourceFault, SourcePlan};
 
-pub(crate) const ABOUT: &str = "a prefill of 32 layers by a calibrated loop, beside a thread that copies the slices of 64 history \
-     blocks at a set rate; a token's history loads 12.5 times as fast as it is computed. Compute runs a \
-     layer when its slices are loaded, and waits or recomputes as the rules decide; from the first byte, \
-     or from the job's turn behind another job, to the last layer. Saves: 32 blocks of 512 KiB per job to \
-     a node of this process; compute sleeps, except in the rows with a busy processor";
+pub(crate) const ABOUT: &str = "a prefill of 32 layers by a calibrated loop, beside a thread that copies the \
+    slices of 64 history blocks at a set rate; a token's history loads 12.5 times as fast as it is computed. \
+    Compute runs a layer when its slices are loaded, and waits or recomputes as the rules decide; from the \
+    first byte, or from the job's turn behind another job, to the last layer. Saves: 32 blocks of 512 KiB \
+    per job to a node of this process; compute sleeps, except in the rows with a busy processor";
 
 /// Layers of the model, and blocks of the history.
 const LAYERS: u32 = 32;

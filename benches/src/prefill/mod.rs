@@ -31,10 +31,10 @@ use crate::overlap::EmulatedEngine;
 use crate::transport::{ANY, identities};
 use relay::{Relay, RelayFault};
 
-pub(crate) const ABOUT: &str = "a prefill of 32 layers by a calibrated loop after a history of 32 blocks of 512 KiB, which comes \
-     from a node over TLS through a relay of a set rate, is verified, and is placed in the engine's \
-     memory slice by slice; a token's history loads 12.5 times as fast as it is computed. From the job's \
-     turn to its last layer, on open connections";
+pub(crate) const ABOUT: &str = "a prefill of 32 layers by a calibrated loop after a history of 32 blocks of \
+    512 KiB, which comes from a node over TLS through a relay of a set rate, is verified, and is placed in \
+    the engine's memory slice by slice; a token's history loads 12.5 times as fast as it is computed. From \
+    the job's turn to its last layer, on open connections";
 
 const LAYERS: u32 = 32;
 const BLOCKS: u32 = 32;

@@ -14,8 +14,9 @@ use benches::{BenchRow, Better, TimeSpent, measure_time, outcome};
 use crate::Effort;
 use device::{DirectFile, Fio};
 
-pub(crate) const ABOUT: &str = "blocks read from and written to the SSD tier, reads verified, writes flushed; against fio (io_uring, \
-     direct; if installed) and threads with direct reads and writes, neither verified nor flushed";
+pub(crate) const ABOUT: &str = "blocks read from and written to the SSD tier, reads verified, writes \
+    flushed; against fio (io_uring, direct; if installed) and threads with direct reads and writes, neither \
+    verified nor flushed";
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let dir = tempfile::tempdir()?;

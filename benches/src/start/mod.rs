@@ -16,8 +16,9 @@ use node::StartedNode;
 use writer::WriterProcess;
 pub(crate) use writer::serve;
 
-pub(crate) const ABOUT: &str = "a node with blocks of 3 KiB, each a page of its SSD tier, from its start until it has served the \
-     newest of them, verified; after a stop that completed every write, and after a kill during writes";
+pub(crate) const ABOUT: &str = "a node with blocks of 3 KiB, each a page of its SSD tier, from its start \
+    until it has served the newest of them, verified; after a stop that completed every write, and after a \
+    kill during writes";
 
 /// Blocks on the SSD.
 const BLOCKS: u64 = 1_000_000;

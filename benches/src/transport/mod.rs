@@ -22,9 +22,9 @@ use tokio::runtime::Runtime;
 use crate::Effort;
 use raw::{RawQuic, RawTcp};
 
-pub(crate) const ABOUT: &str = "fetches over loopback, one at a time, every frame verified (CRC32C, hash, identity) on our side; \
-     against a bare stream loop on quinn with stock settings (same certificates, no verification), and as \
-     the limit a bare TCP loop without encryption";
+pub(crate) const ABOUT: &str = "fetches over loopback, one at a time, every frame verified (CRC32C, hash, \
+    identity) on our side; against a bare stream loop on quinn with stock settings (same certificates, no \
+    verification), and as the limit a bare TCP loop without encryption";
 
 const QUINN: &str = "quinn 0.11.12, stock settings";
 const TCP: &str = "limit: tokio TCP, no encryption";

@@ -13,11 +13,11 @@ use kv_core::tier::{Book, BookLimits, Capacity, Charge, RecoveredBlock, TierLimi
 use crate::Effort;
 use queue::{QueueResult, Setting, run as simulate};
 
-pub(crate) const ABOUT: &str = "the tier book with LRU in simulated time: 1,000 sessions of 8 to 96 blocks of 2 MiB (one shared by \
-     all), 24 times the DRAM, all of it on SSD at most; one request runs at a time, 50 ms each, about 100 \
-     wait; reads of 5 GB/s, writes of 4 GB/s. With windows the node gets the queue every 100 ms, beside \
-     the same requests without (CachedAttention reports 99.6 % against 0.6 % of its hits); and the node's \
-     cost for a queue of maximum length";
+pub(crate) const ABOUT: &str = "the tier book with LRU in simulated time: 1,000 sessions of 8 to 96 blocks \
+    of 2 MiB (one shared by all), 24 times the DRAM, all of it on SSD at most; one request runs at a time, \
+    50 ms each, about 100 wait; reads of 5 GB/s, writes of 4 GB/s. With windows the node gets the queue \
+    every 100 ms, beside the same requests without (CachedAttention reports 99.6 % against 0.6 % of its \
+    hits); and the node's cost for a queue of maximum length";
 
 const PEER: &str = "LRU without windows";
 /// Minimum DRAM share of hits with windows, in percent.

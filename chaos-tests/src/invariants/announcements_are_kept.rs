@@ -15,7 +15,8 @@ pub fn check(node: u32, fact: &AcknowledgedState, answer: &HolderAnswer) -> Verd
         return Ok(());
     }
     Err(format!(
-        "router {} reports that node {node} (epoch {}, after batch {}) holds {said} blocks of chain {}; {held} are acknowledged",
+        "router {} reports that node {node} (epoch {}, after batch {}) holds {said} blocks of chain {}; \
+         {held} are acknowledged",
         answer.router, fact.epoch, fact.seq, answer.chain
     ))
 }

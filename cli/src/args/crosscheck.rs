@@ -41,7 +41,8 @@ pub struct CrosscheckArgs {
     #[arg(long)]
     pub lockstep: bool,
     /// Load, as a share of the simulated fleet's throughput.
-    #[arg(long, value_name = "SHARE", default_value_t = 0.7, value_parser = super::trace::parse_load, conflicts_with = "lockstep")]
+    #[arg(long, value_name = "SHARE", default_value_t = 0.7, conflicts_with = "lockstep")]
+    #[arg(value_parser = super::trace::parse_load)]
     pub load: f64,
     /// Print one JSON object per line and run instead of text.
     #[arg(long)]

@@ -18,7 +18,8 @@ pub enum Capacity {
     Unbounded,
 }
 
-const FORMS: &str = "expected bytes (512MiB, 2GB), blocks (1000b), a share of the trace's unique blocks over all nodes (10%), 0, or unbounded";
+const FORMS: &str = "expected bytes (512MiB, 2GB), blocks (1000b), a share of the trace's unique blocks over \
+    all nodes (10%), 0, or unbounded";
 
 impl FromStr for Capacity {
     type Err = String;

@@ -84,7 +84,8 @@ fn check_kept(
         && !kept.values().zip(u32::from(base)..).all(|(address, port)| address.ends_with(&format!(":{port}")))
     {
         anyhow::bail!(
-            "{} holds the data of routers from {first} on, --base-port says {base}: leave out --base-port, or use another --data-dir",
+            "{} holds the data of routers from {first} on, --base-port says {base}: leave out --base-port, \
+             or use another --data-dir",
             directory.display()
         );
     }

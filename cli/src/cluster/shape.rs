@@ -125,7 +125,8 @@ fn prefill_instances(args: &ShapeArgs) -> anyhow::Result<u32> {
     let ShapeArgs { prefill_instances, instances, .. } = *args;
     anyhow::ensure!(
         prefill_instances == 0 || prefill_instances < instances,
-        "--prefill-instances is {prefill_instances} of {instances} instances: leave at least one to decode, or give --instances {}",
+        "--prefill-instances is {prefill_instances} of {instances} instances: leave at least one to decode, \
+         or give --instances {}",
         u64::from(prefill_instances) + 1
     );
     Ok(prefill_instances)

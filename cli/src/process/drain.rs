@@ -26,7 +26,10 @@ pub(super) async fn serve(listen: &str, health: Health) -> anyhow::Result<Option
         return Ok(None);
     }
     let listener = TcpListener::bind(listen).await.map_err(|cause| {
-        anyhow::anyhow!("cannot listen on {listen} for requests to drain: {cause}; set process.drain_listen to a free port, or to \"\" for none")
+        anyhow::anyhow!(
+            "cannot listen on {listen} for requests to drain: {cause}; set process.drain_listen to a free \
+             port, or to \"\" for none"
+        )
     })?;
     let bound = listener.local_addr()?;
     let app = Router::new().route("/drain", post(move |uri: Uri| answer(health.clone(), uri)));

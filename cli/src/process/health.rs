@@ -69,7 +69,8 @@ impl Health {
                 led if led.is_empty() => "this router leads nothing that another could lead".to_owned(),
                 led => {
                     return Err(format!(
-                        "this router still leads groups {led:?} after {within:?}: no other voter took over; the others will elect a leader after its end"
+                        "this router still leads groups {led:?} after {within:?}: no other voter took over; \
+                         the others will elect a leader after its end"
                     ));
                 }
             },
@@ -77,7 +78,8 @@ impl Health {
                 (given, true) => format!("this node has left the cluster, or is in none: {given}"),
                 (given, false) => {
                     return Err(format!(
-                        "this node has not left the cluster after {within:?}: no router answered; they will notice its silence. Blocks handed over: {given}"
+                        "this node has not left the cluster after {within:?}: no router answered; they will \
+                         notice its silence. Blocks handed over: {given}"
                     ));
                 }
             },

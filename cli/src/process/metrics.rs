@@ -26,7 +26,10 @@ pub(super) async fn serve(
         return Ok(None);
     }
     let listener = TcpListener::bind(listen).await.map_err(|cause| {
-        anyhow::anyhow!("cannot listen on {listen} for metrics: {cause}; set process.metrics_listen to a free port, or to \"\" for none")
+        anyhow::anyhow!(
+            "cannot listen on {listen} for metrics: {cause}; set process.metrics_listen to a free port, or \
+             to \"\" for none"
+        )
     })?;
     let bound = listener.local_addr()?;
     let app = Router::new()

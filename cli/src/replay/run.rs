@@ -162,7 +162,10 @@ async fn on_own_cluster(
     let shape = shape(&args.shape, args.fetch_floor_ms, workload)?;
     let mut cluster = tokio::select! {
         cluster = LocalCluster::start(shape.clone()) => cluster?,
-        () = stop.cancelled() => return Ok((ReplayMeasurements { interrupted: true, ..ReplayMeasurements::default() }, Some(shape))),
+        () = stop.cancelled() => {
+            let measurements = ReplayMeasurements { interrupted: true, ..ReplayMeasurements::default() };
+            return Ok((measurements, Some(shape)));
+        }
     };
     let target = (cluster.router_addresses(), cluster.identity()?);
     let measured = drive(args, workload, target, Some(&mut cluster), stop).await;

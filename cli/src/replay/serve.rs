@@ -105,7 +105,8 @@ impl AttemptFailure {
 fn explain_refusal(error: &str, block_tokens: u32) -> String {
     if error.contains("identity") {
         return format!(
-            "{error}; the trace's blocks have {block_tokens} tokens here: start the cluster with `kvfleet up --block-tokens {block_tokens}`, or give this replay the cluster's --block-tokens"
+            "{error}; the trace's blocks have {block_tokens} tokens here: start the cluster with `kvfleet up \
+             --block-tokens {block_tokens}`, or give this replay the cluster's --block-tokens"
         );
     }
     error.to_owned()

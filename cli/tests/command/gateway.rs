@@ -367,7 +367,8 @@ async fn a_dead_instance_under_load_loses_no_request() {
     let cut = count_broken(&answers, 2, killed);
     let of_dead = answers.iter().filter(|(_, answer)| answer.instance == 2).count();
     println!(
-        "removed after {} ms and {meanwhile} answers; {} answers, {of_dead} of instance 2, {cut} broken off, {tried} retried elsewhere",
+        "removed after {} ms and {meanwhile} answers; {} answers, {of_dead} of instance 2, {cut} broken off, \
+         {tried} retried elsewhere",
         unrouted.as_millis(),
         answers.len()
     );

@@ -216,7 +216,8 @@ fn a_foreign_answer_is_an_error() {
 #[test]
 fn check_validates_without_starting() {
     let place = Workspace::new();
-    let valid = "data_dir = \"d\"\n[[voters]]\nid = 2\naddress = \"r:1\"\n[tls]\nca = \"a\"\ncert = \"b\"\nkey = \"c\"\n";
+    let valid = "data_dir = \"d\"\n[[voters]]\nid = 2\naddress = \"r:1\"\n[tls]\nca = \"a\"\ncert = \
+        \"b\"\nkey = \"c\"\n";
     std::fs::write(place.path("router.toml"), valid).unwrap();
     let check = ["router", "--check", "--config", "router.toml", "--id-from-ordinal"];
     let said = place.run(&[&check[..], &["kvfleet-router-1"]].concat()).ok();

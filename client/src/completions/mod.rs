@@ -1,7 +1,12 @@
 //! The client for a thread without a runtime: operations are submitted under a tag, and their
 //! progress is polled.
 //!
-//! [`CompletionQueue::submit`] accepts a whole batch or none of it, and never waits. [`CompletionQueue::poll`] and [`CompletionQueue::wait`] return [`Completion`]s: the progress of each operation, and exactly one [`Progress::Ended`] in every case. After that the library holds no reference to the operation's buffers or frame source. This holds by construction: the end is reported when the last reference to the operation is dropped (`state.rs`), whether it finished, was cancelled, panicked, or lost its runtime.
+//! [`CompletionQueue::submit`] accepts a whole batch or none of it, and never waits.
+//! [`CompletionQueue::poll`] and [`CompletionQueue::wait`] return [`Completion`]s: the progress of
+//! each operation, and exactly one [`Progress::Ended`] in every case. After that the library holds
+//! no reference to the operation's buffers or frame source. This holds by construction: the end is
+//! reported when the last reference to the operation is dropped (`state.rs`), whether it finished,
+//! was cancelled, panicked, or lost its runtime.
 //!
 //! Not here: running an operation (`operation.rs`, which calls [`Client`]), and choosing the blocks
 //! to recompute ([`kv_core::pipeline`], run by the engine).
@@ -201,7 +206,8 @@ pub struct LayerFetchResult {
 pub enum SubmitError {
     /// It does not fit beside the operations in flight.
     #[error(
-        "{operations} operations of {blocks} blocks do not fit beside {in_flight} in flight: poll completions and submit again"
+        "{operations} operations of {blocks} blocks do not fit beside {in_flight} in flight: poll \
+         completions and submit again"
     )]
     Busy {
         /// Operations of the batch.

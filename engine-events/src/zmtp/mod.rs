@@ -131,7 +131,8 @@ pub enum ZmtpError {
     },
     /// The peer requires authentication.
     #[error(
-        "the peer asks for the mechanism {name:?}, but only NULL is supported: keep the port to the cluster's network instead"
+        "the peer asks for the mechanism {name:?}, but only NULL is supported: keep the port to the \
+         cluster's network instead"
     )]
     Mechanism {
         /// Its mechanism.
@@ -139,7 +140,8 @@ pub enum ZmtpError {
     },
     /// The peer's socket type does not match.
     #[error(
-        "the peer is a socket of type {theirs:?}, which does not match a {ours}: are the ports of events and replay swapped?"
+        "the peer is a socket of type {theirs:?}, which does not match a {ours}: are the ports of events and \
+         replay swapped?"
     )]
     Type {
         /// Own socket type.

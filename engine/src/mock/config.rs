@@ -250,7 +250,8 @@ impl InstanceConfig {
         let manifest_digest = manifest.manifest().digest().to_string();
         if !listen.is_empty() && manifest_digest != self.identity {
             return Err(format!(
-                "openai.manifest has the digest {manifest_digest}, but identity is {}: prompt hashes would match no block; write the manifest of the nodes",
+                "openai.manifest has the digest {manifest_digest}, but identity is {}: prompt hashes would \
+                 match no block; write the manifest of the nodes",
                 self.identity
             ));
         }

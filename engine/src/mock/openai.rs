@@ -391,7 +391,8 @@ impl GeneratedAnswer {
         let (object, choice) = match self.is_chat {
             true => (
                 "chat.completion.chunk",
-                json!({"index": 0, "delta": {"role": "assistant", "content": Self::word_at(at)}, "finish_reason": finish}),
+                json!({"index": 0, "delta": {"role": "assistant", "content": Self::word_at(at)}, "finish_rea\
+                    son": finish}),
             ),
             false => {
                 ("text_completion", json!({"index": 0, "text": Self::word_at(at), "finish_reason": finish}))

@@ -1,7 +1,8 @@
 //! Timed prefill: one request at a time, layer by layer, overlapping with its loads and saves.
 //! Every slice is checked on arrival, and a computed layer is saved while the next one is computed.
 //!
-//! [`Prefill`] decides the next step; this file spends the time that the profile models. Not here: untimed compute, and saving the remaining blocks (`serve.rs`).
+//! [`Prefill`] decides the next step; this file spends the time that the profile models. Not here:
+//! untimed compute, and saving the remaining blocks (`serve.rs`).
 
 use std::collections::BTreeSet;
 use std::ops::Range;

@@ -180,7 +180,8 @@ fn check_tenant_limits(job: &Job) -> Result<(), Status> {
     }
     if sources > TENANT_SOURCES_MAX {
         return wrong(format!(
-            "number of sources is {sources}, the limit of a tenant's certificate is {TENANT_SOURCES_MAX}: omit the last ones"
+            "number of sources is {sources}, the limit of a tenant's certificate is {TENANT_SOURCES_MAX}: \
+             omit the last ones"
         ));
     }
     if let Some(position) = job.sources.iter().position(|source| source.len_blocks == 0) {
@@ -190,8 +191,8 @@ fn check_tenant_limits(job: &Job) -> Result<(), Status> {
     // The last block may be partial, as in traces. Blocks of zero tokens are refused too.
     if blocks as u64 > u64::from(input_tokens.div_ceil(block_tokens.max(1))) {
         return wrong(format!(
-            "{blocks} hashes of blocks of {block_tokens} tokens are more than input_tokens, {input_tokens}: name blocks of \
-             the prompt only"
+            "{blocks} hashes of blocks of {block_tokens} tokens are more than input_tokens, {input_tokens}: \
+             name blocks of the prompt only"
         ));
     }
     Ok(())

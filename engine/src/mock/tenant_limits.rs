@@ -57,8 +57,8 @@ impl TenantLimits {
         let with = TenantUse { runs: taken.runs + 1, tokens: taken.tokens + tokens };
         if with.runs > RUNS_MAX || with.tokens > TOKENS_MAX {
             return Err(Status::resource_exhausted(format!(
-                "{} runs with {} tokens are in flight for this certificate, and {RUNS_MAX} with {TOKENS_MAX} are its limit: retry \
-                 after some of them have ended",
+                "{} runs with {} tokens are in flight for this certificate, and {RUNS_MAX} with {TOKENS_MAX} \
+                 are its limit: retry after some of them have ended",
                 taken.runs, taken.tokens
             )));
         }

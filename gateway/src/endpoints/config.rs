@@ -163,7 +163,8 @@ impl KubernetesConfig {
         if cfg!(not(feature = "kubernetes")) {
             return refuse(
                 "kubernetes.enabled",
-                "this program was built without the feature `kubernetes`; configure engines in gateway.endpoints or through the admin API",
+                "this program was built without the feature `kubernetes`; configure engines in \
+                 gateway.endpoints or through the admin API",
             );
         }
         if !self.server.is_empty()

@@ -147,7 +147,8 @@ pub(crate) enum NoFit {
     },
     /// The prompt is too long for every engine with its model.
     #[error(
-        "the prompt has {tokens} tokens, but the longest context of an engine for this model is {context}, including at least one generated token; send a shorter prompt"
+        "the prompt has {tokens} tokens, but the longest context of an engine for this model is {context}, \
+         including at least one generated token; send a shorter prompt"
     )]
     Context {
         /// Tokens of the prompt.

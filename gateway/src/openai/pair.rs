@@ -129,7 +129,9 @@ mod tests {
     #[test]
     fn decode_body_carries_the_transfer_parameters() {
         let body = Bytes::from_static(br#"{"stream":true,"prompt":[1,2],"kv_transfer_params":{"a":1}}"#);
-        let answer = br#"{"id":"x","kv_transfer_params":{"remote_block_ids":[7,8],"remote_host":"h","big":1e400},"choices":[]}"#;
+        let answer =
+            br#"{"id":"x","kv_transfer_params":{"remote_block_ids":[7,8],"remote_host":"h","big":1e400},
+            "choices":[]}"#;
         let second = second(&body, answer).unwrap();
         let text = std::str::from_utf8(&second).unwrap();
         assert!(

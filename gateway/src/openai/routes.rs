@@ -292,7 +292,8 @@ impl ApiState {
                 .ok()
                 .and_then(|bytes| self.body_permits.clone().try_acquire_many_owned(bytes).ok());
             let Some(more) = more else {
-                let text = "the requests in flight exhaust this router's memory for bodies (gateway.openai.bodies_bytes_max)";
+                let text = "the requests in flight exhaust this router's memory for bodies \
+                    (gateway.openai.bodies_bytes_max)";
                 return Err(answer::retry_later(
                     StatusCode::SERVICE_UNAVAILABLE,
                     text,

@@ -51,7 +51,8 @@ impl Health for HealthService {
         match self.status_of(&request.get_ref().service) {
             Some(status) => Ok(Response::new(HealthCheckResponse { status: status.into() })),
             None => Err(Status::not_found(
-                "the services of this port are \"\", liveness, readiness and envoy.service.ext_proc.v3.ExternalProcessor",
+                "the services of this port are \"\", liveness, readiness and \
+                 envoy.service.ext_proc.v3.ExternalProcessor",
             )),
         }
     }

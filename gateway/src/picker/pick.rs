@@ -140,7 +140,8 @@ impl EndpointPicker {
         let known = self.decider.endpoints().list();
         let dialable: Vec<_> = known.iter().filter_map(|endpoint| self.dialable(endpoint)).collect();
         if dialable.is_empty() && !known.is_empty() {
-            let reason = "no endpoint name resolves to an address, which Envoy needs: check the names of the endpoints, or configure them as ip:port";
+            let reason = "no endpoint name resolves to an address, which Envoy needs: check the names of the \
+                endpoints, or configure them as ip:port";
             return Err(Rejection::new(503, "no_endpoint", reason));
         }
         let among: Vec<_> = match &head.subset {

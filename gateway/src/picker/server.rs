@@ -45,7 +45,8 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 pub enum PickerError {
     /// The listener cannot be opened.
     #[error(
-        "cannot listen on {listen} for Envoy: {cause}; set gateway.picker.listen to a free address, or to \"\" to disable the picker"
+        "cannot listen on {listen} for Envoy: {cause}; set gateway.picker.listen to a free address, or to \
+         \"\" to disable the picker"
     )]
     Listen {
         /// Configured address.

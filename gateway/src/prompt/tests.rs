@@ -218,7 +218,8 @@ fn without_a_tokenizer_equal_text_prefixes_share_hashes() {
 #[test]
 fn multimodal_content_is_read_as_text() {
     let reader = reader(vec![model("m")]);
-    let body = br#"{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"see"},{"type":"image_url","image_url":{"url":"data:,x"}}]}]}"#;
+    let body = br#"{"model":"m","messages":[{"role":"user","content":[{"type":"text","text":"see"},
+        {"type":"image_url","image_url":{"url":"data:,x"}}]}]}"#;
     let asked = reader.read("/v1/chat/completions", body).unwrap();
     assert!(!text_of(&asked).is_empty());
     // The token count does not depend on the size of an image, but its hash does depend on the
@@ -226,7 +227,9 @@ fn multimodal_content_is_read_as_text() {
     let picture = |letter: &str, count: usize| {
         let url = letter.repeat(count);
         let body = format!(
-            r#"{{"model":"m","messages":[{{"role":"user","content":[{{"type":"image_url","image_url":{{"url":"{url}"}}}},{{"type":"text","text":"see"}}]}}]}}"#
+            r#"{{"model":"m","messages":[{{"role":"user","content":[
+                {{"type":"image_url","image_url":{{"url":"{url}"}}}},
+                {{"type":"text","text":"see"}}]}}]}}"#
         );
         reader.read("/v1/chat/completions", body.as_bytes()).unwrap()
     };
@@ -235,7 +238,8 @@ fn multimodal_content_is_read_as_text() {
     assert!((257..400).contains(&large.prompt.input_tokens), "{}", large.prompt.input_tokens);
     assert_eq!(text_of(&large), text_of(&picture("A", 2_000_000)));
     assert_ne!(text_of(&large)[20..], text_of(&other)[20..]);
-    let own = br#"{"model":"m","chat_template":"{{ 1 }}","messages":[{"role":"user","content":"a template of the caller's"}]}"#;
+    let own = br#"{"model":"m","chat_template":"{{ 1 }}","messages":[
+        {"role":"user","content":"a template of the caller's"}]}"#;
     assert_eq!(reader.read("/v1/chat/completions", own).unwrap().form, PromptForm::Text);
 }
 
@@ -261,12 +265,14 @@ fn adapters_and_salts_change_hashes() {
 fn request_fields_override_template_kwargs() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("template.jinja");
-    let text = "{{ reasoning_effort }}|{{ documents }}|{{ add_generation_prompt }}|{{ continue_final_message is defined }}|{{ tools[0].type }}|{{ messages[0].reasoning }} {{ messages[0].reasoning_content }}";
+    let text = "{{ reasoning_effort }}|{{ documents }}|{{ add_generation_prompt }}|{{ continue_final_message \
+        is defined }}|{{ tools[0].type }}|{{ messages[0].reasoning }} {{ messages[0].reasoning_content }}";
     std::fs::write(&path, text).unwrap();
     let template = Template::load(&path, &testdata("tokenizer.json")).unwrap().unwrap();
     let rendered = |more: &str| {
         let body = format!(
-            r#"{{"messages":[{{"role":"assistant","content":"x","reasoning":"so"}}],"tools":[{{"function":{{"name":"f"}}}}],{more}}}"#
+            r#"{{"messages":[{{"role":"assistant","content":"x","reasoning":"so"}}],
+                "tools":[{{"function":{{"name":"f"}}}}],{more}}}"#
         );
         let body = Body::parse(body.as_bytes()).unwrap();
         let conversation = Conversation {
@@ -280,7 +286,8 @@ fn request_fields_override_template_kwargs() {
         };
         template.render(&conversation, SystemTime::UNIX_EPOCH).unwrap().unwrap()
     };
-    let kwargs = r#""chat_template_kwargs":{"add_generation_prompt":false,"continue_final_message":true,"documents":["a"],"reasoning_effort":"low"}"#;
+    let kwargs = r#""chat_template_kwargs":{"add_generation_prompt":false,"continue_final_message":true,
+        "documents":["a"],"reasoning_effort":"low"}"#;
     assert_eq!(rendered(kwargs), "low|['a']|True|False|function|so so");
     let said = format!(r#"{kwargs},"documents":["b"],"reasoning_effort":"high""#);
     assert_eq!(rendered(&said), "high|['b']|True|False|function|so so");

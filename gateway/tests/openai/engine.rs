@@ -201,7 +201,11 @@ async fn more(stream: &mut TcpStream, buffer: &mut Vec<u8>) -> Option<()> {
 
 /// Head of an event stream.
 pub fn stream_head() -> Step {
-    Step::Write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-engine: mine\r\n\r\n".to_vec())
+    Step::Write(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nx-engine: \
+         mine\r\n\r\n"
+            .to_vec(),
+    )
 }
 
 /// A chunk of a chunked body.

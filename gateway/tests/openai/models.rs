@@ -22,7 +22,11 @@ async fn serving_engine(models: &[(&str, Option<&str>, Option<u32>)]) -> Scripte
 }
 
 fn list(models: &[(&str, Option<&str>, Option<u32>)]) -> String {
-    let card = |(id, parent, max_model_len): &(&str, Option<&str>, Option<u32>)| json!({ "id": id, "object": "model", "owned_by": "vllm", "parent": parent, "max_model_len": max_model_len });
+    let card = |(id, parent, max_model_len): &(&str, Option<&str>, Option<u32>)| {
+        json!({
+            "id": id, "object": "model", "owned_by": "vllm", "parent": parent, "max_model_len": max_model_len
+        })
+    };
     json!({ "object": "list", "data": models.iter().map(card).collect::<Vec<_>>() }).to_string()
 }
 

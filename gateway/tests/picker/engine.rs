@@ -42,7 +42,8 @@ async fn serve(number: u32, mut client: HttpConnection) {
             continue;
         }
         let head = format!(
-            "HTTP/1.1 200 OK\r\nx-engine: {number}\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+            "HTTP/1.1 200 OK\r\nx-engine: {number}\r\ncontent-type: text/event-stream\r\ntransfer-encoding: \
+             chunked\r\n\r\n"
         );
         client.write(head.as_bytes()).await;
         for event in [answer.as_str(), "2", "3", "[DONE]"] {

@@ -121,7 +121,8 @@ fn record(tap: &StreamRecorder, names: &[&str]) {
     let streams = tap.streams();
     assert_eq!(streams.len(), names.len());
     let mut text = String::from(
-        "# What Envoy 1.40.0 says to an endpoint picker: each line one ProcessingRequest, as it was on the wire, in hexadecimal.\n",
+        "# What Envoy 1.40.0 says to an endpoint picker: each line one ProcessingRequest, as it was on the \
+         wire, in hexadecimal.\n",
     );
     for (name, messages) in names.iter().zip(streams) {
         writeln!(text, "# {name}").unwrap();

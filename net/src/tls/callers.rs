@@ -67,8 +67,8 @@ impl Caller {
         match self {
             Caller::Tenants(tenants) if !tenants.contains(&tenant) => {
                 Err(Status::permission_denied(format!(
-                    "the call names {tenant}, and this certificate is one of {}: name another tenant, or use that one's \
-                 certificate",
+                    "the call names {tenant}, and this certificate is one of {}: name another tenant, or use \
+                     that one's certificate",
                     format_tenants(tenants)
                 )))
             }

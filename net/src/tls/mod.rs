@@ -1,6 +1,9 @@
 //! TLS identity of a process: one cluster authority, one certificate, one key.
 //!
-//! [`TlsFiles`] are read and checked *together* at start. So a wrong file is an error with a file name and a remedy, and not a failed handshake later. The result yields rustls configurations for control calls, QUIC and TLS over TCP, and tonic's for clients that connect once. Both directions are always authenticated. The certificate can be renewed while configurations are in use (`tls/renew.rs`).
+//! [`TlsFiles`] are read and checked *together* at start. So a wrong file is an error with a file
+//! name and a remedy, and not a failed handshake later. The result yields rustls configurations for
+//! control calls, QUIC and TLS over TCP, and tonic's for clients that connect once. Both directions
+//! are always authenticated. The certificate can be renewed while configurations are in use (`tls/renew.rs`).
 //!
 //! Not here: making certificates (`cli/`) and opening connections.
 

@@ -111,7 +111,8 @@ impl RouterLink {
                 // Stop announcing first: a shard would answer that the epoch is over, and the node
                 // would join again.
                 session.shards.abort_all();
-                let _ = stop.run_until_cancelled(session.leave()).await; // stopped; the routers notice the silence instead
+                // stopped; the routers notice the silence instead
+                let _ = stop.run_until_cancelled(session.leave()).await;
             }
             () = session.run() => {}
         }

@@ -131,7 +131,8 @@ impl ArenaMemory {
         match fcntl_add_seals(&self.file, SealFlags::FUTURE_WRITE) {
             Ok(()) => self.is_sealed = true,
             Err(cause) => {
-                tracing::debug!(%cause, "the arena cannot be sealed against writers, so it is not shared with other processes");
+                tracing::debug!(%cause, "the arena cannot be sealed against writers, so it is not shared \
+                    with other processes");
             }
         }
         // Last: a process that reopens the file could seal it against us.

@@ -80,7 +80,8 @@ impl NodeConfig {
                 return wrong("shm.peers", &format_args!("user {} twice", peer.uid), remedy);
             }
             if peer.map && !peer.tenants.is_empty() {
-                let remedy = "a process that maps the memory can read every tenant's blocks: leave out its tenants, or its map";
+                let remedy = "a process that maps the memory can read every tenant's blocks: leave out its \
+                    tenants, or its map";
                 return wrong("shm.peers", &format_args!("user {}", peer.uid), remedy.to_owned());
             }
         }

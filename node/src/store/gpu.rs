@@ -95,7 +95,8 @@ pub(super) fn with_remedy(cause: &DeviceError) -> String {
         DeviceError::Absent | DeviceError::NoMemory { .. } => return cause.to_string(),
         DeviceError::Copy(_) => "check the GPU if this repeats (nvidia-smi)",
         DeviceError::Lost(_) => {
-            "blocks that were only on it are dropped; check it (nvidia-smi), and restart the node if it does not come back"
+            "blocks that were only on it are dropped; check it (nvidia-smi), and restart the node if it does \
+             not come back"
         }
     };
     format!("{cause}; {remedy}")
@@ -320,7 +321,8 @@ impl Store {
             Err(fault) => {
                 let is_lost = matches!(fault, GpuFault::Device(DeviceError::Lost(_)));
                 if !is_lost {
-                    tracing::error!(%fault, %hash, "a block on the GPU is unusable and was dropped; check the GPU when this repeats (nvidia-smi)");
+                    tracing::error!(%fault, %hash, "a block on the GPU is unusable and was dropped; check \
+                        the GPU when this repeats (nvidia-smi)");
                     self.parts.metrics.gpu_error();
                 }
                 let is_corrupt = matches!(fault, GpuFault::Corrupt(_) | GpuFault::Frame(_));

@@ -432,15 +432,19 @@ impl Store {
         if let Some(ssd) = self.parts.ssd.as_ref().filter(|_| generation != before) {
             ssd.record_weights(generation).map_err(|cause| {
                 format!(
-                    "cannot record weights generation {generation} on SSD ({cause}): repair or empty its directory, or start the node without SSD"
+                    "cannot record weights generation {generation} on SSD ({cause}): repair or empty its \
+                     directory, or start the node without SSD"
                 )
             })?;
         }
         if self.parts.book.set_generation(generation, self.now()) {
             if generation < before {
-                tracing::warn!(%before, now = %generation, "the routers restarted their count of weights generations after losing state; all blocks of this node are invalidated; give instances the generation that `kvfleet weights` shows");
+                tracing::warn!(%before, now = %generation, "the routers restarted their count of weights \
+                    generations after losing state; all blocks of this node are invalidated; give instances \
+                    the generation that `kvfleet weights` shows");
             } else {
-                tracing::info!(%before, now = %generation, "other weights are in force; blocks of earlier weights are invalidated");
+                tracing::info!(%before, now = %generation, "other weights are in force; blocks of earlier \
+                    weights are invalidated");
             }
             self.parts.shared.generation.store(generation.0, Ordering::Release);
         }

@@ -279,7 +279,8 @@ impl Store {
         match result {
             Ok(bytes) => self.parts.metrics.scrubbed(bytes),
             Err(cause) => {
-                tracing::warn!(%cause, "the scrubber could not read a block on SSD; the block stays until it is read; check the medium if this repeats");
+                tracing::warn!(%cause, "the scrubber could not read a block on SSD; the block stays until it \
+                    is read; check the medium if this repeats");
                 self.parts.metrics.ssd_error();
                 self.parts.scrub.pause(self.now());
             }
@@ -298,7 +299,8 @@ impl Store {
     }
 
     fn log_unusable(&self, fault: &ReadFault, hash: BlockHash) {
-        tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped; check the medium when this repeats");
+        tracing::error!(%fault, %hash, "a block on SSD is unusable and was dropped; check the medium when \
+            this repeats");
         self.parts.metrics.ssd_error();
     }
 

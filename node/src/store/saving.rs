@@ -110,7 +110,9 @@ impl Store {
         };
         match self.parts.book.offer(asker, offer, now) {
             Ok(answers) => {
-                let is_elsewhere = |answer: &OfferOutcome| matches!(answer, OfferOutcome::Wanted(key) if self.parts.book.assigned_tier(*key) != Some(Tier::Dram));
+                let is_in_dram = |key| self.parts.book.assigned_tier(key) == Some(Tier::Dram);
+                let is_elsewhere =
+                    |answer: &OfferOutcome| matches!(answer, OfferOutcome::Wanted(key) if !is_in_dram(*key));
                 let has_dram = !answers.iter().any(is_elsewhere);
                 OfferPlan::Blocks(OfferReservation { answers, has_dram, queue: self.queue.clone() })
             }

@@ -84,16 +84,17 @@ impl AntiEntropyTask {
                     group = number,
                     router,
                     entry,
-                    "a replica differs from the majority's: it stops answering and takes this one's state; if this recurs, check the \
-                     memory of its machine and compare the versions of the routers"
+                    "a replica differs from the majority's: it stops answering and takes this one's state; \
+                     if this recurs, check the memory of its machine and compare the versions of the \
+                     routers"
                 );
             } else {
                 tracing::error!(
                     group = number,
                     router,
                     entry,
-                    "a replica differs from the leader's, and no majority decides which one is right: it stops answering until more \
-                     voters respond; start those that are down, or add one"
+                    "a replica differs from the leader's, and no majority decides which one is right: it \
+                     stops answering until more voters respond; start those that are down, or add one"
                 );
             }
             self.count_replica_drift(number);
@@ -108,8 +109,9 @@ impl AntiEntropyTask {
             tracing::error!(
                 group = number,
                 entry,
-                "this replica leads and differs from the majority's: it stops answering and transfers leadership; if this \
-                 recurs, check the memory of its machine and compare the versions of the routers"
+                "this replica leads and differs from the majority's: it stops answering and transfers \
+                 leadership; if this recurs, check the memory of its machine and compare the versions of the \
+                 routers"
             );
             self.count_replica_drift(number);
         }

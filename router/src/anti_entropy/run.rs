@@ -100,8 +100,8 @@ impl AntiEntropyTask {
                     %node,
                     shard,
                     seq,
-                    "the index of a node differs from its announcements: it is asked to announce everything again; if this \
-                     recurs, compare the versions of node and routers"
+                    "the index of a node differs from its announcements: it is asked to announce everything \
+                     again; if this recurs, compare the versions of node and routers"
                 );
                 self.count_drift(shard);
                 self.metrics.record_node_drift(node);

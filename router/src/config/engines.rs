@@ -216,7 +216,8 @@ impl EnginesConfig {
             _ => invalid(
                 "engines.listen",
                 format!(
-                    "{:?} is not ip:port with a following port for each rank; engines without `events` dial it, write for example \"0.0.0.0:5557\"",
+                    "{:?} is not ip:port with a following port for each rank; engines without `events` dial \
+                     it, write for example \"0.0.0.0:5557\"",
                     self.listen
                 ),
             ),

@@ -117,11 +117,13 @@ enum RejectedConnection {
     )]
     Topic { topic: String },
     #[error(
-        "its first message does not say its rank, and the engine has several: give each a topic and an instance of its own"
+        "its first message does not say its rank, and the engine has several: give each a topic and an \
+         instance of its own"
     )]
     NoRank,
     #[error(
-        "rank {rank} of the engine with topic {topic:?}, which has {ranks} in engines.list: correct `first_rank` and `ranks`"
+        "rank {rank} of the engine with topic {topic:?}, which has {ranks} in engines.list: correct \
+         `first_rank` and `ranks`"
     )]
     Rank { topic: String, rank: u32, ranks: usize },
     #[error(

@@ -99,7 +99,8 @@ pub enum FollowError {
     Dials(u32),
     /// Its instance numbers overlap another engine's.
     #[error(
-        "instance {instance} and its ranks overlap instance {other}, which is followed: give each engine its own numbers"
+        "instance {instance} and its ranks overlap instance {other}, which is followed: give each engine its \
+         own numbers"
     )]
     Overlap {
         /// First instance of the rejected engine.

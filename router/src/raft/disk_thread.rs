@@ -120,7 +120,8 @@ fn run(
             None => write(&mut disk, &batch, committed),
         };
         if let (Err(error), None) = (&result, &failed) {
-            tracing::error!(%error, "the raft log cannot be written, this router stops voting: make room, then restart it");
+            tracing::error!(%error, "the raft log cannot be written, this router stops voting: make room, \
+                then restart it");
             failed = Some((error.kind(), error.to_string()));
         }
         for request in batch {

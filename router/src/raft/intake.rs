@@ -45,7 +45,8 @@ pub(crate) enum IntakeError {
     },
     /// It cannot be written to disk.
     #[error(
-        "the snapshot of group {group} cannot be written to disk: {source}; make room or check the disk, it is sent again"
+        "the snapshot of group {group} cannot be written to disk: {source}; make room or check the disk, it \
+         is sent again"
     )]
     Disk {
         /// The group.

@@ -43,8 +43,9 @@ pub(crate) enum DataLoss {
     },
     /// A snapshot, with entries that the log no longer holds.
     #[error(
-        "snapshot {path} was corrupted: {what}. It was set aside{aside}; the leader of group {group} sends another one, \
-         and until this router has caught up with its lost entries it gives no vote in the group. Check the disk"
+        "snapshot {path} was corrupted: {what}. It was set aside{aside}; the leader of group {group} sends \
+         another one, and until this router has caught up with its lost entries it gives no vote in the \
+         group. Check the disk"
     )]
     Snapshot {
         /// The file.

@@ -54,8 +54,10 @@ const SYNC_BYTES: u64 = 32 << 20;
 pub enum SnapshotFileError {
     /// The bytes differ from those that were written.
     #[error(
-        "snapshot {path} is corrupted: {what}. This router refuses to start: it is the only voter, and no other router has \
-         its contents. Restore its data directory from a copy, or start a new cluster with an empty one", path = path.display()
+        "snapshot {path} is corrupted: {what}. This router refuses to start: it is the only voter, and no \
+         other router has its contents. Restore its data directory from a copy, or start a new cluster with \
+         an empty one",
+        path = path.display()
     )]
     Corrupt {
         /// The file.
@@ -64,7 +66,10 @@ pub enum SnapshotFileError {
         what: String,
     },
     /// A file system error.
-    #[error("snapshot {path} cannot be read or written: {source}; check the disk and the permissions", path = path.display())]
+    #[error(
+        "snapshot {path} cannot be read or written: {source}; check the disk and the permissions",
+        path = path.display()
+    )]
     Io {
         /// The file.
         path: PathBuf,

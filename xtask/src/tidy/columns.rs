@@ -9,7 +9,7 @@ use super::{Tree, Violation};
 const COLUMNS_MAX: usize = 120;
 
 /// Wider lines that are left. Lower it with every line that goes; never raise it.
-const WIDE_LINES_MAX: usize = 381;
+const WIDE_LINES_MAX: usize = 158;
 
 /// Documents that a program writes: their lines are its own.
 const GENERATED: [&str; 2] = ["<!-- generated", "<!-- Generated"];

@@ -79,7 +79,10 @@ fn change(chains: &Chains, action: Action, event: &Event) -> Change {
     let (blocks, tier) = (event.of(hashes), Tier::Dram);
     match action {
         Action::Store => Change::Stored { parent: event.parent(hashes), blocks: blocks.to_vec(), tier },
-        Action::Remove => Change::Dropped { blocks: blocks.iter().rev().copied().collect(), tier, cause: Default::default() },
+        Action::Remove => {
+            let blocks = blocks.iter().rev().copied().collect();
+            Change::Dropped { blocks, tier, cause: Default::default() }
+        }
     }
 }
 

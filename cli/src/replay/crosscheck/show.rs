@@ -10,7 +10,8 @@ use super::compare::{DecisionAgreement, DisagreementCounts, POINTS_MAX, RunCompa
 pub(super) fn run_text(comparison: &RunComparison) -> String {
     let RunComparison { traffic, seed, requests, instances, nodes, routers, .. } = comparison;
     let mut text = format!(
-        "{traffic}, seed {seed}, {requests} requests; {routers} routers, {nodes} nodes, {instances} instances, profile {}",
+        "{traffic}, seed {seed}, {requests} requests; {routers} routers, {nodes} nodes, {instances} \
+         instances, profile {}",
         comparison.profile
     );
     let _ = match (comparison.load, comparison.per_s) {
@@ -63,7 +64,8 @@ fn timing_text(sides: &[Timing; 3], prefill_ratio: f64, delivery_ms: f64) -> Str
     row("prediction bias", sides.map(|side| side.bias));
     let _ = writeln!(
         text,
-        "  in the real fleet prefills took {prefill_ratio:.2} times the profile's time, and requests reached the instance {delivery_ms:.1} ms after the decision; the simulated fleet uses the same values"
+        "  in the real fleet prefills took {prefill_ratio:.2} times the profile's time, and requests reached \
+         the instance {delivery_ms:.1} ms after the decision; the simulated fleet uses the same values"
     );
     text
 }
@@ -79,11 +81,13 @@ fn agreement_text(label: &str, agreement: &DecisionAgreement) -> String {
     if instance < decided {
         let _ = writeln!(
             text,
-            "  others: {predicted} by different predictions, {blocks} by different known blocks, {tie} were ties, {left_out} by instances left out"
+            "  others: {predicted} by different predictions, {blocks} by different known blocks, {tie} were \
+             ties, {left_out} by instances left out"
         );
         let _ = writeln!(
             text,
-            "  first tokens were predicted {later_ms:+.1} ms later in the real fleet ({:+.1} waiting, {:+.1} transfer, {:+.1} prefill), and {apart_ms:.1} ms apart in absolute terms, over all instances",
+            "  first tokens were predicted {later_ms:+.1} ms later in the real fleet ({:+.1} waiting, {:+.1} \
+             transfer, {:+.1} prefill), and {apart_ms:.1} ms apart in absolute terms, over all instances",
             later.queue, later.transfer, later.prefill
         );
     }

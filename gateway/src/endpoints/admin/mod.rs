@@ -55,7 +55,8 @@ pub struct AdminConfig {
 pub enum AdminError {
     /// The listener cannot be opened.
     #[error(
-        "cannot listen on {listen} for the admin API: {source}; set gateway.admin.listen to a free port, or to \"\" to disable it"
+        "cannot listen on {listen} for the admin API: {source}; set gateway.admin.listen to a free port, or \
+         to \"\" to disable it"
     )]
     Listen {
         /// Configured address.
@@ -64,7 +65,8 @@ pub enum AdminError {
         source: std::io::Error,
     },
     /// The secret cannot be read.
-    #[error("cannot read the secret {}: {source}; set gateway.admin.token_file to a file that this process may read", path.display())]
+    #[error("cannot read the secret {}: {source}; set gateway.admin.token_file to a file that this process \
+        may read", path.display())]
     TokenFile {
         /// Path of the secret.
         path: PathBuf,
@@ -72,7 +74,8 @@ pub enum AdminError {
         source: std::io::Error,
     },
     /// The secret is invalid.
-    #[error("{} does not hold a secret, which is one line with {TOKEN_BYTES_MIN} characters or more, without spaces", path.display())]
+    #[error("{} does not hold a secret, which is one line with {TOKEN_BYTES_MIN} characters or more, without \
+        spaces", path.display())]
     Token {
         /// Path of the secret.
         path: PathBuf,

@@ -129,7 +129,8 @@ impl DiscoveredEndpoints {
             let instance = InstanceId(engine.instance);
             if let Some(other) = by_number.get(&engine.instance) {
                 desired.problems.insert(format!(
-                    "{} and {} both have instance number {}: give each its own with the annotation kvfleet.io/instance; until then the older one keeps it",
+                    "{} and {} both have instance number {}: give each its own with the annotation \
+                     kvfleet.io/instance; until then the older one keeps it",
                     other.name, one.name, engine.instance
                 ));
                 continue;

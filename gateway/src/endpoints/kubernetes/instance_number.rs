@@ -17,7 +17,10 @@ const RANK_BITS: u32 = 4;
 pub(super) fn from_annotation(name: &str, annotation: &str, value: &str) -> Result<u32, String> {
     value.trim().parse().map_err(|_| {
         let shown: String = value.chars().take(40).collect();
-        format!("{name} has the annotation {annotation}: {shown:?}, which is not an instance number from 0 to 4294967295")
+        format!(
+            "{name} has the annotation {annotation}: {shown:?}, which is not an instance number from 0 to \
+             4294967295"
+        )
     })
 }
 
@@ -31,7 +34,10 @@ pub(super) fn from_ordinal(name: &str, base: u32, ranks: u16) -> Option<Result<u
     let ordinal: u32 = digits.parse().ok().filter(|_| digits.bytes().all(|byte| byte.is_ascii_digit()))?;
     let number = ordinal.checked_mul(ranks.into()).and_then(|ordinal| base.checked_add(ordinal));
     Some(number.ok_or_else(|| {
-        format!("{name} would be instance {base} + {ordinal} x {ranks}, which is too large: lower gateway.kubernetes.instance_base")
+        format!(
+            "{name} would be instance {base} + {ordinal} x {ranks}, which is too large: lower \
+             gateway.kubernetes.instance_base"
+        )
     }))
 }
 

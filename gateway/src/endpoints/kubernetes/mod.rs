@@ -38,8 +38,9 @@ mod tests;
 pub enum KubernetesError {
     /// No cluster is configured.
     #[error(
-        "gateway.kubernetes.enabled is set, but no cluster was found ({problem}): run this in a Pod with a service account, set KUBECONFIG, set \
-         gateway.kubernetes.server to the URL that `kubectl proxy` prints, or set gateway.kubernetes.enabled to false"
+        "gateway.kubernetes.enabled is set, but no cluster was found ({problem}): run this in a Pod with a \
+         service account, set KUBECONFIG, set gateway.kubernetes.server to the URL that `kubectl proxy` \
+         prints, or set gateway.kubernetes.enabled to false"
     )]
     NoCluster {
         /// Errors of all attempts to find a configuration.
@@ -369,8 +370,8 @@ fn describe_error(error: &watcher::Error, kind: &str, namespace: &str) -> String
             "the API server rejects the credentials ({said}): is the token of the service account mounted?"
         ),
         403 => format!(
-            "the API server forbids the request ({said}): bind a Role with the verbs get, list and watch on {kind} in namespace {namespace} to the router's \
-             service account"
+            "the API server forbids the request ({said}): bind a Role with the verbs get, list and watch on \
+             {kind} in namespace {namespace} to the router's service account"
         ),
         404 => format!(
             "the API server has no {kind} in namespace {namespace} ({said}): is gateway.kubernetes.namespace right?"

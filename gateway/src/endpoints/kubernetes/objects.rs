@@ -119,7 +119,10 @@ fn other_ranks(
         let at = address.and_then(|at| Some(SocketAddr::new(at.ip(), at.port().checked_add(rank)?)));
         let instance = first.instance.checked_add(rank.into());
         let (at, instance) = at.zip(instance).ok_or_else(|| {
-            format!("rank {rank} of {name} would exceed the largest port or instance number: lower those of the first rank")
+            format!(
+                "rank {rank} of {name} would exceed the largest port or instance number: lower those of the \
+                 first rank"
+            )
         })?;
         Ok(EngineSpec { instance, authority: at.to_string(), events: None, ..first.clone() })
     };

@@ -75,7 +75,8 @@ fn status(code: u16, message: &str) -> Value {
         410 => "Expired",
         _ => "Unknown",
     };
-    json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "message": message, "reason": reason, "code": code })
+    json!({ "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+         "message": message, "reason": reason, "code": code })
 }
 
 /// A ready Pod.
@@ -511,17 +512,23 @@ async fn explains_invalid_objects() {
 async fn reads_endpoint_slices() {
     let slice = json!({
         "apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-        "metadata": { "name": "vllm-x", "namespace": "llm", "resourceVersion": "7", "creationTimestamp": "2026-01-01T00:00:00Z" },
+        "metadata": { "name": "vllm-x", "namespace": "llm", "resourceVersion": "7",
+           "creationTimestamp": "2026-01-01T00:00:00Z" },
         "ports": [{ "name": "http", "port": 8000, "protocol": "TCP" }],
         "endpoints": [
-            { "addresses": ["10.0.0.1"], "hostname": "vllm-4", "conditions": { "ready": true }, "targetRef": { "kind": "Pod", "name": "vllm-4", "uid": "u4" } },
-            { "addresses": ["10.0.0.2"], "conditions": { "ready": true }, "targetRef": { "kind": "Pod", "name": "x", "uid": "ux" } },
-            { "addresses": ["10.0.0.3"], "hostname": "vllm-6", "conditions": { "ready": false, "serving": true, "terminating": true } },
+            { "addresses": ["10.0.0.1"], "hostname": "vllm-4", "conditions": { "ready": true },
+               "targetRef": { "kind": "Pod", "name": "vllm-4", "uid": "u4" } },
+            { "addresses": ["10.0.0.2"], "conditions": { "ready": true },
+               "targetRef": { "kind": "Pod", "name": "x", "uid": "ux" } },
+            { "addresses": ["10.0.0.3"], "hostname": "vllm-6",
+               "conditions": { "ready": false, "serving": true, "terminating": true } },
             { "addresses": ["10.0.0.4"], "hostname": "vllm-7", "conditions": { "ready": false } },
         ],
     });
     let mut other = with_value(slice.clone(), "/metadata/name", json!("vllm-z"));
-    other["endpoints"] = json!([{ "addresses": ["fd00::2"], "hostname": "vllm-4", "targetRef": { "kind": "Pod", "name": "vllm-4", "uid": "u4" } }]);
+    other["endpoints"] = json!([{
+            "addresses": ["fd00::2"], "hostname": "vllm-4",
+            "targetRef": { "kind": "Pod", "name": "vllm-4", "uid": "u4" } }]);
     let scene = DiscoveryFixture::start(vec![slice.clone(), other], |config, _, _| {
         config.kind = DiscoveredKind::EndpointSlices;
     })

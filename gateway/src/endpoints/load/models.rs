@@ -153,13 +153,16 @@ mod tests {
     #[test]
     fn vllm_lists_its_names_and_adapters_with_their_model() {
         let body = r#"{"object":"list","data":[
-            {"id":"qwen3-8b","object":"model","created":1795576520,"owned_by":"vllm","root":"Qwen/Qwen3-8B","parent":null,
+            {"id":"qwen3-8b","object":"model","created":1795576520,"owned_by":"vllm",
+             "root":"Qwen/Qwen3-8B","parent":null,
              "max_model_len":40960,"permission":[{"id":"modelperm-1","object":"model_permission","created":1795576520,
              "allow_create_engine":false,"allow_sampling":true,"allow_logprobs":true,"allow_search_indices":false,
              "allow_view":true,"allow_fine_tuning":false,"organization":"*","group":null,"is_blocking":false}]},
-            {"id":"Qwen/Qwen3-8B","object":"model","created":1795576520,"owned_by":"vllm","root":"Qwen/Qwen3-8B","parent":null,
+            {"id":"Qwen/Qwen3-8B","object":"model","created":1795576520,"owned_by":"vllm",
+             "root":"Qwen/Qwen3-8B","parent":null,
              "max_model_len":40960,"permission":[]},
-            {"id":"french","object":"model","created":1795576520,"owned_by":"vllm","root":"/adapters/french","parent":"qwen3-8b",
+            {"id":"french","object":"model","created":1795576520,"owned_by":"vllm",
+             "root":"/adapters/french","parent":"qwen3-8b",
              "max_model_len":null,"permission":[]}]}"#;
         let models = read(body).expect("is read");
         assert_eq!(models.engine, EngineKind::Vllm);

@@ -127,7 +127,8 @@ mod tests {
 
     #[test]
     fn reads_wanted_lines_only() {
-        let text = b"# HELP a It is.\n# TYPE a gauge\na 1\nab nonsense {\n\n  b:c{x=\"}\\\"\\\\\",y=\"\"} +2.5e1 17\r\nb:c{} 0\nb:c{x=\"1\", } 3\na\t4\na -Inf\n";
+        let text = b"# HELP a It is.\n# TYPE a gauge\na 1\nab nonsense {\n\n  b:c{x=\"}\\\"\\\\\",y=\"\"} \
+            +2.5e1 17\r\nb:c{} 0\nb:c{x=\"1\", } 3\na\t4\na -Inf\n";
         let expected =
             [("a", 1.0), ("b:c", 25.0), ("b:c", 0.0), ("b:c", 3.0), ("a", 4.0), ("a", f64::NEG_INFINITY)];
         assert_eq!(values(text).as_deref(), Ok(&expected[..]));

@@ -99,8 +99,10 @@ mod tests {
 
     #[test]
     fn wildcard_hosts_mean_the_engine() {
-        let body = r#"{"version": "0.5.23", "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557,
-            "topic": "kv", "block_size": 64, "dp_size": 2, "replay_endpoint_port_base": 5657, "load_endpoint_port_base": null}}"#;
+        let body = r#"{"version": "0.5.23", "kv_events": {"publisher": "zmq", "endpoint_host": "*",
+             "endpoint_port_base": 5557,
+            "topic": "kv", "block_size": 64, "dp_size": 2, "replay_endpoint_port_base": 5657,
+             "load_endpoint_port_base": null}}"#;
         let engine = read(body).expect("is read").expect("publishes");
         assert_eq!(
             [engine.events.as_str(), &engine.replay, &engine.topic],

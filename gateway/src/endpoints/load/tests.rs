@@ -364,13 +364,16 @@ async fn draining_engines_get_no_requests_and_reporting_ones_no_probes() {
 /// Metrics of an SGLang engine with this number of finished requests.
 fn sglang(ended: u32) -> String {
     format!(
-        "sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\nsglang:prompt_tokens_total 9\nsglang:num_requests_total {ended}\n"
+        "sglang:num_running_reqs 0\nsglang:num_queue_reqs 0\nsglang:prompt_tokens_total \
+         9\nsglang:num_requests_total {ended}\n"
     )
 }
 
 /// Server info of an engine that publishes its events at this port.
 fn publishes_at(port: u16) -> String {
-    let kv_events = serde_json::json!({ "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": port, "dp_size": 2 });
+    let kv_events = serde_json::json!({
+        "publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": port, "dp_size": 2
+    });
     serde_json::json!({ "kv_events": kv_events }).to_string()
 }
 

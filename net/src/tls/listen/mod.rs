@@ -134,7 +134,8 @@ impl CallerAcceptor {
     /// Handles a failed accept, mostly for want of descriptors.
     async fn accept_failed(&mut self, error: &io::Error) {
         if self.accept_warnings.should_warn() {
-            tracing::warn!(%error, "cannot accept connections for control calls; raise the limit of open files if there are too many");
+            tracing::warn!(%error, "cannot accept connections for control calls; raise the limit of open \
+                files if there are too many");
         }
         self.handshakes.evict_half();
         sleep(ACCEPT_PAUSE).await;

@@ -30,8 +30,8 @@ pub enum NamesError {
     Unreadable,
     /// A name resembles a role name but is none.
     #[error(
-        "its name {0:?} is neither {SERVER_NAME:?} nor a tenant's, which is tenant-NUMBER.kvfleet with a number from 0 to \
-         4294967295; other names may not begin with \"tenant\" or end in \".kvfleet\""
+        "its name {0:?} is neither {SERVER_NAME:?} nor a tenant's, which is tenant-NUMBER.kvfleet with a \
+         number from 0 to 4294967295; other names may not begin with \"tenant\" or end in \".kvfleet\""
     )]
     Malformed(String),
     /// The certificate names tenants and one of the cluster's own processes.

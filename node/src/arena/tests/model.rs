@@ -281,7 +281,8 @@ fn few_frames_move_in_a_steady_or_shifting_mix() {
             let shifting = moved_share(&mut model, tier_slabs, small, 2 * full, &mut chance);
             let steady = moved_share(&mut model, tier_slabs, small, 10 * full, &mut chance);
             println!(
-                "{tier_slabs} slabs, {small} % small: moved {:.1} % of saved bytes while shifting, {:.1} % in steady state",
+                "{tier_slabs} slabs, {small} % small: moved {:.1} % of saved bytes while shifting, {:.1} % \
+                 in steady state",
                 shifting * 100.0,
                 steady * 100.0
             );

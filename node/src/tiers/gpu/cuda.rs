@@ -407,7 +407,8 @@ impl Drop for CudaDevice {
         if let Some(cause) = &self.lost {
             tracing::warn!(
                 %cause,
-                "the memory of a lost GPU is freed with its CUDA context; if nvidia-smi shows it as in use after that, restart the node"
+                "the memory of a lost GPU is freed with its CUDA context; if nvidia-smi shows it as in use \
+                 after that, restart the node"
             );
             return;
         }

@@ -10,7 +10,8 @@
 pub enum DeviceError {
     /// The device or the host has too little memory.
     #[error(
-        "cannot allocate {bytes} bytes of {what} memory: {cause}; give the GPU tier less, or stop other users of the device"
+        "cannot allocate {bytes} bytes of {what} memory: {cause}; give the GPU tier less, or stop other \
+         users of the device"
     )]
     NoMemory {
         /// Requested bytes.

@@ -119,7 +119,8 @@ impl Drop for GpuThread {
         let Some(thread) = self.thread.take() else { return };
         if self.exit_signal.recv_timeout(self.shutdown_timeout) == Err(RecvTimeoutError::Timeout) {
             tracing::error!(
-                "the GPU does not complete its copies and is abandoned: its memory, and DRAM that it may write to, stay allocated until this process ends; check it (nvidia-smi)"
+                "the GPU does not complete its copies and is abandoned: its memory, and DRAM that it may \
+                 write to, stay allocated until this process ends; check it (nvidia-smi)"
             );
             // Dropping the handle detaches the thread.
             return;

@@ -72,7 +72,8 @@ impl Directory {
     fn quarantine_file(&mut self, file: &Path, reason: &str) -> io::Result<()> {
         let target = quarantine_name(file)?;
         std::fs::rename(file, &target)?;
-        tracing::error!(file = %target.display(), reason, "SSD file quarantined, its blocks are not served: keep it for analysis, or delete it");
+        tracing::error!(file = %target.display(), reason, "SSD file quarantined, its blocks are not served: \
+            keep it for analysis, or delete it");
         self.quarantined.push(target);
         Ok(())
     }

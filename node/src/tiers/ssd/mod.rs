@@ -101,7 +101,8 @@ pub struct SsdConfig {
 /// Error of an unusable directory.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "cannot use SSD directory {}: {cause}; give this node a directory of its own that it may write, or set ssd_bytes = 0",
+    "cannot use SSD directory {}: {cause}; give this node a directory of its own that it may write, or set \
+     ssd_bytes = 0",
     dir.display()
 )]
 pub struct SsdError {
@@ -254,7 +255,8 @@ impl SsdTier {
                     noted = both.max_by_key(|noted| noted.older_up_to).unwrap_or_default();
                 }
                 Err(cause) => {
-                    tracing::error!(dir = %dir.path.display(), %cause, "cannot read which weights the SSD blocks have: none of them is served, and a new note is written; check the device");
+                    tracing::error!(dir = %dir.path.display(), %cause, "cannot read which weights the SSD \
+                        blocks have: none of them is served, and a new note is written; check the device");
                     is_known = false;
                 }
             }
@@ -528,7 +530,8 @@ fn direct_io(dir: &Path, faults: &SsdFaults) -> io::Result<bool> {
             Ok(false)
         }
         Err(cause) if cause.kind() == io::ErrorKind::StorageFull => {
-            tracing::warn!(dir = %dir_shown, "the SSD directory is full: its blocks are served, new ones need free space there");
+            tracing::warn!(dir = %dir_shown, "the SSD directory is full: its blocks are served, new ones \
+                need free space there");
             Ok(false)
         }
         Err(cause) => Err(cause),

@@ -377,7 +377,8 @@ enum EngineStep {
 fn steps() -> impl Strategy<Value = Vec<EngineStep>> {
     let one = prop_oneof![
         8 => (0..3usize, 1..=16usize).prop_map(|(prompt, blocks)| EngineStep::Store { prompt, blocks }),
-        4 => (0..3usize, 1..12usize, 1..6usize).prop_map(|(prompt, from, blocks)| EngineStep::Continue { prompt, from, blocks }),
+        4 => (0..3usize, 1..12usize, 1..6usize)
+            .prop_map(|(prompt, from, blocks)| EngineStep::Continue { prompt, from, blocks }),
         8 => (0..3usize, 0..16usize).prop_map(|(prompt, block)| EngineStep::Remove { prompt, block }),
         1 => Just(EngineStep::Clear),
     ];
@@ -394,7 +395,11 @@ proptest! {
     /// Listed blocks equal the engine's blocks under request hashes: our block needs all its parts
     /// and has its own parent. A full report says the same.
     #[test]
-    fn listed_blocks_equal_resident_blocks(steps in steps(), theirs in prop::sample::select(vec![8u32, 16, 32]), ours in prop::sample::select(vec![8u32, 16, 32, 64])) {
+    fn listed_blocks_equal_resident_blocks(
+        steps in steps(),
+        theirs in prop::sample::select(vec![8u32, 16, 32]),
+        ours in prop::sample::select(vec![8u32, 16, 32, 64]),
+    ) {
         let mut aliases = aliases(ours);
         let mut listed = BTreeMap::new();
         let mut resident: BTreeSet<Vec<u32>> = BTreeSet::new();
@@ -447,7 +452,9 @@ proptest! {
                     let (start, end) = (at * ours as usize, (at + 1) * ours as usize);
                     // Engine blocks that overlap this block of ours.
                     let first = start / theirs_usize * theirs_usize + theirs_usize;
-                    let mut ends = (first..end + theirs_usize).step_by(theirs_usize).filter(|part| *part < end + theirs_usize && *part <= tokens.len());
+                    let mut ends = (first..end + theirs_usize)
+                        .step_by(theirs_usize)
+                        .filter(|part| *part < end + theirs_usize && *part <= tokens.len());
                     if ends.all(|part| resident.contains(&tokens[..part])) {
                         expected.insert(*hash, at.checked_sub(1).map(|before| all[before]));
                     }

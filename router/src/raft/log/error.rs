@@ -53,9 +53,9 @@ pub enum LogError {
     },
     /// The record layout belongs to another release.
     #[error(
-        "raft log {path} has format {found}, this release reads {FORMAT}: start the release that wrote it, or make this \
-         router a new member: run `kvfleet members remove`, move its data_dir away, start it with `join = true`, and \
-         run `kvfleet members add`"
+        "raft log {path} has format {found}, this release reads {FORMAT}: start the release that wrote it, \
+         or make this router a new member: run `kvfleet members remove`, move its data_dir away, start it \
+         with `join = true`, and run `kvfleet members add`"
     )]
     Format {
         /// The file.

@@ -125,7 +125,8 @@ impl ReplayState {
             return Err(corrupt(&path, "it is another file than its name says"));
         }
         if bytes.get(..PAGE) != bytes.get(PAGE..2 * PAGE) {
-            tracing::warn!(path = %path.display(), "a copy of the head of a file of the raft log is damaged, the other one is sound: check the disk");
+            tracing::warn!(path = %path.display(), "a copy of the head of a file of the raft log is damaged, \
+                the other one is sound: check the disk");
         }
         self.salt = Some(head.salt);
         let mut file = ReadFile { named: head.file_bytes, end: FRAMES_START, is_closed: false, path, head };
@@ -176,7 +177,8 @@ impl ReplayState {
             return Err(corrupt(&file.path, what));
         }
         if frame.at != frame.head.start {
-            tracing::warn!(path = %file.path.display(), frame = number, "a copy of a frame of the raft log is damaged, the other one is sound: check the disk");
+            tracing::warn!(path = %file.path.display(), frame = number, "a copy of a frame of the raft log \
+                is damaged, the other one is sound: check the disk");
         }
         Ok(Some(frame))
     }

@@ -289,7 +289,8 @@ impl ProcessIdentity {
     /// engine does not report it, it is zero at first, and becomes the current time when counts
     /// decrease.
     pub(crate) fn observe(&mut self, reading: &LoadSample, now_us: u64) -> bool {
-        let fell = matches!((self.finished_requests, reading.finished_requests), (Some(before), Some(now)) if now < before);
+        let finished = (self.finished_requests, reading.finished_requests);
+        let fell = matches!(finished, (Some(before), Some(now)) if now < before);
         let said = reading.started_us.filter(|said| *said > self.started_us);
         let was_heard = std::mem::replace(&mut self.has_sample, true);
         let is_other = was_heard && (fell || said.is_some());

@@ -20,8 +20,10 @@ vllm:request_prompt_tokens_sum{engine="0",model_name="m"} 2000.0
 process_start_time_seconds 1.7e+09
 "#;
 
-const SGLANG_TEXT: &str = "sglang:num_running_reqs{model_name=\"m\"} 1.0\nsglang:num_queue_reqs{model_name=\"m\"} 3.0\n\
-                           sglang:token_usage{model_name=\"m\"} 0.5\nsglang:prompt_tokens_total 900.0\nsglang:num_requests_total 3.0\n";
+const SGLANG_TEXT: &str = "sglang:num_running_reqs{model_name=\"m\"} \
+    1.0\nsglang:num_queue_reqs{model_name=\"m\"} 3.0\n\
+    sglang:token_usage{model_name=\"m\"} 0.5\nsglang:prompt_tokens_total 900.0\nsglang:num_requests_total \
+    3.0\n";
 
 fn read_text(text: &str) -> Result<LoadSample, LoadParseError> {
     parse(text.as_bytes(), 1_000)

@@ -111,7 +111,8 @@ impl Lane {
                     what = kind.name(),
                     takes_us = takes_us as u64,
                     usual_us = usual_us as u64,
-                    "an SSD has become slow: further new blocks go to other devices, or to none; check its health (smartctl) and its other users, and replace it if this repeats"
+                    "an SSD has become slow: further new blocks go to other devices, or to none; check its \
+                     health (smartctl) and its other users, and replace it if this repeats"
                 );
             }
         }

@@ -140,9 +140,10 @@ fn excess_work_is_refused_if_all_devices_are_slow() {
         assert!(!run.bench.ssd.may_read(kept, true));
         assert_eq!(run.bench.ssd.slow_device_jobs(), (0, SLOW_DEVICE_JOBS));
         for _ in 0..SLOW_DEVICE_JOBS {
-            assert!(
-                matches!(run.bench.next_completion(), SsdCompletion::Read { token: 9, result: Ok(bytes) } if bytes == frame(3))
-            );
+            assert!(matches!(
+                run.bench.next_completion(),
+                SsdCompletion::Read { token: 9, result: Ok(bytes) } if bytes == frame(3)
+            ));
         }
         assert!(run.bench.ssd.may_read(kept, true) && !run.bench.ssd.may_read(kept, false));
         (0..run.devices.len()).for_each(|number| run.set_delay(number, USUAL_US));
