@@ -150,7 +150,7 @@ impl Transport {
     /// it, and other paths are used.
     #[cfg(feature = "rdma")]
     fn rdma(self, config: &ClientConfig) -> Result<Arc<dyn Dialer>, ClientError> {
-        use kvfleet_transport::rdma::{Rdma, RdmaAffinity, RdmaChoice, RdmaConfig, RdmaDialer, RdmaTuning};
+        use kvfleet_rdma::{Rdma, RdmaAffinity, RdmaChoice, RdmaConfig, RdmaDialer, RdmaTuning};
         let RdmaSettings { device, devices, near, address, memory_bytes, traffic_class } =
             config.rdma.clone();
         let near = near.map_or(RdmaAffinity::Process, RdmaAffinity::Pci);

@@ -2,7 +2,7 @@
 //! RDMA.
 //!
 //! Only this file depends on the `rdma` feature. Not here: the configuration keys
-//! (`config/rdma.rs`) and the transport (`kvfleet_transport::rdma`).
+//! (`config/rdma.rs`) and the transport (`kvfleet-rdma`).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::config::NodeConfig;
 
 /// RDMA offered to clients that connect over TCP.
 #[cfg(feature = "rdma")]
-pub(crate) type RdmaOfferHandle = Arc<kvfleet_transport::rdma::RdmaServer>;
+pub(crate) type RdmaOfferHandle = Arc<kvfleet_rdma::RdmaServer>;
 
 /// Uninhabited: without the feature, the configuration refuses `rdma.enabled`.
 #[cfg(not(feature = "rdma"))]
@@ -32,9 +32,7 @@ pub(crate) use NoRdmaOffer as RdmaOfferHandle;
 /// the cause with a remedy, and the node serves without RDMA.
 #[cfg(feature = "rdma")]
 pub(crate) async fn open(config: &NodeConfig, arena: &Arena) -> Option<RdmaOfferHandle> {
-    use kvfleet_transport::rdma::{
-        Rdma, RdmaAffinity, RdmaChoice, RdmaConfig, RdmaError, RdmaServer, RdmaTuning,
-    };
+    use kvfleet_rdma::{Rdma, RdmaAffinity, RdmaChoice, RdmaConfig, RdmaError, RdmaServer, RdmaTuning};
     let section = &config.rdma;
     if !section.enabled {
         return None;
@@ -99,7 +97,7 @@ pub(crate) fn bind(
     let config = TcpConfig::default();
     match offer {
         #[cfg(feature = "rdma")]
-        Some(offer) => TcpServer::bind_offering(room, address, identity, &config, Arc::clone(offer), service),
+        Some(offer) => TcpServer::bind_offering(room, address, identity, &config, offer.clone(), service),
         #[cfg(not(feature = "rdma"))]
         Some(never) => match *never {},
         None => TcpServer::bind_in(room, address, identity, &config, service),

@@ -45,13 +45,6 @@ pub(crate) struct CapacityPools {
 }
 
 impl Capacity {
-    /// The capacity of a server that shares none.
-    #[cfg(all(test, feature = "rdma"))]
-    pub(crate) fn with_defaults() -> Capacity {
-        use crate::quic::{FETCH_BYTES_IN_FLIGHT_MAX, SAVE_BYTES_IN_FLIGHT_MAX};
-        Capacity::new(FETCH_BYTES_IN_FLIGHT_MAX, SAVE_BYTES_IN_FLIGHT_MAX, FRAME_BYTES_ESTIMATE)
-    }
-
     /// A capacity of this many bytes for answers in flight, and for arriving saves. An answer's
     /// size is estimated in advance by the longest frame of the node: give the real length, or the
     /// first answers may exceed the limit.
@@ -154,11 +147,13 @@ impl TrafficCounters {
         self.counts.received_bytes.load(Ordering::Relaxed)
     }
 
-    pub(crate) fn sent(&self, bytes: usize) {
+    /// For a path or server: counts bytes sent.
+    pub fn sent(&self, bytes: usize) {
         self.counts.sent_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    pub(crate) fn received(&self, bytes: usize) {
+    /// For a path or server: counts bytes received.
+    pub fn received(&self, bytes: usize) {
         self.counts.received_bytes.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 }

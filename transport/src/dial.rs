@@ -15,7 +15,10 @@ pub(crate) async fn resolve(peer: &str) -> Result<SocketAddr, PathError> {
 }
 
 /// `work`, or [`PathError::TimedOut`] after `limit`.
-pub(crate) async fn within<T>(
+///
+/// # Errors
+/// The error of `work`, or the timeout.
+pub async fn within<T>(
     peer: &str,
     limit: Duration,
     work: impl Future<Output = Result<T, PathError>>,

@@ -60,7 +60,7 @@ impl InFlightPool {
 }
 
 /// An amount that counts as in flight until dropped.
-pub(crate) struct InFlightReservation<'a> {
+pub struct InFlightReservation<'a> {
     pool: &'a InFlightPool,
     class: TrafficClass,
     amount: u64,

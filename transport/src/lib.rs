@@ -30,8 +30,6 @@ pub mod pick;
 mod pieces;
 mod progress;
 pub mod quic;
-#[cfg(feature = "rdma")]
-pub mod rdma;
 pub mod renew;
 #[cfg(test)]
 mod restart_tests;
@@ -43,6 +41,7 @@ mod slot_queue;
 mod stream;
 pub mod suite;
 pub mod tcp;
+pub mod upgrade;
 mod wire;
 
 pub use capacity::{Capacity, TrafficCounters};

@@ -39,8 +39,7 @@ impl Progress {
     }
 
     /// For a path on top of another one: the whole fetch uses the lower path.
-    #[cfg(feature = "rdma")]
-    pub(crate) fn set_kind(&self, kind: PathKind) {
+    pub fn set_kind(&self, kind: PathKind) {
         self.state().kind = Some(kind);
     }
 

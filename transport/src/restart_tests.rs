@@ -4,7 +4,7 @@
 //! A client receives a node's answer over one connection, which ends with the process that
 //! answered. So the epoch cannot change within an answer: the received blocks are a prefix of one
 //! answer, the rest is lost with a reason, and no block of the new process follows. An RDMA card
-//! reads memory without the node's involvement, so RDMA has epoch words (`rdma/tests/fences.rs`).
+//! reads memory without the node's involvement, so RDMA has epoch words (`rdma/src/tests/fences.rs`).
 //! The suite tests an epoch that ends while its node lives (`fetch_over_the_end_of_an_epoch`).
 #![allow(clippy::unwrap_used)]
 

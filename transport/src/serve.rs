@@ -45,10 +45,8 @@ const SAVE_TIME_MAX: Duration = Duration::from_secs(300);
 pub(crate) struct AdmittedCaller {
     pub(crate) service: Arc<dyn BlockService>,
     /// The caller's certificate.
-    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "only links are counted by caller"))]
     pub(crate) leaf: Arc<[u8]>,
     /// Whether the caller may read all memory of the node's blocks.
-    #[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "only RDMA lends memory over a network"))]
     pub(crate) may_map: bool,
 }
 
@@ -87,57 +85,68 @@ pub(crate) struct ServeLimits {
 }
 
 /// State shared by all operations of a server.
-pub(crate) struct Operations {
+pub struct Operations {
     /// Shared with the node's other servers.
     capacity: Capacity,
     /// Traffic of this server alone.
-    pub(crate) traffic: TrafficCounters,
+    pub traffic: TrafficCounters,
     limits: ServeLimits,
 }
 
 /// A save's slot and its bytes in flight.
-pub(crate) struct SaveReservation<'a> {
+pub struct SaveReservation<'a> {
     _slot: InFlightReservation<'a>,
     bytes: InFlightReservation<'a>,
 }
 
 impl SaveReservation<'_> {
     /// Reduces the reservation to the wanted blocks.
-    pub(crate) fn shrink(&mut self, wanted: usize, frame_bytes: u64) {
+    pub fn shrink(&mut self, wanted: usize, frame_bytes: u64) {
         self.bytes.shrink(if wanted == 0 { 0 } else { save_bytes_in_flight(wanted, frame_bytes) });
     }
 }
 
 /// Why an operation was aborted. For logs only: the peer sees its stream reset or closed.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ServeError {
+pub enum ServeError {
+    /// An item could not be read.
     #[error("peer sent {0}")]
     Item(#[from] ItemError),
+    /// A field of the request has no valid value.
     #[error("peer sent a malformed request: {0}")]
     Request(#[from] kvfleet_proto::convert::ConvertError),
+    /// The answer could not be sent.
     #[error("cannot answer: {0}")]
     Write(#[from] StreamError),
+    /// The answer is too long.
     #[error("cannot answer: {0}")]
     Encode(#[from] PathError),
+    /// The stall timeout or the operation's own limit passed.
     #[error("peer made no progress within the stall timeout")]
     Stalled(#[from] tokio::time::error::Elapsed),
+    /// The peer cancelled the operation.
     #[error("peer gave up")]
     GaveUp,
+    /// The service accepted a save without a session.
     #[error("the service wants a save and has no session")]
     MissingSession,
+    /// A save ended early.
     #[error("save ended after {got} of {wanted} frames")]
-    SaveTruncated { got: usize, wanted: usize },
+    SaveTruncated {
+        /// Frames received.
+        got: usize,
+        /// Frames expected.
+        wanted: usize,
+    },
+    /// A save has too many frames.
     #[error("peer sent more than the {wanted} frames of its save")]
-    SaveTooLong { wanted: usize },
-    #[cfg(feature = "rdma")]
-    #[error("peer violated the rules of shared leases: {0}")]
-    Lending(#[from] kv_core::lease_grant::UnknownGrant),
-    #[cfg(feature = "rdma")]
-    #[error("peer sent a malformed request: {0}")]
-    Nonsense(#[from] crate::rdma::MalformedMessage),
-    #[cfg(feature = "rdma")]
-    #[error("RDMA could not be set up: {0}")]
-    Rdma(String),
+    SaveTooLong {
+        /// Frames expected.
+        wanted: usize,
+    },
+    /// The protocol of an upgraded connection failed.
+    #[error("{0}")]
+    Upgrade(Box<dyn std::error::Error + Send + Sync>),
 }
 
 impl Operations {
@@ -161,7 +170,10 @@ impl Operations {
     }
 
     /// Serves an operation after its request was read.
-    pub(crate) async fn serve_request(
+    ///
+    /// # Errors
+    /// If the peer or the stream failed.
+    pub async fn serve_request(
         &self,
         request: data::DataRequest,
         service: &dyn BlockService,
@@ -175,35 +187,35 @@ impl Operations {
     }
 
     /// Time limit of a fetch with this deadline.
-    pub(crate) fn fetch_timeout(&self, deadline: Duration) -> Duration {
+    #[must_use]
+    pub fn fetch_timeout(&self, deadline: Duration) -> Duration {
         let times = &self.limits.times;
         deadline.saturating_add(times.grace).min(times.fetch_max)
     }
 
     /// Time limit of a save.
-    pub(crate) fn save_timeout(&self) -> Duration {
+    #[must_use]
+    pub fn save_timeout(&self) -> Duration {
         self.limits.times.save_max
     }
 
     /// Reserves bytes for a fetch of this many blocks, by the largest known frame; `None` if too
     /// much is in flight.
-    pub(crate) fn reserve_fetch(
-        &self,
-        class: TrafficClass,
-        blocks: usize,
-    ) -> Option<InFlightReservation<'_>> {
+    #[must_use]
+    pub fn reserve_fetch(&self, class: TrafficClass, blocks: usize) -> Option<InFlightReservation<'_>> {
         let shares = self.capacity.pools();
         let frame_bytes = shares.largest_frame.load(Ordering::Relaxed);
         shares.fetches.reserve(class, frame_bytes.saturating_mul(blocks as u64))
     }
 
     /// Records the length of a frame that is sent.
-    pub(crate) fn sent(&self, frame_bytes: usize) {
+    pub fn sent(&self, frame_bytes: usize) {
         self.capacity.pools().largest_frame.fetch_max(frame_bytes as u64, Ordering::Relaxed);
     }
 
     /// Reserves a save slot and the bytes of the save; `None` if there are none.
-    pub(crate) fn reserve_save(&self, request: &SaveRequest) -> Option<SaveReservation<'_>> {
+    #[must_use]
+    pub fn reserve_save(&self, request: &SaveRequest) -> Option<SaveReservation<'_>> {
         let (shares, class) = (self.capacity.pools(), request.class());
         let place = shares.saves.reserve(class, 1)?;
         let bytes = save_bytes_in_flight(request.hashes.len(), request.frame_bytes);
@@ -236,7 +248,11 @@ impl Operations {
         }
     }
 
-    pub(crate) async fn answer<M: prost::Message>(
+    /// Sends a message.
+    ///
+    /// # Errors
+    /// If it cannot be sent within the stall timeout.
+    pub async fn answer<M: prost::Message>(
         &self,
         stream: &mut impl Stream,
         message: &M,
@@ -245,7 +261,11 @@ impl Operations {
         self.flush(stream).await
     }
 
-    pub(crate) async fn flush(&self, stream: &mut impl Stream) -> Result<(), ServeError> {
+    /// Sends buffered bytes.
+    ///
+    /// # Errors
+    /// If they cannot be sent within the stall timeout.
+    pub async fn flush(&self, stream: &mut impl Stream) -> Result<(), ServeError> {
         Ok(self.with_stall_timeout(stream.flush()).await??)
     }
 
@@ -336,7 +356,10 @@ impl Operations {
     }
 
     /// The next frame of a fetch. Flushes the stream before it waits.
-    pub(crate) async fn next_frame(
+    ///
+    /// # Errors
+    /// If the stream fails, or the peer gave up.
+    pub async fn next_frame(
         &self,
         frames: &mut Frames,
         stream: &mut impl Stream,
@@ -466,7 +489,11 @@ impl Operations {
         }
     }
 
-    pub(crate) async fn with_stall_timeout<T>(
+    /// `work` within the stall timeout.
+    ///
+    /// # Errors
+    /// If that passes.
+    pub async fn with_stall_timeout<T>(
         &self,
         work: impl Future<Output = T>,
     ) -> Result<T, tokio::time::error::Elapsed> {

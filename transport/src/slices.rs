@@ -43,7 +43,7 @@ pub trait SliceSink: Send {
 }
 
 /// State of one layer-wise fetch.
-pub(crate) struct FetchAssembly<'a> {
+pub struct FetchAssembly<'a> {
     sink: &'a mut dyn SliceSink,
     /// Requested layers of each block.
     layers: Range<usize>,
@@ -71,7 +71,8 @@ struct BlockProgress {
 
 impl<'a> FetchAssembly<'a> {
     /// For these layers of each block, as far as it has them.
-    pub(crate) fn new(sink: &'a mut dyn SliceSink, layers: Range<usize>) -> FetchAssembly<'a> {
+    #[must_use]
+    pub fn new(sink: &'a mut dyn SliceSink, layers: Range<usize>) -> FetchAssembly<'a> {
         FetchAssembly {
             sink,
             layers,
@@ -85,7 +86,7 @@ impl<'a> FetchAssembly<'a> {
     }
 
     /// Adds the header of the next block.
-    pub(crate) fn add_header(&mut self, head: FrameHead) {
+    pub fn add_header(&mut self, head: FrameHead) {
         let position = self.blocks.len();
         self.count(head.bytes().len());
         if position < self.usable_blocks && !self.sink.head(position, &head) {
@@ -98,7 +99,8 @@ impl<'a> FetchAssembly<'a> {
     }
 
     /// Number of received headers.
-    pub(crate) fn header_count(&self) -> usize {
+    #[must_use]
+    pub fn header_count(&self) -> usize {
         self.blocks.len()
     }
 
@@ -149,7 +151,7 @@ impl<'a> FetchAssembly<'a> {
     }
 
     /// Copies the next layers of a block from contiguous bytes.
-    pub(crate) fn take_slices(&mut self, position: usize, layers: Range<usize>, mut from: &[u8]) {
+    pub fn take_slices(&mut self, position: usize, layers: Range<usize>, mut from: &[u8]) {
         for layer in layers.clone() {
             let bytes = self.blocks[position].head.slice_bytes(layer).unwrap_or(0);
             let (slice, rest) = from.split_at(bytes.min(from.len()));
@@ -186,7 +188,8 @@ impl<'a> FetchAssembly<'a> {
     }
 
     /// Number of leading blocks with all requested layers, all valid.
-    pub(crate) fn complete_blocks(&self) -> usize {
+    #[must_use]
+    pub fn complete_blocks(&self) -> usize {
         self.blocks
             .iter()
             .take(self.usable_blocks)
@@ -195,7 +198,8 @@ impl<'a> FetchAssembly<'a> {
     }
 
     /// Whether something received was not as requested.
-    pub(crate) fn has_bad_slice(&self) -> bool {
+    #[must_use]
+    pub fn has_bad_slice(&self) -> bool {
         self.has_bad_slice
     }
 
@@ -211,42 +215,45 @@ impl<'a> FetchAssembly<'a> {
     }
 
     /// Rejects a bad block.
-    pub(crate) fn reject(&mut self, position: usize) {
+    pub fn reject(&mut self, position: usize) {
         self.stop_at(position);
         self.sink.slice_rejected(position);
     }
 }
 
 /// For a fetch that continues where another one ended.
-#[cfg(feature = "rdma")]
 impl<'a> FetchAssembly<'a> {
     /// Sets whether received bytes are counted here from now on.
-    pub(crate) fn set_counting(&mut self, counts: bool) {
+    pub fn set_counting(&mut self, counts: bool) {
         self.counts_received = counts;
     }
 
     /// The first bad block.
-    pub(crate) fn first_bad(&self) -> Option<usize> {
+    #[must_use]
+    pub fn first_bad(&self) -> Option<usize> {
         self.has_bad_slice.then_some(self.usable_blocks)
     }
 
     /// Whether slices of this block are passed on.
-    pub(crate) fn is_usable(&self, position: usize) -> bool {
+    #[must_use]
+    pub fn is_usable(&self, position: usize) -> bool {
         position < self.usable_blocks
     }
 
     /// Header of a block; `None` if it has not arrived.
-    pub(crate) fn head_of(&self, position: usize) -> Option<&FrameHead> {
+    #[must_use]
+    pub fn head_of(&self, position: usize) -> Option<&FrameHead> {
         self.blocks.get(position).map(|block| &block.head)
     }
 
     /// The next layer of a block; `None` if its header has not arrived.
-    pub(crate) fn next_layer(&self, position: usize) -> Option<usize> {
+    #[must_use]
+    pub fn next_layer(&self, position: usize) -> Option<usize> {
         self.blocks.get(position).map(|block| block.next_layer)
     }
 
     /// Destination of the slices.
-    pub(crate) fn sink(&mut self) -> &mut (dyn SliceSink + 'a) {
+    pub fn sink(&mut self) -> &mut (dyn SliceSink + 'a) {
         self.sink
     }
 }

@@ -12,7 +12,7 @@ use kv_core::traffic_class::{ClassScheduler, lower_class_slots};
 use tokio::sync::oneshot;
 
 /// A fixed number of slots.
-pub(crate) struct SlotQueue {
+pub struct SlotQueue {
     state: Mutex<SlotState>,
 }
 
@@ -61,7 +61,9 @@ impl SlotState {
 }
 
 impl SlotQueue {
-    pub(crate) fn new(count: usize) -> Arc<SlotQueue> {
+    /// A queue for this many slots.
+    #[must_use]
+    pub fn new(count: usize) -> Arc<SlotQueue> {
         let state =
             SlotState { free: count, free_for_others: lower_class_slots(count), ..SlotState::default() };
         Arc::new(SlotQueue { state: Mutex::new(state) })
@@ -72,7 +74,7 @@ impl SlotQueue {
     }
 
     /// Waits for a slot for an operation of this class. A dropped waiter blocks no other.
-    pub(crate) async fn acquire(self: &Arc<SlotQueue>, class: TrafficClass) -> Slot {
+    pub async fn acquire(self: &Arc<SlotQueue>, class: TrafficClass) -> Slot {
         let (mut waits, given) = {
             let mut state = self.state();
             if state.try_acquire(class) {
@@ -121,7 +123,7 @@ impl Drop for SlotWaiter<'_> {
 }
 
 /// One slot, held until dropped.
-pub(crate) struct Slot {
+pub struct Slot {
     /// `None` after the slot was passed on.
     queue: Option<Arc<SlotQueue>>,
     class: TrafficClass,

@@ -26,7 +26,7 @@ pub(crate) const END_BYTES: usize = END_MAGIC.len() + 1;
 const LENGTH_BYTES: usize = 4;
 
 /// A source of bytes.
-pub(crate) trait Source: Send {
+pub trait Source: Send {
     /// Extends `have` to `wanted` bytes. `Ok(false)` if the peer ended its side before.
     fn fill(
         &mut self,
@@ -45,7 +45,7 @@ pub(crate) trait Source: Send {
 
 /// The bytes of one operation, both ways. If dropped before the operation is complete, it tells the
 /// peer to stop.
-pub(crate) trait Stream: Source {
+pub trait Stream: Source {
     /// Sends bytes without copying them in this process. They may be buffered until
     /// [`Stream::flush`].
     fn write(&mut self, bytes: Bytes) -> impl Future<Output = Result<(), StreamError>> + Send;
@@ -65,19 +65,25 @@ pub(crate) trait Stream: Source {
 
 /// Why a stream has failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum StreamError {
+pub enum StreamError {
+    /// The peer could not be reached.
     #[error("{0}")]
     Unreachable(String),
+    /// A certificate was refused.
     #[error("{0}")]
     Untrusted(String),
+    /// The connection failed.
     #[error("{0}")]
     Broken(String),
+    /// The peer violated the protocol.
     #[error("{0}")]
     Protocol(String),
 }
 
 impl StreamError {
-    pub(crate) fn at(self, peer: &str) -> PathError {
+    /// The same for a path to `peer`.
+    #[must_use]
+    pub fn at(self, peer: &str) -> PathError {
         let peer = peer.to_owned();
         match self {
             StreamError::Unreachable(cause) => PathError::Unreachable { peer, cause },
@@ -90,28 +96,49 @@ impl StreamError {
 
 /// Why an item could not be read.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum ItemError {
+pub enum ItemError {
+    /// The stream failed.
     #[error("connection or stream broke: {0}")]
     Lost(#[from] StreamError),
+    /// The stream ended within an item.
     #[error("an end of stream in the middle of an item")]
     Truncated,
+    /// An item is longer than its limit.
     #[error("{what} of {bytes} bytes, the limit is {limit}")]
-    Oversized { what: &'static str, bytes: usize, limit: usize },
+    Oversized {
+        /// The item.
+        what: &'static str,
+        /// Its length in bytes.
+        bytes: usize,
+        /// The limit in bytes.
+        limit: usize,
+    },
+    /// A message cannot be decoded.
     #[error("a message that cannot be decoded: {0}")]
     Decode(#[from] prost::DecodeError),
+    /// A frame is malformed.
     #[error("a bad frame: {0}")]
     Frame(#[from] FrameError),
+    /// A slice is not the next one of its block.
     #[error("layer {layer} of block {position} of a fetch out of order")]
-    Piece { position: usize, layer: usize },
+    Piece {
+        /// Position of the block.
+        position: usize,
+        /// The slice's layer.
+        layer: usize,
+    },
 }
 
 impl ItemError {
     /// Whether the peer is gone, in contrast to a protocol violation.
-    pub(crate) fn is_loss(&self) -> bool {
+    #[must_use]
+    pub fn is_loss(&self) -> bool {
         matches!(self, ItemError::Lost(_) | ItemError::Truncated)
     }
 
-    pub(crate) fn at(self, peer: &str) -> PathError {
+    /// The same for a path to `peer`.
+    #[must_use]
+    pub fn at(self, peer: &str) -> PathError {
         match self {
             ItemError::Lost(loss) => loss.at(peer),
             other => PathError::Protocol { peer: peer.to_owned(), what: other.to_string() },
@@ -120,7 +147,10 @@ impl ItemError {
 }
 
 /// Reads one message.
-pub(crate) async fn read_message<M: Message + Default>(source: &mut impl Source) -> Result<M, ItemError> {
+///
+/// # Errors
+/// If the stream fails, or carries no valid message.
+pub async fn read_message<M: Message + Default>(source: &mut impl Source) -> Result<M, ItemError> {
     let mut length = BytesMut::with_capacity(LENGTH_BYTES);
     if !source.fill(&mut length, LENGTH_BYTES).await? {
         return Err(ItemError::Truncated);
@@ -138,14 +168,18 @@ pub(crate) async fn read_message<M: Message + Default>(source: &mut impl Source)
 
 /// The next item of a fetch or a save.
 #[derive(Debug)]
-pub(crate) enum NextItem {
+pub enum NextItem {
+    /// A frame.
     Frame(Frame),
     /// No more frames, perhaps with a reason.
     End(Option<MissReason>),
 }
 
 /// Reads one frame of at most `limit` bytes.
-pub(crate) async fn read_frame(source: &mut impl Source, limit: usize) -> Result<NextItem, ItemError> {
+///
+/// # Errors
+/// If the stream fails, or carries no valid frame within the limit.
+pub async fn read_frame(source: &mut impl Source, limit: usize) -> Result<NextItem, ItemError> {
     let mut have = BytesMut::new();
     if !source.fill(&mut have, END_BYTES).await? {
         return if have.is_empty() { Ok(NextItem::End(None)) } else { Err(ItemError::Truncated) };
@@ -190,7 +224,7 @@ pub(crate) fn end_bytes(reason: Option<MissReason>) -> Bytes {
 ///
 /// # Errors
 /// When no peer would accept its length.
-pub(crate) fn encode<M: Message>(message: &M) -> Result<Bytes, PathError> {
+pub fn encode<M: Message>(message: &M) -> Result<Bytes, PathError> {
     let bytes = message.encoded_len();
     if bytes > MESSAGE_BYTES_MAX {
         return Err(PathError::TooLarge { bytes, limit: MESSAGE_BYTES_MAX });

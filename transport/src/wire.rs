@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Protocol version of this release, sent in every pong.
-pub(crate) const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 1;
 
 /// Numbers of `FetchHead.outcome` and `SaveOffer.outcome`.
 mod outcome {
@@ -34,16 +34,22 @@ mod outcome {
 
 /// A client's request on a new stream.
 #[derive(Debug)]
-pub(crate) enum Operation {
+pub enum Operation {
     /// With a layer request if the blocks are wanted layer by layer.
     Fetch(FetchRequest, Option<LayerRequest>),
     /// With a slice layout if the blocks come layer by layer.
     Save(SaveRequest, Option<SliceLayout>),
+    /// End of a lease.
     Release(LeaseId),
+    /// A ping.
     Ping,
 }
 
-pub(crate) fn operation_from_pb(request: data::DataRequest) -> Result<Operation, ConvertError> {
+/// Reads a request.
+///
+/// # Errors
+/// If a field has no valid value.
+pub fn operation_from_pb(request: data::DataRequest) -> Result<Operation, ConvertError> {
     use data::data_request::Op;
     let traceparent = request.traceparent;
     match request.op.ok_or(ConvertError::Absent { field: "op" })? {
@@ -100,7 +106,8 @@ fn save_from_pb(save: &data::Save, traceparent: String) -> Result<SaveRequest, C
 }
 
 /// Like [`fetch_to_pb`], for these layers.
-pub(crate) fn layers_to_pb(request: &FetchRequest, asked: &LayerRequest) -> data::DataRequest {
+#[must_use]
+pub fn layers_to_pb(request: &FetchRequest, asked: &LayerRequest) -> data::DataRequest {
     let number = |layer: usize| u32::try_from(layer).unwrap_or(u32::MAX);
     let LayerRequest { layers, arrive } = asked;
     let mut wire = fetch_to_pb(request);
@@ -117,7 +124,9 @@ fn layer_request_from_pb(layers: &data::Layers) -> LayerRequest {
     LayerRequest { layers: layers.first as usize..layers.end as usize, arrive }
 }
 
-pub(crate) fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
+/// A fetch as a request.
+#[must_use]
+pub fn fetch_to_pb(request: &FetchRequest) -> data::DataRequest {
     let (kind, turn) = category_to_parts(request.context.category);
     let fetch = data::Fetch {
         lease: request.context.lease.0,
@@ -164,7 +173,9 @@ pub(crate) fn save_layers_to_pb(request: &SaveRequest, slice_bytes: &[u32]) -> d
     wire
 }
 
-pub(crate) fn save_to_pb(request: &SaveRequest) -> data::DataRequest {
+/// A save as a request.
+#[must_use]
+pub fn save_to_pb(request: &SaveRequest) -> data::DataRequest {
     let (kind, turn) = category_to_parts(request.context.category);
     let save = data::Save {
         lease: request.context.lease.0,
@@ -217,7 +228,9 @@ fn identity_bytes(identity: IdentityDigest) -> Vec<u8> {
     identity.0.to_vec()
 }
 
-pub(crate) fn head_to_pb(answer: &FetchAnswer, epoch: Epoch) -> data::FetchHead {
+/// The answer to a fetch, with the node's epoch.
+#[must_use]
+pub fn head_to_pb(answer: &FetchAnswer, epoch: Epoch) -> data::FetchHead {
     let mut head = data::FetchHead { epoch: epoch.0, ..data::FetchHead::default() };
     match answer {
         FetchAnswer::Hit { tiers } => {
@@ -247,10 +260,10 @@ fn set_tiers(head: &mut data::FetchHead, tiers: &[Tier]) {
 }
 
 /// Reads the answer to a fetch of `asked` blocks, and the node's epoch.
-pub(crate) fn head_from_pb(
-    head: &data::FetchHead,
-    asked: usize,
-) -> Result<(FetchAnswer, Epoch), ConvertError> {
+///
+/// # Errors
+/// If a field has no valid value.
+pub fn head_from_pb(head: &data::FetchHead, asked: usize) -> Result<(FetchAnswer, Epoch), ConvertError> {
     let tiers = || tiers_from_pb(head, asked);
     let answer = match head.outcome {
         outcome::HIT if head.tiers.len() == asked => FetchAnswer::Hit { tiers: tiers()? },
@@ -285,7 +298,9 @@ fn reason_from_pb(number: u32) -> Result<MissReason, ConvertError> {
         .ok_or(ConvertError::Unknown { field: "head.reason", number })
 }
 
-pub(crate) fn offer_to_pb(offer: &SaveOffer) -> data::SaveOffer {
+/// The answer to an offered save.
+#[must_use]
+pub fn offer_to_pb(offer: &SaveOffer) -> data::SaveOffer {
     let mut wire = data::SaveOffer::default();
     match offer {
         SaveOffer::Wanted(wanted) => {
@@ -305,7 +320,10 @@ pub(crate) fn offer_to_pb(offer: &SaveOffer) -> data::SaveOffer {
 }
 
 /// Reads the answer to an offer of `offered` blocks.
-pub(crate) fn offer_from_pb(offer: &data::SaveOffer, offered: usize) -> Result<SaveOffer, ConvertError> {
+///
+/// # Errors
+/// If a field has no valid value.
+pub fn offer_from_pb(offer: &data::SaveOffer, offered: usize) -> Result<SaveOffer, ConvertError> {
     match offer.outcome {
         outcome::WANTED if offer.wanted.len() == offered => {
             Ok(SaveOffer::Wanted(offer.wanted.iter().map(|wanted| *wanted != 0).collect()))
@@ -320,7 +338,9 @@ pub(crate) fn offer_from_pb(offer: &data::SaveOffer, offered: usize) -> Result<S
     }
 }
 
-pub(crate) fn done_to_pb(done: &SaveDone) -> data::SaveDone {
+/// The result of a save.
+#[must_use]
+pub fn done_to_pb(done: &SaveDone) -> data::SaveDone {
     let visible = done.visible_at;
     let visible =
         visible.unwrap_or(AnnouncePosition { node: NodeId(0), epoch: Epoch(0), shard: 0, seq: Seq(0) });
@@ -338,7 +358,8 @@ pub(crate) fn done_to_pb(done: &SaveDone) -> data::SaveDone {
 }
 
 /// Reads the result of a save. Sequence numbers start at 1; 0 means that no block was announced.
-pub(crate) fn done_from_pb(done: &data::SaveDone) -> SaveAnswer {
+#[must_use]
+pub fn done_from_pb(done: &data::SaveDone) -> SaveAnswer {
     // Shard 0 lists no blocks, so an invalid number makes no client wait.
     let shard = u16::try_from(done.shard).unwrap_or(0);
     let visible =

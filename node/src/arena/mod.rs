@@ -179,11 +179,11 @@ impl Arena {
 
     /// The whole memory, for network cards that read it: used and free slots of every tenant.
     #[cfg(feature = "rdma")]
-    pub(crate) fn as_device_memory(&self) -> kvfleet_transport::rdma::RdmaMemory {
+    pub(crate) fn as_device_memory(&self) -> kvfleet_rdma::RdmaMemory {
         let (base, len) = self.inner.memory.range();
         // SAFETY: `len` bytes are mapped and readable at `base` until the last clone of this arena
         // is dropped, and the returned value holds a clone.
-        unsafe { kvfleet_transport::rdma::RdmaMemory::from_owner(base, len, self.clone()) }
+        unsafe { kvfleet_rdma::RdmaMemory::from_owner(base, len, self.clone()) }
     }
 
     /// Waits until a slot was freed. May wake up spuriously; try again after it.

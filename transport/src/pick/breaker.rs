@@ -6,7 +6,7 @@
 //! failures that a trial cannot see must not cost a request every second.
 //!
 //! Silent fetches (without any answer) are counted separately: only a fetch that delivers data
-//! resets them, pings do not. RDMA rail pairs have breakers too (`rdma/lane.rs`). Not here: the
+//! resets them, pings do not. RDMA rail pairs have breakers too (`kvfleet-rdma`). Not here: the
 //! definition of a failure (`path.rs`), and the case that every breaker is open (`dialer.rs`).
 
 use std::time::Duration;
@@ -60,7 +60,7 @@ enum BreakerState {
 
 /// State of one path's breaker.
 #[derive(Clone, Debug)]
-pub(crate) struct Breaker {
+pub struct Breaker {
     rules: BreakerRules,
     state: BreakerState,
     /// Silent fetches since one delivered data.
@@ -68,18 +68,21 @@ pub(crate) struct Breaker {
 }
 
 impl Breaker {
-    pub(crate) fn new(rules: BreakerRules) -> Breaker {
+    /// A closed breaker.
+    #[must_use]
+    pub fn new(rules: BreakerRules) -> Breaker {
         Breaker { rules, state: BreakerState::Closed { failures: 0, last_trial: None }, silent_fetches: 0 }
     }
 
     /// Whether it allows everything.
-    pub(crate) fn is_closed(&self) -> bool {
+    #[must_use]
+    pub fn is_closed(&self) -> bool {
         matches!(self.state, BreakerState::Closed { .. })
     }
 
     /// Time of the next trial; `None` while closed.
-    #[cfg(feature = "rdma")]
-    pub(crate) fn trial_at(&self) -> Option<Instant> {
+    #[must_use]
+    pub fn trial_at(&self) -> Option<Instant> {
         match self.state {
             BreakerState::Closed { .. } => None,
             BreakerState::Open { until, .. } => Some(until),
@@ -89,7 +92,7 @@ impl Breaker {
 
     /// Whether the path may be used now. If not closed, it allows one trial at a time, and the
     /// caller reports the result.
-    pub(crate) fn allows(&mut self, now: Instant) -> bool {
+    pub fn allows(&mut self, now: Instant) -> bool {
         let lasted = match self.state {
             BreakerState::Closed { .. } => return true,
             BreakerState::Open { until, duration: lasts } if now >= until => lasts,
@@ -103,7 +106,7 @@ impl Breaker {
     }
 
     /// Records a success. A result of something started before the breaker opened is ignored.
-    pub(crate) fn record_success(&mut self) {
+    pub fn record_success(&mut self) {
         let trouble = match self.state {
             BreakerState::Open { .. } => return,
             BreakerState::HalfOpen { since, duration: lasted } => Some((since, lasted)),
@@ -119,7 +122,7 @@ impl Breaker {
     }
 
     /// Records a failure. Returns whether it opened the breaker.
-    pub(crate) fn record_failure(&mut self, now: Instant) -> bool {
+    pub fn record_failure(&mut self, now: Instant) -> bool {
         if let BreakerState::Closed { failures, last_trial: trouble } = self.state
             && failures + 1 < self.rules.failures_max
         {
@@ -242,7 +245,6 @@ mod tests {
     }
 
     #[test]
-    #[cfg(feature = "rdma")]
     fn trial_time_is_known() {
         let (now, mut breaker) = opened_breaker();
         assert_eq!(breaker.trial_at(), Some(now + secs(1)));

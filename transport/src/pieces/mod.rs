@@ -38,7 +38,7 @@ const PIECE_BYTES: usize = 16 << 10;
 const DISCARD_BYTES: usize = 4 << 10;
 
 /// The send order of slices. `T` is the data of a block: the frame's bytes, or their location.
-pub(crate) struct PieceQueue<T> {
+pub struct PieceQueue<T> {
     request: LayerRequest,
     blocks: Vec<Option<QueuedBlock<T>>>,
     /// Unsent blocks, the next one first: by next layer and position, or by position alone.
@@ -55,18 +55,21 @@ struct QueuedBlock<T> {
 }
 
 /// Contiguous slices of a block.
-pub(crate) struct Piece<T> {
+pub struct Piece<T> {
     /// Position counted from the first added block.
-    pub(crate) position: usize,
-    pub(crate) layers: Range<usize>,
+    pub position: usize,
+    /// Its layers.
+    pub layers: Range<usize>,
     /// Byte range in the frame.
-    pub(crate) range: Range<usize>,
-    pub(crate) data: T,
+    pub range: Range<usize>,
+    /// Data of the block.
+    pub data: T,
 }
 
 impl<T: Clone> PieceQueue<T> {
     /// A queue for these layers of each block.
-    pub(crate) fn new(request: LayerRequest) -> PieceQueue<T> {
+    #[must_use]
+    pub fn new(request: LayerRequest) -> PieceQueue<T> {
         PieceQueue { request, blocks: Vec::new(), order: BinaryHeap::new() }
     }
 
@@ -87,7 +90,7 @@ impl<T: Clone> PieceQueue<T> {
     }
 
     /// Adds the next block; its layers before `first` were sent already.
-    pub(crate) fn add_from(&mut self, first: usize, head: FrameHead, of: T) {
+    pub fn add_from(&mut self, first: usize, head: FrameHead, of: T) {
         let (_, end) = clip_layers(&self.request.layers, &head);
         if first < end {
             self.queue(self.blocks.len(), first);
@@ -101,8 +104,8 @@ impl<T: Clone> PieceQueue<T> {
         }));
     }
 
-    /// The next piece to send; `None` if all added blocks are sent.
-    pub(crate) fn next(&mut self) -> Option<Piece<T>> {
+    /// The next piece to send; `None` if all added blocks are sent. Not an iterator: it goes on after blocks are added.
+    pub fn next(&mut self) -> Option<Piece<T>> {
         let Reverse((_, position)) = self.order.pop()?;
         let slot = self.blocks.get_mut(position)?;
         let sending = slot.as_mut()?;
@@ -126,7 +129,8 @@ impl<T: Clone> PieceQueue<T> {
 
 impl Piece<Bytes> {
     /// The bytes of the piece; fewer if the frame is shorter than its header states.
-    pub(crate) fn bytes(&self) -> Bytes {
+    #[must_use]
+    pub fn bytes(&self) -> Bytes {
         let end = self.range.end.min(self.data.len());
         self.data.slice(self.range.start.min(end)..end)
     }

@@ -11,8 +11,12 @@ use std::time::Duration;
 
 use kv_core::content;
 use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
+use kvfleet_net::tls::Identity;
 use kvfleet_proto::frame::{Frame, FrameBuilder, KeyForm};
+use tokio::net::TcpListener;
 
+use crate::tcp::server::accept_unserved;
+use crate::tcp::stream::TlsStream;
 use crate::{
     FetchAnswer, FetchRequest, Path, PathError, Progress, RequestContext, SaveAnswer, SaveDone, SaveRequest,
 };
@@ -21,16 +25,12 @@ mod arena;
 pub mod cases;
 mod computed;
 pub mod layer_cases;
-#[cfg(feature = "rdma")]
-mod lending;
 mod rooms;
 pub mod save_cases;
 mod service;
 
 pub use arena::BumpArena;
 pub use computed::ComputedBlocks;
-#[cfg(feature = "rdma")]
-pub use lending::SharedArenaService;
 pub use rooms::CheckedSlices;
 pub use service::MemoryService;
 
@@ -190,6 +190,11 @@ pub fn done(answer: SaveAnswer) -> SaveDone {
         SaveAnswer::Done(done) => done,
         other => panic!("expected a completed save, got {other:?}"),
     }
+}
+
+/// Accepts one TCP connection, as a node whose answers the test sends itself.
+pub async fn accept_one(listener: &TcpListener, identity: &Identity) -> TlsStream {
+    accept_unserved(listener, identity).await.expect("a client with a valid certificate")
 }
 
 /// One DRAM tier per block.

@@ -36,7 +36,11 @@ impl TcpDialer {
         TcpDialer { tls: Arc::new(identity.tcp_client()), config, buffers: Arc::default() }
     }
 
-    pub(crate) async fn open(&self, peer: &str) -> Result<TcpPath, PathError> {
+    /// Opens a path; the caller limits the time.
+    ///
+    /// # Errors
+    /// If the peer cannot be reached, or does not trust this process.
+    pub async fn open(&self, peer: &str) -> Result<TcpPath, PathError> {
         let ends = StreamShared {
             buffers: Arc::clone(&self.buffers),
             received: Arc::default(),

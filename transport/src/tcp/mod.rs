@@ -23,24 +23,16 @@ use crate::stream::StreamError;
 mod buffers;
 mod dialer;
 mod handshake;
-mod path;
-mod pool;
+pub(crate) mod path;
+pub(crate) mod pool;
 mod record;
-mod server;
+pub(crate) mod server;
 mod socket;
-mod stream;
+pub(crate) mod stream;
 mod watch;
 
 pub use dialer::TcpDialer;
-#[cfg(feature = "rdma")]
-pub(crate) use path::TcpPath;
-#[cfg(feature = "rdma")]
-pub(crate) use pool::PooledConnection;
-#[cfg(feature = "rdma")]
-pub(crate) use server::RDMA_REFUSED;
 pub use server::{TcpBindError, TcpServer};
-#[cfg(feature = "rdma")]
-pub(crate) use stream::CLOSED;
 
 /// Connections that a server keeps; also at most half of the process's open-file limit. One client
 /// has up to [`CONNECTIONS_PER_PEER`] and one more. Further connections are reset.

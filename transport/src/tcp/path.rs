@@ -23,8 +23,8 @@ use crate::{
 };
 
 /// Connections to one node.
-pub(crate) struct TcpPath {
-    pub(crate) pool: Arc<ConnectionPool>,
+pub struct TcpPath {
+    pub(super) pool: Arc<ConnectionPool>,
     pub(super) lost: PeerLoss,
     pub(super) stall_timeout: Duration,
     /// The task that watches the peer; ends with the path.
@@ -37,6 +37,38 @@ pub(crate) struct TcpPath {
 impl Drop for TcpPath {
     fn drop(&mut self) {
         self.watching.abort();
+    }
+}
+
+/// For a protocol that upgrades connections.
+impl TcpPath {
+    /// Address of the peer.
+    #[must_use]
+    pub fn peer(&self) -> &str {
+        self.pool.peer()
+    }
+
+    /// Time without progress after which a save or release counts as lost.
+    #[must_use]
+    pub fn stall_timeout(&self) -> Duration {
+        self.stall_timeout
+    }
+
+    /// Sends a request and reads the answering message. The caller has the connection to itself
+    /// until it gives it back.
+    ///
+    /// # Errors
+    /// If the peer is lost, or its answer is malformed.
+    pub async fn ask<M: Message + Default>(
+        &self,
+        request: &data::DataRequest,
+    ) -> Result<(M, PooledConnection), PathError> {
+        self.pool.call(wire::class_of(request), encode(request)?, None).await
+    }
+
+    /// Takes back the connection of a finished operation.
+    pub fn give_back(&self, connection: PooledConnection) {
+        self.pool.keep(connection);
     }
 }
 

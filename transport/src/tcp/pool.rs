@@ -202,7 +202,7 @@ impl Drop for ConnectionPool {
 }
 
 /// A connection that one operation has to itself.
-pub(crate) struct PooledConnection {
+pub struct PooledConnection {
     /// Present until the operation is finished. An upgraded connection holds no slot.
     stream_and_slot: Option<(TlsStream, Option<Slot>)>,
     lost: PeerLoss,
@@ -233,16 +233,14 @@ impl PooledConnection {
 
     /// Gives up the slot: the connection now belongs to another protocol, which bounds its own
     /// number of connections.
-    #[cfg(feature = "rdma")]
-    pub(crate) fn release_slot(&mut self) {
+    pub fn release_slot(&mut self) {
         if let Some((_, place)) = &mut self.stream_and_slot {
             drop(place.take());
         }
     }
 
     /// Frees empty buffers. Returns whether the next operation may use the connection.
-    #[cfg(feature = "rdma")]
-    pub(crate) fn release_buffers(&mut self) -> bool {
+    pub fn release_buffers(&mut self) -> bool {
         let (stream, _) = self.stream();
         stream.release_buffers();
         stream.is_usable()

@@ -22,6 +22,8 @@ use super::stream::{StreamShared, TlsStream};
 use crate::BlockService;
 use crate::capacity::{Capacity, FRAME_BYTES_ESTIMATE, TrafficCounters};
 use crate::serve::{AdmittedCaller, OperationTimeouts, Operations, ServeError, ServeLimits, TIMES, admit};
+use crate::stream::StreamError;
+use crate::upgrade::{UpgradeOffer, UpgradeReply, UpgradeRequest, UpgradedConnection};
 
 /// Pause after a failed accept: descriptors or memory are exhausted, and an immediate retry would
 /// fail too.
@@ -31,8 +33,8 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// same process, and so does the SSD tier.
 const OPEN_FILES_SHARE: usize = 2;
 
-/// Value of `Attached.outcome`: there is no RDMA, and the connection goes on without it.
-pub(crate) const RDMA_REFUSED: u32 = 3;
+/// Value of `AttachReply.outcome`: there is no upgrade, and the connection goes on without it.
+pub const UPGRADE_REFUSED: u32 = 3;
 
 /// Why a server cannot listen.
 #[derive(Debug, thiserror::Error)]
@@ -61,31 +63,24 @@ struct TcpServerState {
     config: TcpConfig,
     /// The configured limit, reduced to what the process's open-file limit allows.
     connections_max: usize,
-    #[cfg(feature = "rdma")]
-    offer: Option<Arc<crate::rdma::RdmaServer>>,
+    upgrade: Option<Arc<dyn UpgradeOffer>>,
 }
 
-/// The caller of a connection, and its RDMA link.
+/// The caller of a connection, and the protocol that took the connection over.
 struct ServedCaller {
     caller: AdmittedCaller,
-    #[cfg(feature = "rdma")]
-    attached: Option<crate::rdma::ServerLink>,
+    upgraded: Option<Box<dyn UpgradedConnection>>,
 }
 
 /// Options of a server besides its settings.
 pub(crate) struct ServerOptions {
     pub(crate) times: OperationTimeouts,
-    #[cfg(feature = "rdma")]
-    pub(crate) offer: Option<Arc<crate::rdma::RdmaServer>>,
+    pub(crate) upgrade: Option<Arc<dyn UpgradeOffer>>,
 }
 
 impl ServerOptions {
     fn new(times: OperationTimeouts) -> ServerOptions {
-        ServerOptions {
-            times,
-            #[cfg(feature = "rdma")]
-            offer: None,
-        }
+        ServerOptions { times, upgrade: None }
     }
 }
 
@@ -149,20 +144,19 @@ impl TcpServer {
         )
     }
 
-    /// Like [`TcpServer::bind_in`], and offers RDMA to clients that ask for it.
+    /// Like [`TcpServer::bind_in`], and offers an upgrade to clients that ask for it.
     ///
     /// # Errors
     /// When the address cannot be bound.
-    #[cfg(feature = "rdma")]
     pub fn bind_offering(
         room: &Capacity,
         address: SocketAddr,
         identity: &Identity,
         config: &TcpConfig,
-        offer: Arc<crate::rdma::RdmaServer>,
+        offer: Arc<dyn UpgradeOffer>,
         service: Arc<dyn BlockService>,
     ) -> Result<TcpServer, TcpBindError> {
-        let terms = ServerOptions { times: TIMES, offer: Some(offer) };
+        let terms = ServerOptions { times: TIMES, upgrade: Some(offer) };
         TcpServer::bind_with_options(room.clone(), address, identity, config, &terms, service)
     }
 
@@ -209,8 +203,7 @@ impl TcpServer {
             },
             config: config.clone(),
             connections_max: connection_limit(config.connections_max, OPEN_FILES_SHARE),
-            #[cfg(feature = "rdma")]
-            offer: terms.offer.clone(),
+            upgrade: terms.upgrade.clone(),
         };
         Ok(TcpServer { local, traffic, accepting: tokio::spawn(accept(listener, Arc::new(shared))) })
     }
@@ -221,7 +214,7 @@ impl TcpServer {
         self.local
     }
 
-    /// Traffic so far. `RdmaOffer::carried` counts blocks transferred by RDMA.
+    /// Traffic so far. Blocks that an upgraded protocol moves beside the connection are not included.
     #[must_use]
     pub fn traffic(&self) -> TrafficCounters {
         self.traffic.clone()
@@ -268,11 +261,7 @@ async fn serve_connection(socket: TcpStream, shared: Arc<TcpServerState>) {
     match timeout(shared.config.dial_timeout, handshake).await {
         Ok(Ok((stream, leaf))) => match admit(leaf, &shared.service) {
             Some(by) => {
-                let served = ServedCaller {
-                    caller: by,
-                    #[cfg(feature = "rdma")]
-                    attached: None,
-                };
+                let served = ServedCaller { caller: by, upgraded: None };
                 serve_operations(stream, served, &shared).await;
             }
             // The service logs the refusal itself, not for each connection.
@@ -281,6 +270,18 @@ async fn serve_connection(socket: TcpStream, shared: Arc<TcpServerState>) {
         Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
         Err(_) => tracing::debug!("handshake took too long"),
     }
+}
+
+/// Accepts one connection outside a server, for tests that answer it message by message.
+pub(crate) async fn accept_unserved(
+    listener: &TcpListener,
+    identity: &Identity,
+) -> Result<TlsStream, StreamError> {
+    let broken = |error: std::io::Error| StreamError::Broken(error.to_string());
+    let (socket, _) = listener.accept().await.map_err(broken)?;
+    let ends =
+        StreamShared { buffers: Arc::default(), received: Arc::default(), min_size: BufferSize::Large };
+    Ok(handshake::accept(socket, &Arc::new(identity.tcp_server()), ends).await?.0)
 }
 
 async fn serve_operations(mut stream: TlsStream, mut served: ServedCaller, shared: &TcpServerState) {
@@ -302,7 +303,7 @@ async fn serve_operations(mut stream: TlsStream, mut served: ServedCaller, share
 /// The answer to a client that asks for RDMA when there is none.
 fn rdma_unavailable() -> data::AttachReply {
     let why = "its rdma.enabled is not set, or its log says why it has none".to_owned();
-    data::AttachReply { outcome: RDMA_REFUSED, why, ..data::AttachReply::default() }
+    data::AttachReply { outcome: UPGRADE_REFUSED, why, ..data::AttachReply::default() }
 }
 
 async fn serve_operation(
@@ -312,17 +313,15 @@ async fn serve_operation(
 ) -> Result<(), ServeError> {
     let (service, operations) = (served.caller.service.as_ref(), &shared.operations);
     let request = operations.request(stream).await?;
-    #[cfg(feature = "rdma")]
-    {
-        if let Some(attached) = &mut served.attached {
-            return attached.serve(request, (service, operations), stream).await;
-        }
-        if let (Some(Op::Attach(attach)), Some(offer)) = (&request.op, &shared.offer) {
-            let caller = (&served.caller.leaf, served.caller.may_map);
-            let (attached, answer) = offer.attach(attach.clone(), caller).await?;
-            served.attached = attached;
-            return operations.answer(stream, &answer).await;
-        }
+    if let Some(upgraded) = &mut served.upgraded {
+        return upgraded.serve(request, service, operations, stream).await;
+    }
+    if let (Some(Op::Attach(attach)), Some(offer)) = (&request.op, &shared.upgrade) {
+        let AdmittedCaller { leaf, may_map, .. } = &served.caller;
+        let asked = UpgradeRequest { attach: attach.clone(), caller: leaf, may_map: *may_map };
+        let UpgradeReply { connection, message } = Arc::clone(offer).attach(asked).await?;
+        served.upgraded = connection;
+        return operations.answer(stream, &message).await;
     }
     if let Some(Op::Attach(_)) = request.op {
         return operations.answer(stream, &rdma_unavailable()).await;

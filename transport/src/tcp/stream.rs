@@ -23,7 +23,7 @@ use crate::MissReason;
 use crate::stream::{Source, Stream, StreamError, end_bytes};
 
 /// Error text for a connection that the peer closed.
-pub(crate) const CLOSED: &str = "the peer closed the connection";
+pub const CLOSED: &str = "the peer closed the connection";
 
 /// Records sealed and sent at once: as many plain bytes as fit a reader's buffer.
 const BATCH_RECORDS: usize = 8;
@@ -39,7 +39,7 @@ pub(super) struct StreamShared {
 }
 
 /// A TLS connection after its handshake. Dropping it sends no close alert.
-pub(super) struct TlsStream {
+pub struct TlsStream {
     socket: Arc<TcpStream>,
     sealer: Sealer,
     opener: Opener,

@@ -17,10 +17,11 @@ const DOCUMENTS: [&str; 8] = [
 ];
 
 /// Top-level folders; other words with a slash are not paths of this repository.
-const FOLDERS: [&str; 23] = [
+const FOLDERS: [&str; 24] = [
     "core",
     "proto",
     "transport",
+    "rdma",
     "router",
     "node",
     "net",

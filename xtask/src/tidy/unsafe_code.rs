@@ -24,8 +24,8 @@ const UNSAFE_FILES: &[&str] = &[
     "node/src/tiers/ssd/ring/mod.rs",
     "node/src/tiers/ssd/ring/registered.rs",
     "proto/src/frame/copy.rs",
-    "transport/src/rdma/memory.rs",
-    "transport/src/rdma/verbs.rs",
+    "rdma/src/memory.rs",
+    "rdma/src/verbs.rs",
     "transport/src/shm/mapping.rs",
 ];
 

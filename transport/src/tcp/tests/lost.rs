@@ -13,6 +13,7 @@ use super::hostile::connect_raw;
 use super::*;
 use crate::serve::{OperationTimeouts, TIMES};
 use crate::stream::{Stream, encode, read_message};
+use crate::suite::accept_one;
 use crate::{FetchRequest, SaveRequest, wire};
 
 /// Forwards connections to a server until told to stop.

@@ -47,14 +47,3 @@ fn holding(blocks: u32) -> Arc<MemoryService> {
     (0..blocks).for_each(|number| service.hold(frame(hash(number), 4000)));
     Arc::new(service)
 }
-
-/// Accepts one connection as a node with arbitrary answers.
-pub(crate) async fn accept_one(
-    listener: &tokio::net::TcpListener,
-    identity: &Identity,
-) -> impl crate::stream::Stream + use<> {
-    let (socket, _) = listener.accept().await.unwrap();
-    let ends =
-        StreamShared { buffers: Arc::default(), received: Arc::default(), min_size: BufferSize::Large };
-    handshake::accept(socket, &Arc::new(identity.tcp_server()), ends).await.unwrap().0
-}

@@ -13,13 +13,15 @@ use kv_core::lease_grant::{GrantDescriptor, GrantMemory, GrantRefused};
 use kv_core::pipeline::ArrivalOrder;
 use kvfleet_proto::data;
 use kvfleet_proto::frame::Frame;
+use kvfleet_transport::upgrade::{
+    Operations, RETRY_AFTER, ServeError, Stream, TlsStream, UpgradedConnection, encode, read_message, wire,
+};
+use kvfleet_transport::{
+    BlockService, BoxFuture, FetchAnswer, FetchReply, FetchRequest, LayerRequest, MissReason,
+};
 
 use super::messages;
-use super::server::{GrantedBytes, ServerLink};
-use crate::quic::RETRY_AFTER;
-use crate::serve::{Operations, ServeError};
-use crate::stream::{Stream, encode, read_message};
-use crate::{BlockService, FetchAnswer, FetchReply, FetchRequest, LayerRequest, MissReason, wire};
+use super::server::{GrantedBytes, LinkError, ServerLink};
 
 /// Bytes of blocks that one message names, unless a single block is larger. Grants return once the
 /// whole message was read, and a client that returns none for long is considered gone.
@@ -71,9 +73,20 @@ impl ServeTerms {
     }
 }
 
+impl UpgradedConnection for ServerLink {
+    fn serve<'a>(
+        &'a mut self,
+        request: data::DataRequest,
+        service: &'a dyn BlockService,
+        operations: &'a Operations,
+        stream: &'a mut TlsStream,
+    ) -> BoxFuture<'a, Result<(), ServeError>> {
+        Box::pin(self.serve_operation(request, (service, operations), stream))
+    }
+}
+
 impl ServerLink {
-    /// Serves one operation.
-    pub(crate) async fn serve(
+    async fn serve_operation(
         &mut self,
         request: data::DataRequest,
         (service, operations): (&dyn BlockService, &Operations),
@@ -290,9 +303,9 @@ impl ServerLink {
         operations.flush(stream).await?;
         let heard = operations.with_stall_timeout(read_message(stream));
         let back: data::ReturnedGrants = self.with_renewals(service, heard).await??;
-        let loans = messages::loans_from_bytes(&back.grants)?;
+        let loans = messages::loans_from_bytes(&back.grants).map_err(LinkError::from)?;
         let mut effects = Vec::new();
-        self.grants.return_grants(&loans, &mut effects)?;
+        self.grants.return_grants(&loans, &mut effects).map_err(LinkError::from)?;
         self.grants.tick(self.now(), &mut effects);
         self.apply(effects, service);
         Ok(())

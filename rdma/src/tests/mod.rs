@@ -15,21 +15,46 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvfleet_errors_doc::says;
-use kvfleet_net::tls::Identity;
+use kvfleet_net::tls::{Identity, SERVER_NAME};
+use kvfleet_transport::quic::{FETCH_BYTES_IN_FLIGHT_MAX, SAVE_BYTES_IN_FLIGHT_MAX};
+use kvfleet_transport::suite::{
+    MemoryService, PATIENCE, SuitePath, fetch_request, frame, hash, hashes, in_dram, save_request,
+};
+use kvfleet_transport::tcp::{TcpConfig, TcpDialer, TcpServer};
+use kvfleet_transport::{
+    BlockService, Capacity, Dialer, FetchAnswer, FetchRequest, MissReason, PathError, suite,
+};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
+use super::arena_service::SharedArenaService;
 use super::fake::Fabric;
 use super::link::{AttachOutcome, LocalRail, RdmaLink};
 use super::*;
-use crate::capacity::Capacity;
-use crate::quic::tests::TestAuthority;
-use crate::suite::{
-    self, MemoryService, PATIENCE, SharedArenaService, SuitePath, fetch_request, frame, hash, hashes,
-    in_dram, save_request,
-};
-use crate::tcp::{TcpConfig, TcpDialer, TcpServer};
-use crate::{BlockService, Dialer, FetchAnswer, FetchRequest, MissReason, PathError};
 
 const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+
+/// An authority that signs the certificates of both ends.
+struct TestAuthority(CertifiedIssuer<'static, KeyPair>);
+
+impl TestAuthority {
+    fn new() -> TestAuthority {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        TestAuthority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    fn member(&self) -> Identity {
+        self.named(SERVER_NAME)
+    }
+
+    fn named(&self, name: &str) -> Identity {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let cert = params.signed_by(&key, &self.0).unwrap();
+        Identity::from_pem(self.0.pem().as_bytes(), cert.pem().as_bytes(), key.serialize_pem().as_bytes())
+            .unwrap()
+    }
+}
 
 /// Small enough to reach every limit.
 fn small() -> RdmaConfig {
@@ -48,13 +73,18 @@ struct RdmaWorld {
     arena: Arc<RdmaBufferPool>,
 }
 
+/// A capacity that no test uses up.
+fn capacity() -> Capacity {
+    Capacity::new(FETCH_BYTES_IN_FLIGHT_MAX, SAVE_BYTES_IN_FLIGHT_MAX, 64 << 10)
+}
+
 fn bind(
     identity: &Identity,
     config: &TcpConfig,
     offer: Arc<RdmaServer>,
     service: Arc<dyn BlockService>,
 ) -> TcpServer {
-    TcpServer::bind_offering(&Capacity::with_defaults(), ANY, identity, config, offer, service).unwrap()
+    TcpServer::bind_offering(&capacity(), ANY, identity, config, offer, service).unwrap()
 }
 
 /// A node; `may_read_arena` says whether callers may read its arena.
@@ -81,7 +111,7 @@ impl RdmaWorld {
         RdmaDialer::new(&self.client, &self.authority.member(), TcpConfig::default()).unwrap()
     }
 
-    async fn path(&self) -> Arc<dyn crate::Path> {
+    async fn path(&self) -> Arc<dyn kvfleet_transport::Path> {
         self.dialer().dial(self.address()).await.unwrap()
     }
 
@@ -130,8 +160,8 @@ mod in_place {
         SuitePath { path: world.path().await, keep: Box::new(world) }
     }
 
-    crate::behaviour_suite!(pair);
-    crate::behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other);
+    kvfleet_transport::behaviour_suite!(pair);
+    kvfleet_transport::behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other);
 }
 
 mod by_copy {
@@ -142,8 +172,8 @@ mod by_copy {
         SuitePath { path: world.path().await, keep: Box::new(world) }
     }
 
-    crate::behaviour_suite!(pair);
-    crate::behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other);
+    kvfleet_transport::behaviour_suite!(pair);
+    kvfleet_transport::behaviour_suite!(pair; MemoryService::default(); layers_come_one_after_the_other);
 }
 
 #[tokio::test]

@@ -9,14 +9,16 @@ use std::collections::VecDeque;
 use bytes::Bytes;
 use kvfleet_proto::data;
 use kvfleet_proto::frame::Frame;
+use kvfleet_transport::upgrade::{
+    CLOSED, ItemError, Stream, StreamError, encode, read_message, wire, within,
+};
+use kvfleet_transport::{PathError, SaveAnswer, SaveOffer, SaveRequest};
 use prost::Message;
 
 use super::link::RdmaLink;
 use super::memory::ALIGN_BYTES;
 use super::messages;
 use super::transfers::{PendingTransfer, TransferError};
-use crate::stream::{ItemError, Stream, StreamError, encode, read_message};
-use crate::{PathError, SaveAnswer, SaveOffer, SaveRequest, wire};
 
 /// A save in progress.
 pub(super) struct SaveOperation<'a> {
@@ -145,7 +147,7 @@ impl SaveOperation<'_> {
         let (peer, stall) = (self.peer, self.stall_timeout);
         let (_, _, reach) = self.link.split();
         let begun = async { reach.write(at, place).await.map_err(|error| transfer_error(peer, &error)) };
-        let arriving = crate::dial::within(peer, stall, begun).await?;
+        let arriving = within(peer, stall, begun).await?;
         under_way.push_back((arriving, len));
         window.written += 1;
         Ok(())
@@ -163,12 +165,12 @@ impl SaveOperation<'_> {
         let mut lens = Vec::with_capacity(under_way.len());
         for (arriving, len) in under_way.drain(..) {
             let ended = async { arriving.wait().await.map_err(|error| transfer_error(peer, &error)) };
-            drop(crate::dial::within(peer, stall, ended).await?);
+            drop(within(peer, stall, ended).await?);
             lens.push(len);
         }
         let (_, _, reach) = self.link.split();
         let board = async { reach.read_epoch_word().await.map_err(|error| transfer_error(peer, &error)) };
-        if crate::dial::within(peer, stall, board).await? == messages::REVOKED {
+        if within(peer, stall, board).await? == messages::REVOKED {
             return Err(transfer_error(peer, &TransferError::Broken));
         }
         for bytes in lens {
@@ -182,7 +184,7 @@ impl SaveOperation<'_> {
         self.send_message(&data::WriteDone { bytes: 0, is_frame: true }).await?;
         let (peer, stall) = (self.peer, self.stall_timeout);
         let sent = async { self.link.control.write(frame).await.map_err(|loss| loss.at(peer)) };
-        crate::dial::within(peer, stall, sent).await?;
+        within(peer, stall, sent).await?;
         self.flush().await
     }
 
@@ -190,19 +192,19 @@ impl SaveOperation<'_> {
         let (peer, stall) = (self.peer, self.stall_timeout);
         let bytes = encode(message)?;
         let said = async { self.link.control.write(bytes).await.map_err(|loss: StreamError| loss.at(peer)) };
-        crate::dial::within(peer, stall, said).await
+        within(peer, stall, said).await
     }
 
     async fn flush(&mut self) -> Result<(), PathError> {
         let (peer, stall) = (self.peer, self.stall_timeout);
         let flushed = async { self.link.control.flush().await.map_err(|loss| loss.at(peer)) };
-        crate::dial::within(peer, stall, flushed).await
+        within(peer, stall, flushed).await
     }
 
     async fn receive<M: Message + Default>(&mut self) -> Result<M, PathError> {
         let (peer, stall) = (self.peer, self.stall_timeout);
         let heard = async { read_message(&mut self.link.control).await.map_err(|error| error.at(peer)) };
-        let heard = crate::dial::within(peer, stall, heard).await?;
+        let heard = within(peer, stall, heard).await?;
         self.is_answered = true;
         Ok(heard)
     }
@@ -211,7 +213,7 @@ impl SaveOperation<'_> {
         &self,
         work: impl Future<Output = Result<T, PathError>>,
     ) -> Result<T, PathError> {
-        crate::dial::within(self.peer, self.stall_timeout, work).await
+        within(self.peer, self.stall_timeout, work).await
     }
 
     fn malformed(&self, what: &dyn std::fmt::Display) -> PathError {
@@ -227,7 +229,7 @@ fn is_closed_by_node(error: &ItemError) -> bool {
     match error {
         ItemError::Truncated => true,
         // The node closed before it had read everything, or without a TLS close notification.
-        ItemError::Lost(StreamError::Broken(cause)) => *cause == reset || cause == crate::tcp::CLOSED,
+        ItemError::Lost(StreamError::Broken(cause)) => *cause == reset || cause == CLOSED,
         _ => false,
     }
 }
@@ -247,7 +249,7 @@ mod tests {
         assert!(
             is_closed_by_node(&ItemError::Truncated) && is_closed_by_node(&system(libc::ECONNRESET).into())
         );
-        assert!(is_closed_by_node(&StreamError::Broken(crate::tcp::CLOSED.to_owned()).into()));
+        assert!(is_closed_by_node(&StreamError::Broken(CLOSED.to_owned()).into()));
         for other in
             [system(libc::ETIMEDOUT), system(libc::EHOSTUNREACH), StreamError::Protocol("odd".to_owned())]
         {

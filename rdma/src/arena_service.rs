@@ -1,17 +1,18 @@
-//! The suite's service with blocks in a shared arena, like a node's. For tests only.
+//! The service of `kvfleet_transport::suite` with blocks in a shared arena, like a node's. For tests
+//! only: unit tests, and those over a device (`tests/verbs`). Not here: the suite's cases.
 
 use std::sync::Arc;
 
 use kv_core::id::LeaseId;
 use kvfleet_proto::frame::Frame;
-use tokio::sync::mpsc;
-
-use super::MemoryService;
-use crate::rdma::RdmaBufferPool;
-use crate::{
+use kvfleet_transport::suite::MemoryService;
+use kvfleet_transport::{
     BlockService, BoxFuture, Caller, CallerAdmission, FetchReply, FetchRequest, Frames, SaveOffer,
     SaveRequest, SaveSession,
 };
+use tokio::sync::mpsc;
+
+use crate::RdmaBufferPool;
 
 /// A [`MemoryService`] that moves its frames to an arena when they are fetched, as far as the arena
 /// has space.

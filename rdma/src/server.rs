@@ -5,7 +5,7 @@
 //! other connections cannot reach it. The arena is registered read-only, once on each rail, in its
 //! own domain. When a connection ends, its epoch word is set to `REVOKED` first, then its queue
 //! pairs are destroyed, and only then is the memory released that they could reach. Not here:
-//! operations (`fetch_server.rs`, `save_server.rs`), sockets (`tcp/server.rs`).
+//! operations (`fetch_server.rs`, `save_server.rs`), sockets (`kvfleet-transport`).
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,9 +14,15 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::id::{Epoch, GrantId, LeaseId, Timestamp};
-use kv_core::lease_grant::{GrantEffect, GrantLimits, GrantRefused, GrantServer, SlotAllocator};
+use kv_core::lease_grant::{
+    GrantEffect, GrantLimits, GrantRefused, GrantServer, SlotAllocator, UnknownGrant,
+};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
+use kvfleet_transport::upgrade::{
+    ServeError, UpgradeOffer, UpgradeReply, UpgradeRequest, UpgradedConnection,
+};
+use kvfleet_transport::{BlockService, BoxFuture, TrafficCounters};
 
 use super::link_quota::{LinkQuota, LinkSlot};
 use super::memory::{ALIGN_BYTES, RdmaMemory};
@@ -25,9 +31,6 @@ use super::rail::{Access, MemoryRegion, ProtectionDomain, QueuePairAddress, Role
 use super::rail_match::RAILS_MAX;
 use super::transfers::QpHandle;
 use super::{Rdma, RdmaError};
-use crate::BlockService;
-use crate::capacity::TrafficCounters;
-use crate::serve::ServeError;
 
 /// Maximum grants of one connection: as many as a client may leave unread in its socket.
 const GRANTS_MAX: usize = 4096;
@@ -51,6 +54,23 @@ fn limits(lease: Duration) -> GrantLimits {
         grants_max: GRANTS_MAX,
         leases_max: LEASES_MAX,
         lease,
+    }
+}
+
+/// Why a link could not be made, or violated the protocol. For logs only.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum LinkError {
+    #[error("peer violated the rules of shared leases: {0}")]
+    Lease(#[from] UnknownGrant),
+    #[error("peer sent a malformed request: {0}")]
+    Malformed(#[from] MalformedMessage),
+    #[error("RDMA could not be set up: {0}")]
+    Device(String),
+}
+
+impl From<LinkError> for ServeError {
+    fn from(error: LinkError) -> ServeError {
+        ServeError::Upgrade(Box::new(error))
     }
 }
 
@@ -115,7 +135,7 @@ pub(super) struct GrantedBytes {
 }
 
 /// The node's end of one upgraded connection.
-pub(crate) struct ServerLink {
+pub(super) struct ServerLink {
     server: Arc<RdmaServer>,
     /// Its rail.
     rdma: Arc<Rdma>,
@@ -186,7 +206,7 @@ impl ServerLink {
 
 impl RdmaServer {
     /// Serves a device's memory to callers: `arena`, with bytes that the service grants by
-    /// [`crate::FetchReply::lendable`], and bounce buffers. Registers the arena, which takes about
+    /// [`kvfleet_transport::FetchReply::lendable`], and bounce buffers. Registers the arena, which takes about
     /// a second for each 30 GiB.
     ///
     /// # Errors
@@ -274,11 +294,11 @@ impl RdmaServer {
 
     /// Creates queue pairs and a bounce buffer for a client, with the reply that describes them.
     /// `None` if the connection limit is reached or the device refuses.
-    pub(crate) async fn attach(
+    pub(super) async fn attach_link(
         self: &Arc<RdmaServer>,
-        attach: data::Attach,
-        (caller, may_read_arena): (&Arc<[u8]>, bool),
-    ) -> Result<(Option<ServerLink>, data::AttachReply), ServeError> {
+        request: UpgradeRequest<'_>,
+    ) -> Result<(Option<ServerLink>, data::AttachReply), LinkError> {
+        let UpgradeRequest { attach, caller, may_map } = request;
         if attach.version != messages::VERSION {
             return Err(MalformedMessage::new("a version of attach", attach.version).into());
         }
@@ -298,13 +318,12 @@ impl RdmaServer {
         };
         let offer = Arc::clone(self);
         let packets: [u32; 2] = super::random_psns();
-        let made = tokio::task::spawn_blocking(move || {
-            offer.attach_blocking(&attach, may_read_arena, packets, share)
-        })
-        .await;
-        match made.map_err(|error| ServeError::Rdma(error.to_string()))? {
+        let made =
+            tokio::task::spawn_blocking(move || offer.attach_blocking(&attach, may_map, packets, share))
+                .await;
+        match made.map_err(|error| LinkError::Device(error.to_string()))? {
             Ok((attached, answer)) => Ok((Some(attached), answer)),
-            Err(ServeError::Rdma(why)) => {
+            Err(LinkError::Device(why)) => {
                 // The node lacks a resource, which its operator should know. A client can cause
                 // this endlessly, so warnings are limited.
                 if self.refused.fetch_add(1, Ordering::Relaxed) < REFUSAL_WARNINGS_MAX {
@@ -317,15 +336,15 @@ impl RdmaServer {
         }
     }
 
-    /// The blocking part of `attach`.
+    /// The blocking part of `attach_link`.
     fn attach_blocking(
         self: &Arc<RdmaServer>,
         attach: &data::Attach,
         may_read_arena: bool,
         packets: [u32; 2],
         share: LinkSlot,
-    ) -> Result<(ServerLink, data::AttachReply), ServeError> {
-        let refused = |error: RdmaError| ServeError::Rdma(error.to_string());
+    ) -> Result<(ServerLink, data::AttachReply), LinkError> {
+        let refused = |error: RdmaError| LinkError::Device(error.to_string());
         let peer = |end: &Option<data::QueuePairInfo>| {
             messages::address_from_pb(
                 end.as_ref().ok_or(MalformedMessage::new("the number of queue pairs", 1_u32))?,
@@ -384,6 +403,19 @@ impl RdmaServer {
     }
 }
 
+impl UpgradeOffer for RdmaServer {
+    fn attach<'a>(
+        self: Arc<Self>,
+        request: UpgradeRequest<'a>,
+    ) -> BoxFuture<'a, Result<UpgradeReply, ServeError>> {
+        Box::pin(async move {
+            let (link, message) = self.attach_link(request).await?;
+            let connection = link.map(|link| Box::new(link) as Box<dyn UpgradedConnection>);
+            Ok(UpgradeReply { connection, message })
+        })
+    }
+}
+
 /// Creates a queue pair that answers a client's.
 fn create_queue_pair(
     rdma: &Rdma,
@@ -391,10 +423,10 @@ fn create_queue_pair(
     access: Access,
     packet: u32,
     peer: &QueuePairAddress,
-) -> Result<(Arc<QpHandle>, data::QueuePairInfo), ServeError> {
+) -> Result<(Arc<QpHandle>, data::QueuePairInfo), LinkError> {
     let failed = |cause: std::io::Error| {
         let device = rdma.device().to_owned();
-        ServeError::Rdma(RdmaError::Device { device, what: "given a queue pair", cause }.to_string())
+        LinkError::Device(RdmaError::Device { device, what: "given a queue pair", cause }.to_string())
     };
     let packet = packet & U24_MAX;
     let queue = domain.create_queue_pair(access).map_err(failed)?;

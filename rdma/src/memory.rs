@@ -418,7 +418,7 @@ mod tests {
     use kvfleet_proto::frame::{KeyForm, copy_and_verify};
 
     use super::*;
-    use crate::suite;
+    use kvfleet_transport::suite;
 
     fn memory(len: usize) -> Arc<RdmaMemory> {
         Arc::new(RdmaMemory::zeroed(len).unwrap())

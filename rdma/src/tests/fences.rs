@@ -6,10 +6,11 @@ use std::sync::atomic::AtomicBool;
 use bytes::Bytes;
 use kv_core::id::Epoch;
 use kvfleet_proto::frame::Frame;
+use kvfleet_transport::suite::EPOCH;
+use kvfleet_transport::upgrade::TcpPath;
+use kvfleet_transport::{BoxFuture, FetchReply, Frames, SaveOffer, SaveSession};
 
 use super::*;
-use crate::suite::EPOCH;
-use crate::{BoxFuture, FetchReply, Frames, SaveOffer, SaveSession};
 
 /// Logs to the fabric when the last reference to the bytes is dropped.
 struct LoggedBuffer {
@@ -47,7 +48,10 @@ impl BlockService for OneBlock {
         Box::pin(std::future::ready(reply))
     }
 
-    fn save(&self, _: crate::SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+    fn save(
+        &self,
+        _: kvfleet_transport::SaveRequest,
+    ) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
         panic!("this service accepts no saves")
     }
 
@@ -55,13 +59,13 @@ impl BlockService for OneBlock {
         Box::pin(std::future::ready(()))
     }
 
-    fn admit(&self, _: &crate::Caller) -> crate::CallerAdmission {
-        crate::CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: true }
+    fn admit(&self, _: &kvfleet_transport::Caller) -> kvfleet_transport::CallerAdmission {
+        kvfleet_transport::CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: true }
     }
 }
 
 /// A path with one link.
-fn single_rail_path(tcp: crate::tcp::TcpPath, local: &Arc<LocalRail>, link: RdmaLink) -> path::RdmaPath {
+fn single_rail_path(tcp: TcpPath, local: &Arc<LocalRail>, link: RdmaLink) -> path::RdmaPath {
     let pair = rail_match::RailMatch { local: 0, remote: 0, is_spare: false };
     let told = Arc::default();
     let lane = rail_pair::RailPair::new(local, pair, FAILED_RAIL_RULES, &told);
@@ -285,7 +289,10 @@ impl BlockService for RenewCounter {
         self.inner.fetch(request)
     }
 
-    fn save(&self, request: crate::SaveRequest) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
+    fn save(
+        &self,
+        request: kvfleet_transport::SaveRequest,
+    ) -> BoxFuture<'_, (SaveOffer, Option<Box<dyn SaveSession>>)> {
         self.inner.save(request)
     }
 
@@ -298,8 +305,8 @@ impl BlockService for RenewCounter {
         self.renewed.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
     }
 
-    fn admit(&self, _: &crate::Caller) -> crate::CallerAdmission {
-        crate::CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: true }
+    fn admit(&self, _: &kvfleet_transport::Caller) -> kvfleet_transport::CallerAdmission {
+        kvfleet_transport::CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: true }
     }
 }
 

@@ -1,13 +1,13 @@
 //! Links: their number, and when a link is replaced.
 
 use kvfleet_proto::data;
+use kvfleet_transport::suite::accept_one;
+use kvfleet_transport::upgrade::{read_message, wire};
+use kvfleet_transport::{SaveOffer, SaveRefusal};
 use tokio::net::TcpListener;
 
 use super::hostile::{attach, say};
 use super::*;
-use crate::stream::read_message;
-use crate::tcp::tests::accept_one;
-use crate::{SaveOffer, SaveRefusal, wire};
 
 #[tokio::test]
 async fn links_are_reused_by_later_operations() {
@@ -61,7 +61,7 @@ async fn a_node_without_rdma_is_recognised() {
         let tcp = tcp.open(&at).await.unwrap();
         let offered = RdmaLink::query_rails(&tcp).await.unwrap();
         assert_eq!(offered.is_err(), is_refused, "a query uses no queue pairs: {offered:?}");
-        crate::Path::ping(&tcp).await.unwrap();
+        kvfleet_transport::Path::ping(&tcp).await.unwrap();
     }
     assert!(world.fabric.queues().is_empty());
     says("a node without RDMA", &error, &[&plain.local_addr().to_string()]);
@@ -225,8 +225,10 @@ async fn leases_of_many_requests_do_not_accumulate() {
     let world = world(&service_with_blocks(1, 100), true, &small());
     let path = world.path().await;
     for lease in 0..300 {
-        let asker =
-            crate::RequestContext { lease: kv_core::id::LeaseId(lease), ..fetch_request(&hashes(1)).context };
+        let asker = kvfleet_transport::RequestContext {
+            lease: kv_core::id::LeaseId(lease),
+            ..fetch_request(&hashes(1)).context
+        };
         let request = FetchRequest { context: asker, ..fetch_request(&hashes(1)) };
         let hit = suite::fetch(path.as_ref(), request).await.unwrap();
         assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(1) }, "lease {lease}");
@@ -344,7 +346,7 @@ async fn a_save_is_repeated_over_another_link_if_the_node_closed_it() {
     let path = dialer.dial(address).await.unwrap();
     for _ in 0..3 {
         let answer = suite::save(path.as_ref(), save_request(&[hash(9)]), 1000).await.unwrap();
-        assert_eq!(answer, crate::SaveAnswer::Refused(SaveRefusal::Full));
+        assert_eq!(answer, kvfleet_transport::SaveAnswer::Refused(SaveRefusal::Full));
     }
     serving.abort();
 }

@@ -4,13 +4,13 @@ use std::ops::Range;
 
 use kv_core::id::Epoch;
 use kv_core::pipeline::ArrivalOrder;
+use kvfleet_transport::LayerRequest;
+use kvfleet_transport::suite::{CheckedSlices, EPOCH, frame_of};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use super::rails::{NODE, TestRails, never_retry, rails_of};
 use super::*;
-use crate::LayerRequest;
-use crate::suite::{CheckedSlices, EPOCH, frame_of};
 
 const ALL: Range<usize> = 0..usize::MAX;
 
@@ -28,7 +28,11 @@ fn rails(service: &MemoryService, several: usize) -> TestRails {
     rails_of(lending, (several, several), &config)
 }
 
-async fn fetch(path: &dyn crate::Path, blocks: u32, layers: Range<usize>) -> (FetchAnswer, CheckedSlices) {
+async fn fetch(
+    path: &dyn kvfleet_transport::Path,
+    blocks: u32,
+    layers: Range<usize>,
+) -> (FetchAnswer, CheckedSlices) {
     let asked = LayerRequest { layers: layers.clone(), arrive: ArrivalOrder::ByLayer };
     let mut rooms = CheckedSlices::new(&hashes(blocks), layers);
     let answer = path.fetch_layers(fetch_request(&hashes(blocks)), asked, &mut rooms).await.unwrap();
@@ -47,14 +51,14 @@ fn assert_whole(rooms: &CheckedSlices, blocks: u32, layers: usize) {
 }
 
 /// A path with a link on both rails that knows the frame size.
-async fn warm(rails: &TestRails) -> Arc<dyn crate::Path> {
+async fn warm(rails: &TestRails) -> Arc<dyn kvfleet_transport::Path> {
     let path = rails.path().await;
     both_help(rails, path.as_ref()).await;
     path
 }
 
 /// Returns once a large history was read over both rails.
-async fn both_help(rails: &TestRails, path: &dyn crate::Path) {
+async fn both_help(rails: &TestRails, path: &dyn kvfleet_transport::Path) {
     rails::wait_all_rails_used(rails, async || drop(fetch(path, 100, ALL).await)).await;
 }
 

@@ -3,8 +3,7 @@
 //! A fetch is split into parts when a link breaks. Not here: sending the parts (`path.rs`).
 
 use kv_core::id::Tier;
-
-use crate::{FetchAnswer, FetchRequest, MissReason, PathError};
+use kvfleet_transport::{FetchAnswer, FetchRequest, MissReason, PathError};
 
 /// Combined result of the parts that are over.
 #[derive(Debug, Default)]
@@ -69,7 +68,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::suite::{fetch_request, hash, hashes, in_dram};
+    use kvfleet_transport::suite::{fetch_request, hash, hashes, in_dram};
 
     fn answer_after(came: usize, last: Result<FetchAnswer, PathError>) -> Result<FetchAnswer, PathError> {
         let mut parts = AnswerParts::default();

@@ -12,6 +12,10 @@ use kv_core::id::{Epoch, GrantId};
 use kv_core::lease_grant::{GrantClient, GrantDescriptor, GrantMemory};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::{FRAME_BYTES_MAX, Frame};
+use kvfleet_transport::upgrade::{
+    ItemError, NextItem, PooledConnection, Stream, StreamError, encode, read_frame, read_message, wire,
+};
+use kvfleet_transport::{FetchAnswer, FetchRequest, MissReason};
 use tokio::time::Instant;
 
 use super::layers::{self, SliceFetch};
@@ -20,9 +24,6 @@ use super::messages;
 use super::rail_pair::SecondaryLinks;
 use super::reads::{self, ReadChannels};
 use super::transfers::TransferError;
-use crate::stream::{ItemError, NextItem, Stream, StreamError, encode, read_frame, read_message};
-use crate::tcp::PooledConnection;
-use crate::{FetchAnswer, FetchRequest, MissReason, wire};
 
 /// Maximum grants returned in one message.
 const RETURNS_MAX: usize = 4096;

@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use std::sync::{Condvar, Mutex};
 
 use kvfleet_proto::frame::Frame;
+use kvfleet_transport::pick::BreakerRules;
+use kvfleet_transport::{BoxFuture, Caller, SaveOffer, SaveRequest, SaveSession};
 
 use super::super::link::{EPOCH_WORD_BYTES, PROBE_BYTES};
 use super::*;
-use crate::pick::BreakerRules;
-use crate::{BoxFuture, Caller, SaveOffer, SaveRequest, SaveSession};
 
 /// Numbers of the node's cards.
 pub(super) const NODE: [u8; 2] = [1, 3];
@@ -77,7 +77,7 @@ pub(super) fn never_retry() -> RdmaConfig {
 }
 
 impl TestRails {
-    pub(super) async fn path(&self) -> Arc<dyn crate::Path> {
+    pub(super) async fn path(&self) -> Arc<dyn kvfleet_transport::Path> {
         let identity = self.world.authority.member();
         let dialer = RdmaDialer::with_rails(&self.clients, &identity, self.tcp.clone()).unwrap();
         dialer.dial(self.world.address()).await.unwrap()
@@ -103,7 +103,7 @@ impl TestRails {
 /// Fetches `blocks` blocks and calls `interrupt` once the first has arrived; the service delivers
 /// the others afterwards. All must arrive, once and in order.
 pub(super) async fn fetch_interrupted(
-    path: &dyn crate::Path,
+    path: &dyn kvfleet_transport::Path,
     service: &MemoryService,
     blocks: u32,
     interrupt: impl FnOnce(),
@@ -209,7 +209,7 @@ async fn a_failed_rail_is_probed_by_a_dedicated_link_and_reused() {
 }
 
 /// Fetches three blocks with this deadline.
-async fn fetch_within(path: &dyn crate::Path, millis: u64) -> FetchAnswer {
+async fn fetch_within(path: &dyn kvfleet_transport::Path, millis: u64) -> FetchAnswer {
     let deadline = Duration::from_millis(millis);
     suite::fetch(path, FetchRequest { deadline, ..fetch_request(&hashes(3)) }).await.unwrap()
 }
@@ -388,7 +388,7 @@ fn both(service: &MemoryService) -> TestRails {
 }
 
 /// A path with a link on each rail that knows the frame size.
-async fn warm(rails: &TestRails) -> Arc<dyn crate::Path> {
+async fn warm(rails: &TestRails) -> Arc<dyn kvfleet_transport::Path> {
     let path = rails.path().await;
     large_fetch_over_both(rails, path.as_ref()).await;
     path
@@ -422,7 +422,7 @@ pub(super) async fn wait_rails_used(
 }
 
 /// Repeats a large fetch until it was read over all rails.
-async fn large_fetch_over_both(rails: &TestRails, path: &dyn crate::Path) {
+async fn large_fetch_over_both(rails: &TestRails, path: &dyn kvfleet_transport::Path) {
     wait_all_rails_used(rails, async || drop(suite::fetch(path, fetch_request(&hashes(100))).await.unwrap()))
         .await;
 }
@@ -615,13 +615,13 @@ impl SaveSession for ReservingSession {
         self.inner.put(frame)
     }
 
-    fn finish(self: Box<Self>) -> BoxFuture<'static, crate::SaveDone> {
+    fn finish(self: Box<Self>) -> BoxFuture<'static, kvfleet_transport::SaveDone> {
         self.inner.finish()
     }
 }
 
 impl BlockService for ReservingService {
-    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, crate::FetchReply> {
+    fn fetch(&self, request: FetchRequest) -> BoxFuture<'_, kvfleet_transport::FetchReply> {
         self.inner.fetch(request)
     }
 
@@ -648,8 +648,8 @@ impl BlockService for ReservingService {
         self.inner.release(lease)
     }
 
-    fn admit(&self, _: &Caller) -> crate::CallerAdmission {
-        crate::CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: true }
+    fn admit(&self, _: &Caller) -> kvfleet_transport::CallerAdmission {
+        kvfleet_transport::CallerAdmission::Scoped { service: Arc::new(self.clone()), may_map: true }
     }
 }
 

@@ -12,6 +12,11 @@ use std::time::Duration;
 
 use kv_core::id::{LeaseId, TrafficClass};
 use kvfleet_proto::frame::Frame;
+use kvfleet_transport::pick::PathKind;
+use kvfleet_transport::{
+    BoxFuture, FetchAnswer, FetchRequest, LayerRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
+    SliceSink,
+};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
@@ -20,12 +25,6 @@ use super::fetch::{FetchOperation, FetchSink, FetchStop};
 use super::layers::SliceFetch;
 use super::rail_pair::{RailPairs, SecondaryLinks};
 use super::save::SaveOperation;
-use crate::client_ops::{self, OperationClient};
-use crate::pick::PathKind;
-use crate::{
-    BoxFuture, FetchAnswer, FetchRequest, LayerRequest, MissReason, Path, PathError, SaveAnswer, SaveRequest,
-    SliceSink,
-};
 
 /// Longest deadline of a fetch; a longer one has no use and would overflow the clock.
 const DEADLINE_MAX: Duration = Duration::from_secs(3600);
@@ -83,13 +82,14 @@ impl RdmaPath {
     /// Fetches over TCP.
     async fn fetch_over_tcp(
         &self,
-        request: &FetchRequest,
+        request: FetchRequest,
         taker: &mut FetchSink<'_, '_>,
     ) -> Result<FetchAnswer, PathError> {
+        let tcp = &self.rail_pairs.tcp;
         if let FetchSink::Slices(slices) = taker {
             let asked = slices.asked().clone();
             if let Some(sink) = slices.unused_sink() {
-                return client_ops::fetch_layers(&self.rail_pairs.tcp, request, asked, sink).await;
+                return tcp.fetch_layers(request, asked, sink).await;
             }
         }
         let mut nth = 0;
@@ -97,7 +97,7 @@ impl RdmaPath {
             taker.put_frame(nth, frame);
             nth += 1;
         };
-        let answer = client_ops::fetch(&self.rail_pairs.tcp, request, &mut put).await?;
+        let answer = tcp.fetch(request, &mut put).await?;
         Ok(answer.cut_short(taker.delivered_blocks(), taker.miss_reason(MissReason::Corrupt)))
     }
 
@@ -122,7 +122,7 @@ impl RdmaPath {
                 if rest.answers.is_empty() {
                     rest.request.progress.set_kind(PathKind::Tcp);
                 }
-                return rest.answers.finish(self.fetch_over_tcp(&rest.request, taker).await);
+                return rest.answers.finish(self.fetch_over_tcp(rest.request, taker).await);
             };
             let (mut answer, was_used) = (None, held.link.was_used);
             // Background operations take no helper links; those are for urgent fetches.
@@ -171,7 +171,7 @@ impl RdmaPath {
 
     async fn save_all(
         &self,
-        request: &SaveRequest,
+        request: SaveRequest,
         source: &(dyn Fn(usize) -> Frame + Send + Sync),
     ) -> Result<SaveAnswer, PathError> {
         let tcp = &self.rail_pairs.tcp;
@@ -183,11 +183,11 @@ impl RdmaPath {
             let until = Instant::now() + stall_timeout;
             let held = timeout_at(until, self.rail_pairs.acquire((class, until), &tried, may_be_used)).await;
             let Ok(Some(mut held)) = held else {
-                return client_ops::save(tcp, request, source).await;
+                return tcp.save(request, source).await;
             };
             let was_used = held.link.was_used;
             let mut save = SaveOperation { link: &mut held.link, peer, stall_timeout, is_answered: false };
-            let ended = save.run(request, source).await;
+            let ended = save.run(&request, source).await;
             match ended {
                 Ok(answer) => {
                     self.rail_pairs.release(held);
@@ -326,7 +326,7 @@ impl Path for RdmaPath {
         request: SaveRequest,
         source: &'a (dyn Fn(usize) -> Frame + Send + Sync),
     ) -> BoxFuture<'a, Result<SaveAnswer, PathError>> {
-        Box::pin(async move { self.save_all(&request, source).await })
+        Box::pin(self.save_all(request, source))
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

@@ -5,12 +5,12 @@ use std::collections::BTreeSet;
 
 use kv_core::id::{LeaseId, TenantId};
 use kvfleet_net::tls::tenants_of;
-
-use super::*;
-use crate::{
+use kvfleet_transport::{
     BoxFuture, Caller, CallerAdmission, FetchReply, Frames, SaveAnswer, SaveOffer, SaveRefusal, SaveRequest,
     SaveSession,
 };
+
+use super::*;
 
 /// One service for all tenants, scoped by each caller's certificate, as in a node.
 #[derive(Clone)]
@@ -82,7 +82,7 @@ async fn a_tenant_certificate_serves_its_tenant_and_gets_copies() {
     };
     let member = dial(member, &authority.member()).await;
     let tenant = dial(tenant, &authority.named("tenant-3.kvfleet")).await;
-    let fetched = async |path: &dyn crate::Path, as_tenant: u32| {
+    let fetched = async |path: &dyn kvfleet_transport::Path, as_tenant: u32| {
         let mut request = fetch_request(&hashes(3));
         request.context.tenant = TenantId(as_tenant);
         let before = fabric.transfers().len();

@@ -7,6 +7,9 @@ use std::sync::{Arc, Mutex, Once, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use kvfleet_net::tls::Identity;
+use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
+use kvfleet_transport::upgrade::within;
+use kvfleet_transport::{BoxFuture, Dialer, Path, PathError};
 use tokio::sync::Notify;
 
 use super::link::{AttachOutcome, LocalRail, RdmaLink};
@@ -15,9 +18,6 @@ use super::rail::Gid;
 use super::rail_match::match_rails;
 use super::rail_pair::{ATTACH_TIMEOUT, RailPair, RailPairs};
 use super::{Rdma, RdmaConfig, RdmaError};
-use crate::dial::within;
-use crate::tcp::{TcpConfig, TcpDialer};
-use crate::{BoxFuture, Dialer, Path, PathError};
 
 /// Time limit for probes of rails, one after the other. The second is probed even if the first used
 /// all its time.

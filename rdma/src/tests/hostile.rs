@@ -4,13 +4,14 @@ use bytes::Bytes;
 use kv_core::id::GrantId;
 use kv_core::lease_grant::{GrantDescriptor, GrantMemory};
 use kvfleet_proto::data::{self, data_request::Op};
+use kvfleet_transport::suite::accept_one;
+use kvfleet_transport::upgrade::{Stream, UpgradeRequest, encode, read_message, wire};
+use kvfleet_transport::{Path, SaveRequest};
 use tokio::net::TcpListener;
 
 use super::super::messages;
+use super::super::server::ServerLink;
 use super::*;
-use crate::stream::{Stream, encode, read_message};
-use crate::tcp::tests::accept_one;
-use crate::{Path, SaveRequest, wire};
 
 fn row(loan: u64, at: u64, len: u32) -> GrantDescriptor {
     GrantDescriptor { grant: GrantId(loan), memory: GrantMemory::BounceBuffer, offset: at, len }
@@ -27,7 +28,8 @@ pub(super) async fn attach(offer: &Arc<RdmaServer>, stream: &mut impl Stream) ->
     loop {
         let asked: data::DataRequest = read_message(stream).await.unwrap();
         let Some(Op::Attach(attach)) = asked.op else { panic!("{asked:?}") };
-        let (attached, answer) = offer.attach(attach, (&Arc::from([0]), false)).await.unwrap();
+        let request = UpgradeRequest { attach, caller: &Arc::from([0]), may_map: false };
+        let (attached, answer) = offer.attach_link(request).await.unwrap();
         say(stream, &answer).await;
         if let Some(attached) = attached {
             return attached;
@@ -294,11 +296,12 @@ async fn invalid_attach_requests_are_refused() {
         with_end(data::QueuePairInfo { mtu: 99, ..end }),
     ];
     let caller = Arc::from([0]);
+    let ask = |attach| UpgradeRequest { attach, caller: &caller, may_map: true };
     for attach in bad {
-        assert!(world.rdma_server.attach(attach.clone(), (&caller, true)).await.is_err(), "{attach:?}");
+        assert!(world.rdma_server.attach_link(ask(attach.clone())).await.is_err(), "{attach:?}");
     }
     world.wait_until("its queue pairs are destroyed", |world| world.fabric.queues().is_empty()).await;
-    assert!(world.rdma_server.attach(good, (&caller, true)).await.is_ok());
+    assert!(world.rdma_server.attach_link(ask(good)).await.is_ok());
     let _: &dyn Path = world.path().await.as_ref();
 }
 

@@ -1,17 +1,18 @@
-//! The RDMA path: a client's card reads blocks from the node's memory and writes into it. The
+//! Moves block bytes by RDMA: the paths of `kvfleet-transport` over verbs. A client's card reads blocks from the node's memory and writes into it. The
 //! node's processors do not touch the bytes on the way out.
 //!
 //! Control messages use a TLS over TCP connection that was upgraded. It proves the caller's
 //! identity, exchanges queue pair numbers, and names the memory that may be read or written. When
 //! the connection ends, its queue pairs end, and with them every right to touch memory
-//! (`docs/adr/0038-rdma-over-tls-connection.md`). The node's end is `rdma/server.rs`, `fetch_server.rs` and
+//! (`docs/adr/0038-rdma-over-tls-connection.md`). The node's end is `server.rs`, `fetch_server.rs` and
 //! `save_server.rs`. The client's end is `dialer.rs`, `path.rs`, `rail_pair.rs`, `link.rs`,
 //! `fetch.rs` and `save.rs`. Below both: transfers (`transfers.rs`), memory and buffers
 //! (`memory.rs`), the card as traits (`rail.rs`) and as libibverbs (`verbs.rs`).
 //!
 //! A process has one rail for each device and port that it opens. `rail_match.rs` decides which
 //! rails go together; `rail_pair.rs` handles a rail that fails (`docs/adr/0046-rdma-failover-and-striped-reads.md`).
-//! `gpu.rs` prepares GPU memory and is not used yet.
+//! `gpu.rs` prepares GPU memory and is not used yet. Not here: the TCP path that is upgraded, and
+//! which path a client picks (`kvfleet-transport`).
 
 use std::io;
 use std::path::Path;
@@ -20,6 +21,7 @@ use std::time::Duration;
 
 mod abi;
 mod answer_parts;
+pub mod arena_service;
 mod choose;
 mod dialer;
 #[cfg(test)]
@@ -48,15 +50,12 @@ mod verbs;
 pub use choose::RdmaChoice;
 pub use dialer::RdmaDialer;
 pub use memory::{PooledBuffer, RdmaBufferPool, RdmaMemory};
-pub(crate) use messages::MalformedMessage;
 pub use server::RdmaServer;
-pub(crate) use server::ServerLink;
 pub use topology::RdmaAffinity;
 
+use kvfleet_transport::pick::BreakerRules;
 use rail::{Access, MemoryRegion, ProtectionDomain, Rail};
 use transfers::TransferEngine;
-
-use crate::pick::BreakerRules;
 
 /// Maximum transfers in flight over all queue pairs of a device.
 pub const IN_FLIGHT_MAX: u32 = 1024;

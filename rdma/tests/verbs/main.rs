@@ -1,7 +1,7 @@
 //! RDMA over a real device: bare transfers, the behaviour suite, and failures.
 //!
 //! Skipped with a message if there is no device. `scripts/rdma` runs this on a machine with one, or
-//! in a virtual machine that emulates two. Not here: tests that need only fakes (`src/rdma/tests`).
+//! in a virtual machine that emulates two. Not here: tests that need only fakes (`src/tests`).
 #![allow(clippy::unwrap_used)]
 
 mod layers;
@@ -14,12 +14,13 @@ use std::time::{Duration, Instant};
 
 use kvfleet_net::tls::{Identity, SERVER_NAME};
 use kvfleet_proto::frame::Frame;
-use kvfleet_transport::rdma::gpu::{AddressRange, DmaBufExport};
-use kvfleet_transport::rdma::probe::{self, Probe};
-use kvfleet_transport::rdma::{
+use kvfleet_rdma::arena_service::SharedArenaService;
+use kvfleet_rdma::gpu::{AddressRange, DmaBufExport};
+use kvfleet_rdma::probe::{self, Probe};
+use kvfleet_rdma::{
     Rdma, RdmaBufferPool, RdmaChoice, RdmaConfig, RdmaDialer, RdmaMemory, RdmaServer, RdmaTuning,
 };
-use kvfleet_transport::suite::{self, MemoryService, SharedArenaService, SuitePath};
+use kvfleet_transport::suite::{self, MemoryService, SuitePath};
 use kvfleet_transport::tcp::{TcpConfig, TcpServer};
 use kvfleet_transport::{Capacity, Dialer, Path, PathError, SaveRequest};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};

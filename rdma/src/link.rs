@@ -8,10 +8,11 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use kv_core::id::TrafficClass;
 use kv_core::lease_grant::{GrantClient, GrantMemory, MemoryExtent};
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
+use kvfleet_transport::upgrade::{PooledConnection, TcpPath};
+use kvfleet_transport::{MissReason, PathError};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
@@ -25,10 +26,6 @@ use super::rail_match::RAILS_MAX;
 use super::rail_pair::SuspectFlag;
 use super::transfers::{PendingTransfer, QpHandle, RemoteAddress, TransferError};
 use super::{Rdma, RdmaError};
-use crate::client_ops::OperationClient;
-use crate::stream::encode;
-use crate::tcp::{PooledConnection, TcpPath};
-use crate::{MissReason, PathError};
 
 /// Bytes of the epoch word.
 pub(super) const EPOCH_WORD_BYTES: u32 = 8;
@@ -224,10 +221,9 @@ impl RdmaLink {
     pub(super) async fn query_rails(tcp: &TcpPath) -> Result<Result<Vec<Gid>, String>, PathError> {
         let attach = data::Attach { version: messages::VERSION, ..data::Attach::default() };
         let op = Some(data::data_request::Op::Attach(attach));
-        let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, control) =
-            tcp.pool.call::<data::AttachReply>(TrafficClass::Fetch, request, None).await?;
-        tcp.finish(control);
+        let request = data::DataRequest { op, traceparent: String::new() };
+        let (answer, control) = tcp.ask::<data::AttachReply>(&request).await?;
+        tcp.give_back(control);
         if answer.outcome != outcome::OFFERED {
             return Ok(Err(format!("it offers no RDMA: {}", answer.why)));
         }
@@ -259,9 +255,8 @@ impl RdmaLink {
             rail,
         };
         let op = Some(data::data_request::Op::Attach(attach));
-        let request = encode(&data::DataRequest { op, traceparent: String::new() })?;
-        let (answer, mut control) =
-            tcp.pool.call::<data::AttachReply>(TrafficClass::Fetch, request, None).await?;
+        let request = data::DataRequest { op, traceparent: String::new() };
+        let (answer, mut control) = tcp.ask::<data::AttachReply>(&request).await?;
         let none = match answer.outcome {
             outcome::BUSY => {
                 "all its RDMA connections are in use; raise its rdma.links_max or run fewer clients"
@@ -270,7 +265,7 @@ impl RdmaLink {
             _ => "",
         };
         if !none.is_empty() {
-            tcp.finish(control);
+            tcp.give_back(control);
             return Ok(AttachOutcome::Unavailable(format!("it offers no RDMA: {none}")));
         }
         let welcome = parse_reply(&answer).map_err(|error| protocol_error(tcp, &error))?;

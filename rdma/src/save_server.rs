@@ -8,13 +8,13 @@ use std::sync::Arc;
 
 use kvfleet_proto::data;
 use kvfleet_proto::frame::FRAME_BYTES_MAX;
+use kvfleet_transport::upgrade::{
+    ItemError, NextItem, Operations, RETRY_AFTER, ServeError, Stream, read_frame, read_message, wire,
+};
+use kvfleet_transport::{BlockService, SaveOffer, SaveRequest, SaveSession};
 
 use super::memory::{ALIGN_BYTES, RdmaBounceFrame};
 use super::server::ServerLink;
-use crate::quic::RETRY_AFTER;
-use crate::serve::{Operations, ServeError};
-use crate::stream::{ItemError, NextItem, Stream, read_frame, read_message};
-use crate::{BlockService, SaveOffer, SaveRequest, SaveSession, wire};
 
 /// The slots of one save.
 struct SaveSlots {

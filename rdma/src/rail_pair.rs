@@ -16,6 +16,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use kv_core::id::TrafficClass;
+use kvfleet_transport::pick::BreakerRules;
+use kvfleet_transport::upgrade::{Breaker, Slot, SlotQueue, TcpPath};
+use kvfleet_transport::{Path, PathError};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore};
 use tokio::task::JoinSet;
@@ -23,12 +26,6 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until, timeout, t
 
 use super::link::{AttachOutcome, LocalRail, RdmaChannel, RdmaLink};
 use super::rail_match::RailMatch;
-use crate::client_ops::OperationClient;
-use crate::pick::BreakerRules;
-use crate::pick::breaker::Breaker;
-use crate::slot_queue::{Slot, SlotQueue};
-use crate::tcp::TcpPath;
-use crate::{Path, PathError};
 
 /// Time limit to make a link. Cards need milliseconds; attempts to reach a silent peer, and
 /// software emulation, take seconds.

@@ -9,12 +9,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kv_core::lease_grant::GrantDescriptor;
 use kvfleet_proto::frame::{Frame, FrameHead};
+use kvfleet_transport::upgrade::{FetchAssembly, Piece, PieceQueue};
+use kvfleet_transport::{LayerRequest, SliceSink};
 
 use super::fetch::{FetchStop, GrantTerms, ReturnSender, malformed};
 use super::reads::{ReadBuffer, ReadChannels, read_all};
-use crate::pieces::{Piece, PieceQueue};
-use crate::slices::FetchAssembly;
-use crate::{LayerRequest, SliceSink};
 
 /// Bytes that are read of a block to see its head: enough for about a hundred layers.
 const HEAD_BYTES: u32 = 1 << 10;

@@ -14,13 +14,13 @@ use bytes::Bytes;
 use kv_core::id::GrantId;
 use kv_core::lease_grant::{GrantDescriptor, GrantMemory};
 use kvfleet_proto::frame::Frame;
+use kvfleet_transport::upgrade::ItemError;
 use tokio::sync::{Semaphore, SemaphorePermit, mpsc};
 
 use super::fetch::{FetchStop, GrantTerms, ReturnSender, malformed};
 use super::link::RdmaChannel;
 use super::memory::PooledBuffer;
 use super::transfers::{PendingTransfer, TransferError};
-use crate::stream::ItemError;
 
 /// Maximum reads of one fetch that are started and not delivered: more than the queue pairs of
 /// eight rails hold in flight.

@@ -4,6 +4,9 @@
 use kv_core::id::TrafficClass;
 use kv_core::pipeline::ArrivalOrder;
 use kvfleet_proto::data;
+use kvfleet_transport::LayerRequest;
+use kvfleet_transport::suite::{CheckedSlices, frame_of};
+use kvfleet_transport::upgrade::{read_message, wire};
 use tokio::time::Instant;
 
 use super::super::messages;
@@ -13,9 +16,6 @@ use super::rails::{
     NODE, TestRails, fetch_interrupted, never_retry, rails_of, wait_all_rails_used, wait_rails_used,
 };
 use super::*;
-use crate::stream::read_message;
-use crate::suite::{CheckedSlices, frame_of};
-use crate::{LayerRequest, wire};
 
 /// Rails that a fetch of about twenty frames uses together.
 fn rails(service: &MemoryService, several: usize) -> TestRails {

@@ -9,9 +9,9 @@ use bytes::{Buf, BufMut};
 use kv_core::id::GrantId;
 use kv_core::lease_grant::{GrantDescriptor, GrantMemory};
 use kvfleet_proto::data;
+use kvfleet_transport::MissReason;
 
 use super::rail::{Gid, QueuePairAddress, RailPort};
-use crate::MissReason;
 
 /// Version of the upgraded connection's protocol.
 pub(super) const VERSION: u32 = 1;
@@ -30,13 +30,13 @@ pub(super) mod outcome {
     pub(in super::super) const ATTACHED: u32 = 1;
     pub(in super::super) const BUSY: u32 = 2;
     pub(in super::super) const OFFERED: u32 = 4;
-    pub(in super::super) const REFUSED: u32 = crate::tcp::RDMA_REFUSED;
+    pub(in super::super) const REFUSED: u32 = kvfleet_transport::upgrade::UPGRADE_REFUSED;
 }
 
 /// A value that no peer of this protocol sends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{field} is {said}, which is not a valid value")]
-pub(crate) struct MalformedMessage {
+pub(super) struct MalformedMessage {
     field: &'static str,
     said: u64,
 }
