@@ -66,6 +66,7 @@ pub use save::{
 };
 pub use transport::{RdmaSettings, Transport, TransportNameError};
 
+pub use kvfleet_transport::pick::{NetworkNameError, NetworkPreference};
 pub use kvfleet_transport::{
     AnnouncePosition, MissReason, RequestContext, SaveAnswer, SaveDone, SaveRefusal,
 };
@@ -91,6 +92,8 @@ pub struct ClientConfig {
     pub route_streams: bool,
     /// Kinds of paths to nodes.
     pub transport: Transport,
+    /// The network path that [`Transport::Auto`] prefers.
+    pub network: NetworkPreference,
     /// Settings of QUIC.
     pub quic: QuicConfig,
     /// Settings of TLS over TCP.
@@ -112,6 +115,7 @@ impl ClientConfig {
             seed: u64::from(std::process::id()),
             route_streams: true,
             transport: Transport::default(),
+            network: NetworkPreference::default(),
             quic: QuicConfig::default(),
             tcp: TcpConfig::default(),
             shm: None,

@@ -26,8 +26,8 @@ pub enum Transport {
     Shm,
     /// RDMA only: all nodes must offer it.
     Rdma,
-    /// The best available: shared memory with nodes of this host, RDMA with nodes that offer it,
-    /// and QUIC until another network path is clearly faster.
+    /// The first available one: shared memory with nodes of this host, RDMA with nodes that offer
+    /// it, the preferred network path, the other network path.
     #[default]
     Auto,
 }
@@ -99,8 +99,8 @@ impl Transport {
         }
     }
 
-    /// The kinds of paths it may use, the best first. Shared memory needs a configured directory;
-    /// RDMA needs a build with it.
+    /// The kinds of paths it may use, in the default order. Shared memory needs a configured
+    /// directory; RDMA needs a build with it.
     #[must_use]
     pub fn kinds(self) -> &'static [PathKind] {
         self.kinds_for_build(cfg!(feature = "rdma"))
@@ -113,7 +113,7 @@ impl Transport {
             Transport::Shm => &[PathKind::SharedMemory],
             Transport::Rdma => &[PathKind::Rdma],
             Transport::Auto if has_rdma => &PathKind::ALL,
-            Transport::Auto => &[PathKind::SharedMemory, PathKind::Quic, PathKind::Tcp],
+            Transport::Auto => &[PathKind::SharedMemory, PathKind::Tcp, PathKind::Quic],
         }
     }
 
@@ -143,7 +143,8 @@ impl Transport {
         }
         let mut candidates = candidates.into_iter();
         let first = candidates.next().ok_or(ClientError::NoShmDir)?;
-        Ok(PickDialer::new(first, candidates.collect(), PickRules::default()))
+        let rules = PickRules { network: config.network, ..PickRules::default() };
+        Ok(PickDialer::new(first, candidates.collect(), rules))
     }
 
     /// If the transport is RDMA only, a missing device is an error now. Otherwise each dial reports

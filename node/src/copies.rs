@@ -16,7 +16,7 @@ use kv_core::place::copies::{BlockRun, CopyOutcome};
 use kv_core::tier::{OfferOutcome, RefusalReason};
 use kvfleet_net::tls::Identity;
 use kvfleet_proto::frame::Frame;
-use kvfleet_transport::pick::{PathCandidate, PathKind, PickDialer, PickRules};
+use kvfleet_transport::pick::{NetworkPreference, PathCandidate, PathKind, PickDialer, PickRules};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use kvfleet_transport::{
@@ -135,12 +135,12 @@ async fn put_leading(session: &mut NodeSaveSession, frames: Vec<Frame>) {
 }
 
 /// Dialer for node-to-node transfers: the network transports that every node serves.
-pub(crate) fn dialer(identity: &Identity) -> Arc<dyn Dialer> {
+pub(crate) fn dialer(identity: &Identity, network: NetworkPreference) -> Arc<dyn Dialer> {
     let quic: Arc<dyn Dialer> = Arc::new(QuicDialer::new(identity, QuicConfig::default()));
     let tcp: Arc<dyn Dialer> = Arc::new(TcpDialer::new(identity, TcpConfig::default()));
     let way = |kind, dialer| PathCandidate { kind, dialer };
-    let more = vec![way(PathKind::Tcp, tcp)];
-    Arc::new(PickDialer::new(way(PathKind::Quic, quic), more, PickRules::default()))
+    let rules = PickRules { network, ..PickRules::default() };
+    Arc::new(PickDialer::new(way(PathKind::Tcp, tcp), vec![way(PathKind::Quic, quic)], rules))
 }
 
 impl Copier {

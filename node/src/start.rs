@@ -579,7 +579,9 @@ fn control_calls(
     metrics: &Metrics,
     takes_no_copies: &CancellationToken,
 ) -> ControlService {
-    let dialer = copies::dialer(identity);
+    // The configuration was validated before.
+    let network = config.network_preference().unwrap_or_default();
+    let dialer = copies::dialer(identity, network);
     let (service, is_closed) = (Arc::clone(service), takes_no_copies.clone());
     let copier = Arc::new(Copier::new(service, dialer, config.copies, metrics.clone(), is_closed));
     let manifest = manifest(config);

@@ -47,7 +47,7 @@ pub struct ShapeArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub prefill_instances: u32,
     /// Transport of block bytes: quic, tcp (TLS 1.3), shm (shared memory), rdma, or auto for the
-    /// best available one.
+    /// first available one of shm, rdma, tcp and quic.
     #[arg(long, default_value_t = Transport::default())]
     pub transport: Transport,
     /// Directory for data and logs of the processes; kept afterwards. Without it, a temporary

@@ -51,9 +51,7 @@ fn auto_survives_a_kill_and_explains_its_path() {
     assert!(paths[0] > paths[1] + paths[2], "every node is on this host: {report:#}");
     let reasons = report["path_reasons"].as_array().unwrap();
     assert!(
-        reasons
-            .iter()
-            .any(|reason| reason.as_str().unwrap().contains(" over shm: preferred over the network")),
+        reasons.iter().any(|reason| reason.as_str().unwrap().contains(" over shm: same host")),
         "{report:#}"
     );
 }

@@ -44,7 +44,7 @@ extern "C" {
 #endif
 
 /* Changes when the meaning of this header changes; a library with another number is incompatible. */
-#define KVF_ABI_VERSION 5
+#define KVF_ABI_VERSION 6
 
 typedef int32_t kvf_status;
 enum {
@@ -98,6 +98,8 @@ typedef struct kvf_client_config {
                                   * nearest to it is preferred; null for none */
     uint64_t rdma_memory_bytes;  /* locked memory for reads and writes, for all devices together, at least 1 MiB; 0
                                   * for 256 MiB */
+    const char *network;         /* network path that "auto" prefers, "tcp" or "quic"; null for "tcp". The other one
+                                  * is used while this one cannot be reached */
 } kvf_client_config;
 
 /* The version of the loaded library: compare it with KVF_ABI_VERSION. */

@@ -10,7 +10,7 @@ use crate::ResultHandle;
 use crate::status::Status;
 
 /// See `KVF_ABI_VERSION`.
-pub const ABI_VERSION: u32 = 5;
+pub const ABI_VERSION: u32 = 6;
 
 pub const ROUTE: u32 = 1;
 pub const FETCH: u32 = 2;
@@ -79,6 +79,7 @@ structs! {
         rdma_device: *const c_char,
         rdma_near: *const c_char,
         rdma_memory_bytes: u64,
+        network: *const c_char,
     }
 
     Model as "kvf_model" {

@@ -17,9 +17,9 @@ use kv_core::prefix::{IdentityManifest, KeyForm as ManifestForm};
 use kv_core::schedule::{Domain, InstanceRole};
 use kvfleet_client::{
     AdmitDecodeCall, ClientConfig, FetchCall, FetchLayersOperation, HeldLease, InstanceLoad, LayerFetchCall,
-    LayerSaveCall, Operation, PrefillCall, QueueLimits, RdmaSettings, ReporterConfig, RequestContext,
-    RequestOutcome, RouteCall, SAVE_DEADLINE, SAVE_QUEUE_BYTES_MAX, SaveCall, Submission, SubmitError,
-    Transport,
+    LayerSaveCall, NetworkPreference, Operation, PrefillCall, QueueLimits, RdmaSettings, ReporterConfig,
+    RequestContext, RequestOutcome, RouteCall, SAVE_DEADLINE, SAVE_QUEUE_BYTES_MAX, SaveCall, Submission,
+    SubmitError, Transport,
 };
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX, SLICES_MAX, encoded_len};
 use kvfleet_proto::pb;
@@ -75,18 +75,22 @@ pub(crate) unsafe fn client(config: *const abi::ClientConfig) -> Result<ClientHa
     let routers: Vec<String> =
         unsafe { routers.iter().map(|router| text(*router, "router")).collect::<Result<_, _>>()? };
     // SAFETY: the same.
-    let (files, transport, shm) = unsafe {
+    let (files, transport, network, shm) = unsafe {
         let files = tls_files(
             text(config.ca_file, "ca_file")?,
             text(config.cert_file, "cert_file")?,
             text(config.key_file, "key_file")?,
         );
-        (files, optional_text(config.transport, "transport")?, optional_text(config.shm_dir, "shm_dir")?)
+        let transport = optional_text(config.transport, "transport")?;
+        let network = optional_text(config.network, "network")?;
+        (files, transport, network, optional_text(config.shm_dir, "shm_dir")?)
     };
     // SAFETY: the same.
     let rdma = unsafe { rdma_settings(config)? };
     let transport = transport.map_or(Ok(Transport::default()), |name| name.parse());
     let transport = transport.map_err(|error| Failure::Failed(error.to_string()))?;
+    let network = network.map_or(Ok(NetworkPreference::default()), |name| name.parse());
+    let network = network.map_err(|error| Failure::Failed(error.to_string()))?;
     let threads = check_range(config.threads, 0, THREADS_MAX, "threads")?;
     let threads = if threads == 0 { THREADS } else { threads };
     ClientHandle::open(threads as usize, files, |identity| {
@@ -94,6 +98,7 @@ pub(crate) unsafe fn client(config: *const abi::ClientConfig) -> Result<ClientHa
         ClientConfig {
             seed: if config.seed == 0 { defaults.seed } else { config.seed },
             transport,
+            network,
             shm: shm.map(|dir| ShmConfig::new(dir.into())),
             rdma,
             ..defaults

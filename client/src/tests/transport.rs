@@ -9,6 +9,7 @@ use kvfleet_errors_doc::says;
 use kvfleet_net::tls::Identity;
 use kvfleet_proto::pb;
 use kvfleet_transport::BlockService;
+use kvfleet_transport::pick::PickReason;
 use kvfleet_transport::quic::QuicServer;
 use kvfleet_transport::shm::{SPIN_WAIT, ShmConfig, ShmRuntimes, ShmServer, ShmServerConfig, socket_path};
 use kvfleet_transport::suite::{EPOCH, IDENTITY, MemoryService, PATIENCE, frame, hash, hashes};
@@ -16,7 +17,7 @@ use kvfleet_transport::tcp::TcpServer;
 use tokio::runtime::Handle;
 
 use super::authority::{Authority, config};
-use crate::{Client, ClientConfig, FetchCall, Transport};
+use crate::{Client, ClientConfig, FetchCall, NetworkPreference, Transport};
 
 /// Both servers of a node, on one port.
 fn serve(identity: &Identity, service: &Arc<dyn BlockService>) -> (SocketAddr, (QuicServer, TcpServer)) {
@@ -80,6 +81,23 @@ async fn client_uses_its_transport_and_counts_bytes_per_path() {
         assert_eq!(carried[0].1.received_bytes(), outcome.bytes, "{transport}: the first kind must be used");
         let reports = client.path_reports();
         assert_eq!((reports.len(), reports[0].used), (1, transport.kinds()[0]));
+        let why = if transport == Transport::Auto { "same host" } else { "the only configured path" };
+        assert_eq!(reports[0].to_string(), format!("{at} over {}: {why}", transport.kinds()[0]));
+    }
+}
+
+#[tokio::test]
+async fn auto_prefers_the_configured_network_path() {
+    let (authority, service) = (Authority::new(), MemoryService::default());
+    (0..4).for_each(|number| service.hold(frame(hash(number), 2000)));
+    let service: Arc<dyn BlockService> = Arc::new(service);
+    let (at, _servers) = serve(&authority.member(), &service);
+    for network in [NetworkPreference::Tcp, NetworkPreference::Quic] {
+        let config = config(vec!["127.0.0.1:1".to_owned()], authority.member());
+        let client = Client::new(ClientConfig { network, ..config }).unwrap();
+        assert_eq!(client.fetch(call(at.to_string())).await.unwrap().blocks.len(), 4);
+        let report = client.path_reports().pop().unwrap();
+        assert_eq!((report.used, report.reason), (network.kind(), PickReason::Preferred));
     }
 }
 
@@ -114,7 +132,7 @@ async fn rdma_error_names_missing_device_and_auto_falls_back() {
     let outcome = auto.fetch(call(at.to_string())).await.unwrap();
     assert_eq!((outcome.blocks.len(), outcome.wrong_blocks), (4, 0));
     let reports = auto.path_reports();
-    assert_eq!(reports[0].used, kvfleet_transport::pick::PathKind::Quic);
+    assert_eq!(reports[0].used, kvfleet_transport::pick::PathKind::Tcp);
     let why = reports[0].to_string();
-    assert!(why.contains("rdma over 0 fetches, last failure") && why.contains("no such device"), "{why}");
+    assert!(why.contains("; rdma, last failure: ") && why.contains("no such device"), "{why}");
 }

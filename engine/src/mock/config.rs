@@ -4,7 +4,7 @@ use std::net::IpAddr;
 use std::path::PathBuf;
 
 use kv_core::schedule::{Domain, HardwareProfile, InstanceRole, PROFILES};
-use kvfleet_client::{RdmaSettings, Transport, TransportNameError};
+use kvfleet_client::{NetworkNameError, NetworkPreference, RdmaSettings, Transport, TransportNameError};
 use kvfleet_gateway::ModelConfig;
 use kvfleet_net::tls::TlsFiles;
 use kvfleet_proto::frame::{KeyForm, PAYLOAD_BYTES_MAX};
@@ -67,8 +67,11 @@ pub struct InstanceConfig {
     /// Whether its reports include link speeds to nodes.
     pub report_links: bool,
     /// Transport of block bytes: quic, tcp, shm (nodes of this host), rdma (nodes that offer it),
-    /// or auto for the best available one.
+    /// or auto for the first available one of shm, rdma and the network.
     pub transport: String,
+    /// The network path that the transport auto prefers: tcp or quic. The other one is used while
+    /// it cannot be reached.
+    pub network: String,
     /// Shared memory with nodes of this host.
     pub shm: ShmSection,
     /// RDMA with nodes that offer it.
@@ -174,6 +177,7 @@ impl Default for InstanceConfig {
             checks_decode_admission: false,
             report_links: true,
             transport: Transport::default().to_string(),
+            network: NetworkPreference::default().to_string(),
             shm: ShmSection::default(),
             rdma: RdmaSection::default(),
             openai: OpenAiSection::default(),
@@ -255,7 +259,8 @@ impl InstanceConfig {
                 self.identity
             ));
         }
-        self.transport().map(|_| ())
+        self.transport()?;
+        self.network().map(|_| ())
     }
 
     /// Role of the instance; `None` if `role` is unknown.
@@ -272,6 +277,11 @@ impl InstanceConfig {
     /// The configured transport.
     pub fn transport(&self) -> Result<Transport, String> {
         self.transport.parse().map_err(|error: TransportNameError| format!("transport: {error}"))
+    }
+
+    /// The configured preference on the network.
+    pub fn network(&self) -> Result<NetworkPreference, String> {
+        self.network.parse().map_err(|error: NetworkNameError| format!("network: {error}"))
     }
 
     /// Shared memory settings, if enabled.
@@ -351,5 +361,6 @@ mod tests {
         let digest = IdentitySection::default().manifest().digest().to_string();
         says("an instance: the manifest of its prompts", &wrong(hashes), &[&digest]);
         says("an instance: transport", &wrong(|config| config.transport = "udp".into()), &[]);
+        says("an instance: network", &wrong(|config| config.network = "udp".into()), &[]);
     }
 }

@@ -149,8 +149,10 @@ impl Instance {
 fn client(config: &InstanceConfig, identity: &kvfleet_net::tls::Identity) -> Result<Client, StartError> {
     let transport = config.transport().map_err(StartError::Config)?;
     let routers = config.routers.clone();
+    let network = config.network().map_err(StartError::Config)?;
     let (shm, rdma) = (config.shm(), config.rdma());
-    let client = ClientConfig { transport, shm, rdma, ..ClientConfig::new(routers, identity.clone()) };
+    let client =
+        ClientConfig { transport, network, shm, rdma, ..ClientConfig::new(routers, identity.clone()) };
     Client::new(client).map_err(|cause| set_up(&cause))
 }
 

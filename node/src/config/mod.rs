@@ -10,6 +10,7 @@ use kv_core::prefix::ManifestError;
 use kv_core::tier::{Capacity, TierLimits};
 use kvfleet_proto::frame::{HEADER_FIXED_BYTES, PAYLOAD_BYTES_MAX, SLICES_MAX};
 use kvfleet_proto::identity::IdentitySection;
+use kvfleet_transport::pick::NetworkPreference;
 use kvfleet_transport::quic::save_bytes_in_flight;
 use serde::{Deserialize, Serialize};
 
@@ -98,6 +99,9 @@ pub struct NodeConfig {
     pub save_inflight_bytes: u64,
     /// Maximum concurrent copies from other nodes; 0 disables them.
     pub copies: u32,
+    /// The network path that copies prefer: tcp or quic. The other one is used while it cannot be
+    /// reached.
+    pub network: String,
     /// Longest time that a draining node copies its sole copies to other nodes, in milliseconds; 0
     /// leaves at once. Also limited by the drain request.
     pub drain_ms: u64,
@@ -172,6 +176,7 @@ impl Default for NodeConfig {
             fetch_inflight_bytes: 1 << 30,
             save_inflight_bytes: 512 << 20,
             copies: 2,
+            network: NetworkPreference::default().to_string(),
             drain_ms: 20_000,
             drain_bytes: 64 << 30,
             io_uring: true,
@@ -246,11 +251,18 @@ impl NodeConfig {
                 format!("each copy keeps some megabytes in memory, give at most {COPIES_MAX}, or 0 for none");
             return wrong("copies", &self.copies, remedy);
         }
+        self.network_preference()?;
         if self.drain_ms > DRAIN_MS_MAX {
             let remedy = format!("the caller of a drain waits for it, give at most {DRAIN_MS_MAX}, or 0");
             return wrong("drain_ms", &self.drain_ms, remedy);
         }
         Ok(())
+    }
+
+    /// The network path that copies prefer.
+    pub(crate) fn network_preference(&self) -> Result<NetworkPreference, ConfigError> {
+        let remedy = || "choose tcp or quic".to_owned();
+        self.network.parse().or_else(|_| wrong("network", &self.network, remedy()))
     }
 
     fn validate_gpu(&self) -> Result<(), ConfigError> {
@@ -414,6 +426,7 @@ mod tests {
         says("a node: fetch_inflight_bytes", &refused(|config| config.fetch_inflight_bytes = 5), &[]);
         says("a node: save_inflight_bytes", &refused(|config| config.save_inflight_bytes = 5), &[]);
         says("a node: copies", &refused(|config| config.copies = 65), &[]);
+        says("a node: network", &refused(|config| config.network = "udp".to_owned()), &[]);
         says("a node: drain_ms", &refused(|config| config.drain_ms = 3_600_001), &[]);
         let many = |config: &mut NodeConfig| config.more_data_dirs = vec![PathBuf::new(); 64];
         says("a node: more_data_dirs", &refused(many), &[]);

@@ -1,8 +1,8 @@
 //! Several kinds of paths to peers as one dialer, and its state for each peer.
 //!
 //! Candidates are dialed in order of preference, the next one as soon as one fails or is slow. The
-//! first open path is used, and the others are opened in the background. The measurements of a peer
-//! outlive its paths. Not here: the path of an operation (`path.rs`).
+//! first open path is used, and the others are opened in the background. The state of a peer outlives
+//! its paths. Not here: the path of an operation (`path.rs`).
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,8 +15,8 @@ use super::peer::PeerPaths;
 use super::{PathCandidate, PathKind, PeerReport, PickRules};
 use crate::{BoxFuture, Dialer, Path, PathError, TrafficCounters};
 
-/// Most known peers. A client meets the nodes of one cluster; above this limit all measurements are
-/// dropped, so that changing addresses cannot grow the table.
+/// Most known peers. A client meets the nodes of one cluster; above this limit all their states
+/// are dropped, so that changing addresses cannot grow the table.
 const PEERS_MAX: usize = 1024;
 
 /// Opens paths chosen among several candidates.
@@ -40,13 +40,12 @@ impl std::fmt::Debug for PickDialer {
 }
 
 impl PickDialer {
-    /// A dialer over these candidates. Among the network's, `first` or the first of `more` is the
-    /// default.
+    /// A dialer over these candidates, at least one.
     #[must_use]
     pub fn new(first: PathCandidate, more: Vec<PathCandidate>, rules: PickRules) -> PickDialer {
         let mut candidates: Vec<PathCandidate> = std::iter::once(first).chain(more).collect();
-        // Stable: within a class the caller's order counts.
-        candidates.sort_by_key(|candidate| candidate.kind.path_class());
+        let preferred = rules.network.kind();
+        candidates.sort_by_key(|candidate| (candidate.kind.path_class(), candidate.kind != preferred));
         let way = |candidate| PathOption { candidate, traffic: TrafficCounters::default() };
         PickDialer { options: candidates.into_iter().map(way).collect(), rules, peers: Mutex::default() }
     }
@@ -78,7 +77,7 @@ impl PickDialer {
             peers.clear();
         }
         let kinds = self.options.iter().map(|way| way.candidate.kind).collect();
-        let peer = Arc::new(PeerPaths::new(address.to_owned(), kinds, &self.rules, Instant::now()));
+        let peer = Arc::new(PeerPaths::new(address.to_owned(), kinds, &self.rules));
         peers.insert(address.to_owned(), Arc::clone(&peer));
         peer
     }

@@ -1,33 +1,31 @@
-//! Chooses the path to a peer for each operation, among several candidates.
+//! Chooses the path to a peer for each operation, among several candidates, by a fixed order.
 //!
-//! Classes have an order: shared memory, then RDMA, then the network. Within the network, measured
-//! fetch times decide (`pick/choice.rs` over `pick/estimate.rs`). A failing path is suspended for a
-//! time (`pick/breaker.rs`). For the caller all candidates together are one [`Dialer`]
+//! Shared memory comes first, then RDMA, then the network path that the configuration prefers, then
+//! the other one. The first open path is used. A failing path is suspended for a time
+//! (`pick/breaker.rs`). For the caller all candidates together are one [`Dialer`]
 //! (`pick/dialer.rs`), and each dialed peer is one [`Path`](crate::Path) (`pick/path.rs`).
 //! [`PeerReport`] explains the current choice at any time.
 //!
 //! Not here: the traffic of a path, and the choice of peers. A new kind needs a [`PathKind`] and a
 //! [`PathCandidate`] with its dialer; no other code distinguishes the kinds
-//! (`docs/adr/0039-choose-path-by-fetch-time.md`).
+//! (`docs/adr/0080-keep-measured-mechanisms.md`).
 
 use std::fmt::{Display, Formatter};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Dialer;
 
 pub(crate) mod breaker;
-mod choice;
 mod dialer;
-mod estimate;
 mod path;
 mod peer;
 mod reason;
 
 pub use breaker::BreakerRules;
-pub use choice::ChoiceRules;
 pub use dialer::PickDialer;
-pub use reason::{Comparison, ComparisonOutcome, PickReason};
+pub use reason::PickReason;
 
 /// Transport of a path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -42,7 +40,7 @@ pub enum PathKind {
     Tcp,
 }
 
-/// Classes of kinds, in order of preference, without measuring.
+/// Classes of kinds, in order of preference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PathClass {
     SharedMemory,
@@ -51,8 +49,8 @@ enum PathClass {
 }
 
 impl PathKind {
-    /// Every kind, best class first.
-    pub const ALL: [PathKind; 4] = [PathKind::SharedMemory, PathKind::Rdma, PathKind::Quic, PathKind::Tcp];
+    /// Every kind, in the default order of preference.
+    pub const ALL: [PathKind; 4] = [PathKind::SharedMemory, PathKind::Rdma, PathKind::Tcp, PathKind::Quic];
 
     /// Lower-case name as used in flags, metrics and reports.
     #[must_use]
@@ -80,6 +78,48 @@ impl Display for PathKind {
     }
 }
 
+/// The preferred network path. The other one is used while this one cannot be reached.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NetworkPreference {
+    /// TLS 1.3 over TCP.
+    #[default]
+    Tcp,
+    /// QUIC.
+    Quic,
+}
+
+/// No network path has this name.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is no network path: choose tcp or quic")]
+pub struct NetworkNameError(String);
+
+impl NetworkPreference {
+    /// Its kind of path.
+    #[must_use]
+    pub fn kind(self) -> PathKind {
+        match self {
+            NetworkPreference::Tcp => PathKind::Tcp,
+            NetworkPreference::Quic => PathKind::Quic,
+        }
+    }
+}
+
+impl Display for NetworkPreference {
+    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
+        self.kind().fmt(f)
+    }
+}
+
+impl FromStr for NetworkPreference {
+    type Err = NetworkNameError;
+
+    fn from_str(text: &str) -> Result<NetworkPreference, NetworkNameError> {
+        let all = [NetworkPreference::Tcp, NetworkPreference::Quic];
+        let found = all.into_iter().find(|network| network.kind().name() == text);
+        found.ok_or_else(|| NetworkNameError(text.to_owned()))
+    }
+}
+
 /// One kind of path to peers.
 #[derive(Clone)]
 pub struct PathCandidate {
@@ -90,10 +130,10 @@ pub struct PathCandidate {
 }
 
 /// Settings of the path choice.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PickRules {
-    /// See [`ChoiceRules`].
-    pub choice: ChoiceRules,
+    /// The preferred network path.
+    pub network: NetworkPreference,
     /// See [`BreakerRules`].
     pub breaker: BreakerRules,
     /// How long a dial runs alone before the next candidate is dialed in parallel.
@@ -107,7 +147,7 @@ pub struct PickRules {
 impl Default for PickRules {
     fn default() -> PickRules {
         PickRules {
-            choice: ChoiceRules::default(),
+            network: NetworkPreference::default(),
             breaker: BreakerRules::default(),
             // Ten times the handshake of a good path, and five times a lost packet.
             head_start: Duration::from_millis(200),
@@ -122,11 +162,11 @@ impl Default for PickRules {
 pub struct PeerReport {
     /// The peer's address.
     pub peer: String,
-    /// The path of the last operation; before any, the network path that would be used.
+    /// The path of the last operation; before any, the preferred network path.
     pub used: PathKind,
     /// Why that path is used.
     pub reason: PickReason,
-    /// All candidates, best class first.
+    /// All candidates, in order of preference.
     pub paths: Vec<PathReport>,
 }
 
@@ -137,12 +177,8 @@ pub struct PathReport {
     pub kind: PathKind,
     /// Whether it is suspended after failures.
     pub is_suspended: bool,
-    /// Average round trip time without payload; `None` before the first ping.
+    /// Last round trip time without payload; `None` before the first ping.
     pub latency: Option<Duration>,
-    /// Average throughput of a single fetch; `None` before the first.
-    pub bytes_per_second: Option<f64>,
-    /// Measured fetches.
-    pub fetches: u64,
     /// Text of the last failure.
     pub error: Option<String>,
 }
@@ -151,29 +187,13 @@ impl Display for PeerReport {
     fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} over {}: {}", self.peer, self.used, self.reason)?;
         for path in &self.paths {
-            write!(f, "; {path}")?;
+            let is_told = self.reason.names(path.kind);
+            if let Some(error) = path.error.as_ref().filter(|_| !is_told) {
+                let state = if path.is_suspended { ", suspended" } else { "" };
+                write!(f, "; {}{state}, last failure: {error}", path.kind)?;
+            }
         }
         Ok(())
-    }
-}
-
-impl Display for PathReport {
-    fn fmt(&self, f: &mut Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}", self.kind)?;
-        if let Some(latency) = self.latency {
-            write!(f, " {latency:.1?}")?;
-        }
-        if let Some(rate) = self.bytes_per_second {
-            write!(f, " {:.2} GB/s", rate / 1e9)?;
-        }
-        write!(f, " over {} fetches", self.fetches)?;
-        if self.is_suspended {
-            f.write_str(", suspended")?;
-        }
-        match &self.error {
-            Some(error) => write!(f, ", last failure: {error}"),
-            None => Ok(()),
-        }
     }
 }
 

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::id::{LeaseId, Tier, TrafficClass};
+use kv_core::id::{LeaseId, TrafficClass};
 use kvfleet_proto::frame::{Frame, FrameHead};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval};
@@ -54,13 +54,13 @@ impl OpenPaths {
     }
 
     /// The path of the next operation, except the `refused` ones.
-    fn pick(&self, is_fetch: bool, refused: &[usize]) -> Option<(usize, Arc<dyn Path>)> {
+    fn pick(&self, refused: &[usize]) -> Option<(usize, Arc<dyn Path>)> {
         let paths = self.paths().clone();
         let is_open = |(at, path): (usize, &Option<Arc<dyn Path>>)| {
             !refused.contains(&at) && path.as_ref().is_some_and(|path| path.failure().is_none())
         };
         let open: Vec<bool> = paths.iter().enumerate().map(is_open).collect();
-        let at = self.peer.pick(Instant::now(), &open, is_fetch)?;
+        let at = self.peer.pick(&open)?;
         Some((at, paths.get(at).cloned().flatten()?))
     }
 
@@ -95,7 +95,7 @@ impl OpenPaths {
 
     /// Records a fetch that ended with an answer or an error.
     fn record_fetch(&self, given: &FetchAttempt<'_>, ended: &Result<FetchAnswer, PathError>) {
-        let FetchAttempt { at, begun, bytes, .. } = *given;
+        let FetchAttempt { at, bytes, .. } = *given;
         let Ok(answer) = ended else { return self.record(at, ended) };
         let now = Instant::now();
         if let FetchAnswer::Partial { reason: MissReason::NodeLost, .. }
@@ -112,10 +112,6 @@ impl OpenPaths {
             return given.record_late(now);
         }
         self.peer.record_success(at);
-        // The speed of a slow medium is not that of the path.
-        if bytes > 0 && answer.tiers().iter().all(|tier| *tier == Tier::Dram) {
-            self.peer.record_fetch(now, at, bytes, now - begun);
-        }
     }
 
     async fn fetch(
@@ -125,7 +121,7 @@ impl OpenPaths {
     ) -> Result<FetchAnswer, PathError> {
         let (begun, deadline, mut refused) = (Instant::now(), request.deadline, Vec::new());
         let mut last = None;
-        while let Some((at, path)) = self.pick(true, &refused) {
+        while let Some((at, path)) = self.pick(&refused) {
             let mut given = FetchAttempt::new(&self.peer, (at, self.options[at].candidate.kind), &request);
             let mut count = |came: usize| {
                 given.bytes += came as u64;
@@ -155,7 +151,7 @@ impl OpenPaths {
         ask: impl Fn(Arc<dyn Path>) -> BoxFuture<'static, Result<T, PathError>>,
     ) -> Result<T, PathError> {
         let (mut refused, mut last) = (Vec::new(), None);
-        while let Some((at, path)) = self.pick(false, &refused) {
+        while let Some((at, path)) = self.pick(&refused) {
             let ended = ask(path).await;
             self.record(at, &ended);
             match ended {
@@ -172,7 +168,7 @@ impl OpenPaths {
         request: SaveRequest,
         source: &(dyn Fn(usize) -> Frame + Send + Sync),
     ) -> Result<SaveAnswer, PathError> {
-        let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_path_error()) };
+        let Some((at, path)) = self.pick(&[]) else { return Err(self.no_path_error()) };
         let counted = |position| {
             let frame = source(position);
             self.traffic(at).sent(frame.bytes.len());
@@ -190,7 +186,7 @@ impl OpenPaths {
         request: SaveRequest,
         layers: &mut dyn LayerSource,
     ) -> Result<LayeredSaveOutcome, PathError> {
-        let Some((at, path)) = self.pick(false, &[]) else { return Err(self.no_path_error()) };
+        let Some((at, path)) = self.pick(&[]) else { return Err(self.no_path_error()) };
         self.leases().record(request.context.lease, at);
         let ended =
             path.save_layers(request, &mut CountingLayerSource { layers, traffic: self.traffic(at) }).await;
@@ -245,12 +241,10 @@ impl OpenPaths {
 }
 
 /// A fetch over one path. Its caller may drop it before it has an answer: if the caller was waiting
-/// and no data came, the path was late, as with a deadline. If data came, its medium is unknown, so
-/// it is not measured.
+/// and no data came, the path was late, as with a deadline.
 struct FetchAttempt<'a> {
     peer: &'a PeerPaths,
     at: usize,
-    begun: Instant,
     class: TrafficClass,
     progress: Progress,
     bytes: u64,
@@ -261,23 +255,19 @@ impl<'a> FetchAttempt<'a> {
     fn new(peer: &'a PeerPaths, (at, kind): (usize, PathKind), request: &FetchRequest) -> FetchAttempt<'a> {
         let (class, progress) = (request.class(), request.progress.clone());
         progress.start(kind);
-        FetchAttempt { peer, at, begun: Instant::now(), class, progress, bytes: 0, is_finished: false }
+        FetchAttempt { peer, at, class, progress, bytes: 0, is_finished: false }
     }
 
     /// Records a late fetch. If the node never answered, the path failed; if it did, the path
     /// works. Prefetches queue behind other operations everywhere, so their lateness is not
     /// recorded.
     fn record_late(&self, now: Instant) {
-        let is_first = self.class == TrafficClass::Fetch;
         if let Some(since) = self.progress.unanswered_since() {
-            if is_first {
+            if self.class == TrafficClass::Fetch {
                 self.peer.record_silence(now, self.at, since);
             }
         } else if self.progress.is_answered() {
             self.peer.record_success(self.at);
-        }
-        if is_first {
-            self.peer.record_late_fetch(now, self.at, now - self.begun);
         }
     }
 }
@@ -496,7 +486,7 @@ impl Path for PickPath {
     /// For the path that a save would use now. If the save then uses another one without support,
     /// no slice is sent, and whole frames follow.
     fn streams_saves(&self) -> bool {
-        self.open.pick(false, &[]).is_some_and(|(_, path)| path.streams_saves())
+        self.open.pick(&[]).is_some_and(|(_, path)| path.streams_saves())
     }
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, Result<(), PathError>> {

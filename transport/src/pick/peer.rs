@@ -8,7 +8,6 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::breaker::Breaker;
-use super::choice::PathChoice;
 use super::{PathClass, PathKind, PathReport, PeerReport, PickReason, PickRules};
 use crate::PathError;
 
@@ -40,41 +39,38 @@ impl SilenceTracker {
     }
 }
 
-/// State of one peer. Paths are identified by position, those of the network last.
+/// State of one peer. Paths are identified by position, in order of preference.
 pub(super) struct PeerPaths {
     address: String,
     kinds: Vec<PathKind>,
-    /// Position of the first measured path.
-    first_measured: usize,
     state: Mutex<PeerState>,
 }
 
 struct PeerState {
-    breakers: Vec<Breaker>,
-    /// The choice among the network's paths.
-    choice: PathChoice,
-    errors: Vec<Option<PathError>>,
-    silences: Vec<SilenceTracker>,
-    /// The preferred path (of a better class than the network) of the last operation, if it used
-    /// one.
-    preferred: Option<usize>,
-    /// The path used in place of the network's current one, if the last operation could not use
-    /// that.
-    fallback: Option<usize>,
+    paths: Vec<PathState>,
+    /// The path of the last operation.
+    used: Option<usize>,
+}
+
+struct PathState {
+    breaker: Breaker,
+    error: Option<PathError>,
+    silence: SilenceTracker,
+    /// The last round trip.
+    latency: Option<Duration>,
 }
 
 impl PeerPaths {
-    pub(super) fn new(address: String, kinds: Vec<PathKind>, rules: &PickRules, now: Instant) -> PeerPaths {
-        let first_measured = kinds.iter().take_while(|kind| kind.path_class() < PathClass::Network).count();
-        let known = PeerState {
-            breakers: vec![Breaker::new(rules.breaker); kinds.len()],
-            choice: PathChoice::new(rules.choice, kinds[first_measured..].to_vec(), now),
-            errors: vec![None; kinds.len()],
-            silences: vec![SilenceTracker::default(); kinds.len()],
-            preferred: None,
-            fallback: None,
+    /// `kinds` in order of preference.
+    pub(super) fn new(address: String, kinds: Vec<PathKind>, rules: &PickRules) -> PeerPaths {
+        let path = |_: &PathKind| PathState {
+            breaker: Breaker::new(rules.breaker),
+            error: None,
+            silence: SilenceTracker::default(),
+            latency: None,
         };
-        PeerPaths { address, kinds, first_measured, state: Mutex::new(known) }
+        let paths = kinds.iter().map(path).collect();
+        PeerPaths { address, kinds, state: Mutex::new(PeerState { paths, used: None }) }
     }
 
     pub(super) fn address(&self) -> &str {
@@ -85,51 +81,32 @@ impl PeerPaths {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The path of the next operation among the open ones; `None` if none is open. Only fetches
-    /// take part in trials.
-    pub(super) fn pick(&self, now: Instant, open: &[bool], is_fetch: bool) -> Option<usize> {
+    /// The path of the next operation: the first open one that is not suspended. If all open ones
+    /// are suspended, the first of them is better than none. `None` if none is open.
+    pub(super) fn pick(&self, open: &[bool]) -> Option<usize> {
         let mut known = self.state();
-        let usable: Vec<bool> =
-            open.iter().enumerate().map(|(at, open)| *open && known.breakers[at].is_closed()).collect();
-        known.preferred = usable[..self.first_measured].iter().position(|usable| *usable);
-        if known.preferred.is_some() {
-            return known.preferred;
-        }
-        let measured = &usable[self.first_measured..];
-        let (mut picked, mut used) = (None, None);
-        if !measured.is_empty() {
-            picked = is_fetch.then(|| known.choice.next_fetch(now, measured)).flatten();
-            used = known.choice.current_or_fallback(measured);
-        }
-        // If all are suspended, an open one is better than none.
-        let of_all = |at: Option<usize>| {
-            at.map(|at| at + self.first_measured).or_else(|| open.iter().position(|open| *open))
-        };
-        let in_use = self.first_measured + known.choice.current();
-        known.fallback = of_all(used).filter(|at| *at != in_use);
-        of_all(picked.or(used))
+        let usable = (0..open.len()).find(|at| open[*at] && known.paths[*at].breaker.is_closed());
+        let picked = usable.or_else(|| open.iter().position(|open| *open));
+        known.used = picked.or(known.used);
+        picked
     }
 
-    /// The paths in dial order: better classes first, then the current one. Suspended ones are left
-    /// out, unless all are.
+    /// The paths in dial order. Suspended ones are left out, unless all are.
     pub(super) fn dial_order(&self, now: Instant) -> Vec<usize> {
         let mut known = self.state();
-        let in_use = known.choice.current() + self.first_measured;
-        let mut order: Vec<usize> = (0..self.kinds.len()).collect();
-        order.sort_by_key(|at| (self.kinds[*at].path_class(), *at != in_use));
-        let passing: Vec<usize> =
-            order.iter().copied().filter(|at| known.breakers[*at].allows(now)).collect();
-        if passing.is_empty() { order } else { passing }
+        let all = 0..self.kinds.len();
+        let passing: Vec<usize> = all.clone().filter(|at| known.paths[*at].breaker.allows(now)).collect();
+        if passing.is_empty() { all.collect() } else { passing }
     }
 
     /// Whether this path may be dialed in the background.
     pub(super) fn allows_trial(&self, now: Instant, at: usize) -> bool {
-        self.state().breakers[at].allows(now)
+        self.state().paths[at].breaker.allows(now)
     }
 
     /// Whether this path's breaker is closed.
     pub(super) fn is_healthy(&self, at: usize) -> bool {
-        self.state().breakers[at].is_closed()
+        self.state().paths[at].breaker.is_closed()
     }
 
     /// Records an operation that succeeded, or another sign of life.
@@ -139,15 +116,16 @@ impl PeerPaths {
 
     /// Records a fetch that delivered data.
     pub(super) fn record_delivery(&self, at: usize) {
-        self.state().silences[at] = SilenceTracker::default();
+        self.state().paths[at].silence = SilenceTracker::default();
         self.update_breaker(at, Breaker::record_delivery);
     }
 
     fn update_breaker(&self, at: usize, note: fn(&mut Breaker)) {
         let mut known = self.state();
-        let was_closed = known.breakers[at].is_closed();
-        note(&mut known.breakers[at]);
-        if !was_closed && known.breakers[at].is_closed() {
+        let breaker = &mut known.paths[at].breaker;
+        let was_closed = breaker.is_closed();
+        note(breaker);
+        if !was_closed && breaker.is_closed() {
             drop(known);
             tracing::info!(peer = self.address, path = self.kinds[at].name(), "a path works again");
         }
@@ -162,9 +140,9 @@ impl PeerPaths {
     pub(super) fn record_silence(&self, now: Instant, at: usize, since: Instant) {
         let after = now.saturating_duration_since(since);
         let mut known = self.state();
-        let measured = at.checked_sub(self.first_measured);
-        let latency = measured.and_then(|at| known.choice.estimate(at).latency()).unwrap_or_default();
-        if after < latency.saturating_mul(ROUND_TRIPS) || !known.silences[at].add_interval(since, now) {
+        let path = &mut known.paths[at];
+        let least = path.latency.unwrap_or_default().saturating_mul(ROUND_TRIPS);
+        if after < least || !path.silence.add_interval(since, now) {
             return;
         }
         drop(known);
@@ -179,12 +157,10 @@ impl PeerPaths {
         note: fn(&mut Breaker, Instant) -> bool,
     ) {
         let mut known = self.state();
-        let was_closed = known.breakers[at].is_closed();
-        let opened = note(&mut known.breakers[at], now) && was_closed;
-        known.errors[at] = Some(error.clone());
-        if let Some(measured) = at.checked_sub(self.first_measured) {
-            known.choice.record_failure(now, measured);
-        }
+        let state = &mut known.paths[at];
+        let was_closed = state.breaker.is_closed();
+        let opened = note(&mut state.breaker, now) && was_closed;
+        state.error = Some(error.clone());
         drop(known);
         let path = self.kinds[at].name();
         // A single path is never suspended, since there is no alternative.
@@ -195,65 +171,80 @@ impl PeerPaths {
         }
     }
 
-    /// Records a fetch of `bytes` from DRAM.
-    pub(super) fn record_fetch(&self, now: Instant, at: usize, bytes: u64, took: Duration) {
-        self.update_choice(at, |choice, at| choice.record_fetch(now, at, bytes, took));
-    }
-
-    /// Records a fetch without any data in `took`.
-    pub(super) fn record_late_fetch(&self, now: Instant, at: usize, took: Duration) {
-        self.update_choice(at, |choice, at| choice.record_late_fetch(now, at, took));
-    }
-
-    fn update_choice(&self, at: usize, note: impl FnOnce(&mut PathChoice, usize)) {
-        let Some(measured) = at.checked_sub(self.first_measured) else { return };
-        let mut known = self.state();
-        let before = known.choice.current();
-        note(&mut known.choice, measured);
-        if known.choice.current() != before {
-            let reason = known.choice.reason().clone();
-            drop(known);
-            tracing::info!(peer = self.address, %reason, "blocks go over another path");
-        }
-    }
-
     pub(super) fn record_ping(&self, at: usize, took: Duration) {
-        if let Some(measured) = at.checked_sub(self.first_measured) {
-            self.state().choice.record_ping(measured, took);
-        }
+        self.state().paths[at].latency = Some(took);
     }
 
-    /// The path of fetches outside trials. Without measured paths, the first one.
-    fn used_kind(&self, known: &PeerState) -> PathKind {
-        let in_use =
-            known.preferred.or(known.fallback).unwrap_or(self.first_measured + known.choice.current());
-        *self.kinds.get(in_use).unwrap_or(&self.kinds[0])
+    /// Position of the preferred network path; without network paths, of the first one.
+    fn preferred_network(&self) -> usize {
+        self.kinds.iter().position(|kind| kind.path_class() == PathClass::Network).unwrap_or(0)
+    }
+
+    fn reason(&self, known: &PeerState, used: usize) -> PickReason {
+        let preferred = self.preferred_network();
+        match self.kinds[used] {
+            _ if self.kinds.len() == 1 => PickReason::OnlyPath,
+            PathKind::SharedMemory => PickReason::SameHost,
+            PathKind::Rdma => PickReason::RdmaOffered,
+            PathKind::Quic | PathKind::Tcp if used == preferred => PickReason::Preferred,
+            PathKind::Quic | PathKind::Tcp => {
+                let failure = known.paths[preferred].error.as_ref().map(ToString::to_string);
+                PickReason::Fallback { preferred: self.kinds[preferred], failure }
+            }
+        }
     }
 
     pub(super) fn report(&self) -> PeerReport {
         let known = self.state();
-        let path = |(at, kind): (usize, &PathKind)| {
-            let estimate = at.checked_sub(self.first_measured).map(|at| known.choice.estimate(at));
-            PathReport {
-                kind: *kind,
-                is_suspended: !known.breakers[at].is_closed(),
-                latency: estimate.and_then(super::estimate::PathEstimate::latency),
-                bytes_per_second: estimate.and_then(super::estimate::PathEstimate::bytes_per_second),
-                fetches: estimate.map_or(0, super::estimate::PathEstimate::fetches),
-                error: known.errors[at].as_ref().map(ToString::to_string),
-            }
+        let used = known.used.unwrap_or_else(|| self.preferred_network());
+        let path = |(state, kind): (&PathState, &PathKind)| PathReport {
+            kind: *kind,
+            is_suspended: !state.breaker.is_closed(),
+            latency: state.latency,
+            error: state.error.as_ref().map(ToString::to_string),
         };
-        let fallback_reason = || {
-            let other = self.kinds.get(self.first_measured + known.choice.current());
-            known.fallback.and(other).map(|other| PickReason::Fallback { other: *other })
-        };
-        let reason = known.preferred.map(|_| PickReason::Preferred).or_else(fallback_reason);
-        let reason = reason.unwrap_or_else(|| known.choice.reason().clone());
         PeerReport {
             peer: self.address.clone(),
-            used: self.used_kind(&known),
-            reason,
-            paths: self.kinds.iter().enumerate().map(path).collect(),
+            used: self.kinds[used],
+            reason: self.reason(&known, used),
+            paths: known.paths.iter().zip(&self.kinds).map(path).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::{Rng, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    /// In any sequence of failures, successes and closed paths, the choice is the rule's.
+    #[test]
+    fn the_first_open_path_that_is_not_suspended_is_used() {
+        let error = PathError::Broken { peer: "node:1".to_owned(), cause: "injected".to_owned() };
+        for seed in 0..200 {
+            println!("seed {seed}");
+            let mut random = ChaCha8Rng::seed_from_u64(seed);
+            let kinds = PathKind::ALL.to_vec();
+            let peer = PeerPaths::new("node:1".to_owned(), kinds.clone(), &PickRules::default());
+            let mut now = Instant::now();
+            for _ in 0..300 {
+                now += Duration::from_millis(random.random_range(0..500));
+                let at = random.random_range(0..kinds.len());
+                match random.random_range(0..4) {
+                    0 => peer.record_success(at),
+                    1 if peer.allows_trial(now, at) => peer.record_success(at),
+                    _ => peer.record_failure(now, at, &error),
+                }
+                let open: Vec<bool> = kinds.iter().map(|_| random.random_bool(0.7)).collect();
+                let suspended: Vec<bool> = peer.report().paths.iter().map(|path| path.is_suspended).collect();
+                let usable = (0..kinds.len()).find(|at| open[*at] && !suspended[*at]);
+                let expected = usable.or_else(|| (0..kinds.len()).find(|at| open[*at]));
+                assert_eq!(peer.pick(&open), expected, "seed {seed}: {open:?} {suspended:?}");
+                let used = expected.map(|at| kinds[at]);
+                assert!(used.is_none_or(|used| used == peer.report().used), "seed {seed}");
+            }
         }
     }
 }

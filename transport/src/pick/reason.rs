@@ -1,87 +1,49 @@
-//! Why a path is in use, with figures and as text.
+//! Why a path is in use, as a value and as text.
 //!
-//! Not here: the decision (`choice.rs`).
+//! Not here: the decision (`peer.rs`).
 
 use std::fmt::{Display, Formatter, Result};
-use std::time::Duration;
 
 use super::PathKind;
 
 /// Why a path is in use.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PickReason {
-    /// It is of a better class than the network, without a comparison.
+    /// It is the only configured one.
+    OnlyPath,
+    /// The peer is on this host.
+    SameHost,
+    /// The peer offers RDMA.
+    RdmaOffered,
+    /// The configuration prefers it on the network.
     Preferred,
-    /// It is the first, and there was no comparison yet.
-    Default,
-    /// The path measured as better is closed or suspended.
+    /// The preferred network path is closed or suspended.
     Fallback {
-        /// The better path.
-        other: PathKind,
+        /// The preferred path.
+        preferred: PathKind,
+        /// Its last failure; `None` while it is first dialed.
+        failure: Option<String>,
     },
-    /// Another one was tried with too few fetches for a comparison.
-    TooFewFetches {
-        /// The other path.
-        other: PathKind,
-        /// Measured fetches.
-        fetches: u32,
-    },
-    /// Another one failed during its trial.
-    TrialFailed {
-        /// The other path.
-        other: PathKind,
-    },
-    /// Result of a comparison.
-    Compared(Comparison),
 }
 
-/// Expected times of two paths for the same fetch, and the conclusion.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Comparison {
-    /// The conclusion.
-    pub outcome: ComparisonOutcome,
-    /// Size of the fetch in bytes: the peer's average.
-    pub bytes: u64,
-    /// The path in use then, and its time.
-    pub used: (PathKind, Duration),
-    /// The other path, and its time.
-    pub other: (PathKind, Duration),
-}
-
-/// Conclusion of a comparison.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ComparisonOutcome {
-    /// The other path is not clearly better.
-    Kept,
-    /// The other path is clearly better, and must be so once more.
-    Leading,
-    /// The other path was clearly better often enough and is now in use.
-    Switched,
+impl PickReason {
+    /// Whether the text describes the state of this path.
+    pub(super) fn names(&self, kind: PathKind) -> bool {
+        matches!(self, PickReason::Fallback { preferred, .. } if *preferred == kind)
+    }
 }
 
 impl Display for PickReason {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
-            PickReason::Preferred => f.write_str("preferred over the network"),
-            PickReason::Default => f.write_str("the default, no comparison yet"),
-            PickReason::Fallback { other } => write!(f, "in place of {other}, which is closed or suspended"),
-            PickReason::TooFewFetches { other, fetches } => {
-                write!(f, "{other} was tried with {fetches} fetches from memory, too few to compare")
+            PickReason::OnlyPath => f.write_str("the only configured path"),
+            PickReason::SameHost => f.write_str("same host"),
+            PickReason::RdmaOffered => f.write_str("the node offers it"),
+            PickReason::Preferred => f.write_str("preferred by configuration"),
+            PickReason::Fallback { preferred, failure: Some(failure) } => {
+                write!(f, "{preferred} cannot be reached, last failure: {failure}")
             }
-            PickReason::TrialFailed { other } => write!(f, "{other} failed in its trial"),
-            PickReason::Compared(compared) => compared.fmt(f),
-        }
-    }
-}
-
-impl Display for Comparison {
-    fn fmt(&self, f: &mut Formatter<'_>) -> Result {
-        let Comparison { bytes, used: (used, used_takes), other: (other, other_takes), .. } = self;
-        write!(f, "{bytes} bytes take {used_takes:.1?} over {used} and {other_takes:.1?} over {other}: ")?;
-        match self.outcome {
-            ComparisonOutcome::Kept => write!(f, "not clearly better, {used} stays"),
-            ComparisonOutcome::Leading => write!(f, "clearly better, {other} must win once more"),
-            ComparisonOutcome::Switched => write!(f, "clearly better again, {other} is used from now on"),
+            PickReason::Fallback { preferred, failure: None } => write!(f, "{preferred} is not open yet"),
         }
     }
 }

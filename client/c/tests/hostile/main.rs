@@ -93,6 +93,7 @@ fn config(routers: &[*const c_char], [ca, cert, key]: [&CStr; 3]) -> abi::Client
         rdma_device: null(),
         rdma_near: null(),
         rdma_memory_bytes: 0,
+        network: null(),
     }
 }
 
@@ -129,6 +130,8 @@ fn invalid_client_config_is_refused_with_reason() {
     assert_refused(open(&raw const threads), status::INVALID, "threads is 1048576");
     let pigeon = abi::ClientConfig { transport: c"pigeon".as_ptr(), ..good };
     assert_refused(open(&raw const pigeon), status::FAILED, "`pigeon` is no transport");
+    let sea = abi::ClientConfig { network: c"sea".as_ptr(), ..good };
+    assert_refused(open(&raw const sea), status::FAILED, "`sea` is no network path");
     let no_text = abi::ClientConfig { transport: c"\xff".as_ptr(), ..good };
     assert_refused(open(&raw const no_text), status::INVALID, "transport is not UTF-8");
     let long = CString::new(vec![b'a'; 5000]).unwrap();

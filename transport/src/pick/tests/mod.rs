@@ -215,7 +215,7 @@ impl Path for FakePath {
     }
 }
 
-/// Two fake paths to one node, and the dialer over them.
+/// Two fake paths to one node, and the dialer over them, which prefers QUIC.
 struct TwoPaths {
     quic: FakeDialer,
     tcp: FakeDialer,
@@ -226,7 +226,8 @@ impl TwoPaths {
     fn new(service: &MemoryService) -> TwoPaths {
         let (quic, tcp) = (FakeDialer::new(service), FakeDialer::new(service));
         let others = vec![tcp.candidate(PathKind::Tcp)];
-        let dialer = PickDialer::new(quic.candidate(PathKind::Quic), others, PickRules::default());
+        let rules = PickRules { network: NetworkPreference::Quic, ..PickRules::default() };
+        let dialer = PickDialer::new(quic.candidate(PathKind::Quic), others, rules);
         TwoPaths { quic, tcp, dialer }
     }
 
@@ -258,29 +259,86 @@ fn hit() -> FetchAnswer {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_default_is_used_until_another_path_is_clearly_better() {
-    let two = TwoPaths::new(&holding(2));
-    // In whole milliseconds, the resolution of the runtime's clock.
-    two.quic.latency_us.store(8_000, Ordering::Relaxed);
-    two.tcp.latency_us.store(4_000, Ordering::Relaxed);
-    let path = two.dial_both().await;
-    for _ in 0..50 {
+async fn the_preferred_network_path_is_used_while_it_works() {
+    for network in [NetworkPreference::Quic, NetworkPreference::Tcp] {
+        let service = holding(2);
+        let (quic, tcp) = (FakeDialer::new(&service), FakeDialer::new(&service));
+        let (preferred, other) =
+            if network == NetworkPreference::Quic { (&quic, &tcp) } else { (&tcp, &quic) };
+        // A slower path is used too, so that the choice is predictable.
+        preferred.latency_us.store(8_000, Ordering::Relaxed);
+        let others = vec![tcp.candidate(PathKind::Tcp)];
+        let rules = PickRules { network, ..PickRules::default() };
+        let dialer = PickDialer::new(quic.candidate(PathKind::Quic), others, rules);
+        let path = dialer.dial("node:1".to_owned()).await.unwrap();
+        tokio::time::sleep(Duration::from_secs(1)).await; // on the test's clock
+        for _ in 0..1_000 {
+            assert_eq!(fetch_both(&*path).await.unwrap(), hit());
+        }
+        assert_eq!((preferred.fetches(), other.fetches()), (1_000, 0));
+        let report = dialer.reports().pop().unwrap();
+        assert_eq!(report.to_string(), format!("node:1 over {network}: preferred by configuration"));
+        let all: u64 = dialer.traffic().iter().map(|(_, carried)| carried.received_bytes()).sum();
+        assert_eq!(all, 1_000 * 2 * frame(hash(0), 4000).bytes.len() as u64);
+        // The other one is used while it fails, and no longer.
+        preferred.fail(true);
         assert_eq!(fetch_both(&*path).await.unwrap(), hit());
-    }
-    assert_eq!((two.quic.fetches(), two.tcp.fetches()), (50, 0));
-    assert_eq!((two.report().used, two.report().reason), (PathKind::Quic, PickReason::Default));
-    for _ in 0..10_000 {
+        let report = dialer.reports().pop().unwrap();
+        let failure = "connection to node:1 broke: injected by the test";
+        let expected =
+            format!("node:1 over {}: {network} cannot be reached, last failure: {failure}", report.used);
+        assert_eq!((report.used == network.kind(), report.to_string()), (false, expected));
+        preferred.fail(false);
+        tokio::time::sleep(Duration::from_secs(70)).await; // on the test's clock
         assert_eq!(fetch_both(&*path).await.unwrap(), hit());
+        assert_eq!(dialer.reports().pop().unwrap().reason, PickReason::Preferred);
+        assert_eq!(other.fetches(), 1);
     }
-    let report = two.report();
-    assert_eq!(report.used, PathKind::Tcp, "{report}");
-    let PickReason::Compared(last) = report.reason else { panic!("{:?}", report.reason) };
-    assert_eq!(last.used.0, PathKind::Tcp);
-    assert!(two.tcp.fetches() > 5_000, "{} {}", two.quic.fetches(), two.tcp.fetches());
-    let [quic, tcp] = &report.paths[..] else { panic!() };
-    assert!(quic.latency.unwrap() > tcp.latency.unwrap() && tcp.fetches > quic.fetches, "{report:?}");
-    let all: u64 = two.dialer.traffic().iter().map(|(_, carried)| carried.received_bytes()).sum();
-    assert_eq!(all, 10_050 * 2 * frame(hash(0), 4000).bytes.len() as u64);
+}
+
+/// Shared memory, then RDMA, then the network, whatever the order of the candidates.
+#[tokio::test(start_paused = true)]
+async fn the_best_open_class_is_used_and_explained() {
+    let service = holding(2);
+    let [quic, tcp, rdma, shm] = [(); 4].map(|()| FakeDialer::new(&service));
+    let more = vec![
+        tcp.candidate(PathKind::Tcp),
+        rdma.candidate(PathKind::Rdma),
+        shm.candidate(PathKind::SharedMemory),
+    ];
+    let dialer = PickDialer::new(quic.candidate(PathKind::Quic), more, PickRules::default());
+    let path = dialer.dial("node:1".to_owned()).await.unwrap();
+    tokio::time::sleep(Duration::from_secs(2)).await; // on the test's clock
+    let ends =
+        [(&shm, PickReason::SameHost), (&rdma, PickReason::RdmaOffered), (&tcp, PickReason::Preferred)];
+    for ((used, reason), kind) in ends.into_iter().zip(PathKind::ALL) {
+        let before = used.fetches();
+        assert_eq!(fetch_both(&*path).await.unwrap(), hit());
+        let report = dialer.reports().pop().unwrap();
+        assert_eq!((used.fetches(), report.used, &report.reason), (before + 1, kind, &reason), "{report}");
+        used.network.stop("node:1");
+    }
+    assert_eq!(fetch_both(&*path).await.unwrap(), hit());
+    let report = dialer.reports().pop().unwrap();
+    assert!(matches!(report.reason, PickReason::Fallback { preferred: PathKind::Tcp, .. }), "{report}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_single_path_is_explained_as_such() {
+    let tcp = FakeDialer::new(&holding(2));
+    let dialer = PickDialer::new(tcp.candidate(PathKind::Tcp), Vec::new(), PickRules::default());
+    let path = dialer.dial("node:1".to_owned()).await.unwrap();
+    assert_eq!(fetch_both(&*path).await.unwrap(), hit());
+    assert_eq!(dialer.reports()[0].to_string(), "node:1 over tcp: the only configured path");
+}
+
+#[test]
+fn network_names_round_trip() {
+    for network in [NetworkPreference::Tcp, NetworkPreference::Quic] {
+        assert_eq!(network.to_string().parse(), Ok(network));
+    }
+    let error = "shm".parse::<NetworkPreference>().unwrap_err();
+    assert_eq!(error.to_string(), "`shm` is no network path: choose tcp or quic");
 }
 
 #[tokio::test(start_paused = true)]
@@ -291,7 +349,7 @@ async fn a_path_with_cancelled_silent_fetches_is_replaced() {
     for _ in 0..2_000 {
         assert_eq!(fetch_both(&*path).await.unwrap(), hit());
     }
-    assert_eq!(two.report().used, PathKind::Quic, "a switch without a better path");
+    assert_eq!(two.report().used, PathKind::Quic);
     // From now on callers have computed the blocks before any byte comes.
     two.quic.latency_us.store(3_600_000_000, Ordering::Relaxed);
     let mut given_up = 0;
@@ -302,7 +360,8 @@ async fn a_path_with_cancelled_silent_fetches_is_replaced() {
     }
     assert!(given_up > 0);
     assert_eq!(fetch_both(&*path).await.unwrap(), hit(), "the other path must deliver");
-    assert_eq!(two.report().reason, PickReason::Fallback { other: PathKind::Quic });
+    let reason = two.report().reason;
+    assert!(matches!(reason, PickReason::Fallback { preferred: PathKind::Quic, .. }), "{reason}");
 }
 
 #[tokio::test(start_paused = true)]
@@ -316,7 +375,8 @@ async fn refused_fetches_use_another_path_and_failing_paths_are_suspended() {
     assert_eq!(two.quic.fetches(), 3, "its breaker must open");
     let report = two.report();
     assert!(report.paths[0].is_suspended && !report.paths[1].is_suspended, "{report}");
-    assert!(report.to_string().contains("suspended, last failure: connection to node:1 broke"), "{report}");
+    let text = "node:1 over tcp: quic cannot be reached, last failure: connection to node:1 broke";
+    assert!(report.to_string().starts_with(text), "{report}");
     path.ping().await.unwrap();
     path.release(LeaseId(1)).await.unwrap();
     two.quic.fail(false);
@@ -331,16 +391,8 @@ async fn a_fetch_reports_its_path() {
     let path = two.dial_both().await;
     let request = fetch_request(&hashes(2));
     assert_eq!(request.progress.kind(), None);
-    let mut over = Vec::new();
-    while two.tcp.fetches() < 12 {
-        let request = fetch_request(&hashes(2));
-        let (progress, before) = (request.progress.clone(), two.tcp.fetches());
-        assert_eq!(suite::fetch(&*path, request).await.unwrap(), hit());
-        assert_eq!(progress.kind() == Some(PathKind::Tcp), two.tcp.fetches() > before, "also in a trial");
-        over.push(progress.kind());
-        tokio::time::sleep(Duration::from_millis(50)).await; // on the test's clock
-    }
-    assert!(over.contains(&Some(PathKind::Quic)) && two.report().used == PathKind::Quic);
+    assert_eq!(suite::fetch(&*path, request.clone()).await.unwrap(), hit());
+    assert_eq!(request.progress.kind(), Some(PathKind::Quic));
     two.quic.fail(true);
     assert_eq!(suite::fetch(&*path, request.clone()).await.unwrap(), hit());
     assert_eq!(request.progress.kind(), Some(PathKind::Tcp), "the path of the retry");
@@ -494,13 +546,14 @@ async fn a_node_without_tcp_is_served_over_quic() {
     let path = dialer.dial(quic.local_addr().to_string()).await.unwrap();
     assert_eq!(fetch_both(&*path).await.unwrap(), hit());
     let refused = async {
-        while dialer.reports()[0].paths[1].error.is_none() {
+        while dialer.reports()[0].paths[0].error.is_none() {
             yield_now().await;
         }
     };
     tokio::time::timeout(PATIENCE, refused).await.unwrap();
-    let error = dialer.reports()[0].paths[1].error.clone().unwrap();
-    assert!(error.contains("Connection refused"), "{error}");
+    let report = dialer.reports()[0].to_string();
+    assert!(report.contains(" over quic: tcp cannot be reached, last failure: "), "{report}");
+    assert!(report.contains("Connection refused"), "{report}");
 }
 
 #[tokio::test]
