@@ -91,7 +91,7 @@ impl<'a> SliceFetch<'a> {
         if let Some((head, first)) = self.accept_head(nth, &frame.bytes, frame.bytes.len()) {
             wave.add_from(first, head, frame.bytes.clone());
         }
-        while let Some(piece) = wave.next() {
+        while let Some(piece) = wave.next_piece() {
             self.filling.take_slices(self.delivered_before + nth, piece.layers.clone(), &piece.bytes());
         }
         self.filling.set_counting(true);
@@ -170,7 +170,7 @@ pub(super) async fn read_slices(
     let usable = AtomicUsize::new(usize::MAX);
     let wanted = || {
         let is_usable = |piece: &Piece<GrantDescriptor>| piece.position < usable.load(Ordering::Relaxed);
-        let piece = std::iter::from_fn(|| wave.next()).find(is_usable)?;
+        let piece = std::iter::from_fn(|| wave.next_piece()).find(is_usable)?;
         // A frame is no longer than its row says, and that is a `u32`.
         let part = piece.range.start as u32..piece.range.end as u32;
         let row = piece.data;

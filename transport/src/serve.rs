@@ -316,7 +316,7 @@ impl Operations {
                 spoilt = !self.send_head(&mut wave, &frame, stream).await?;
                 wanted = if spoilt { wave.len() } else { wanted };
             }
-            if let Some(piece) = wave.next() {
+            if let Some(piece) = wave.next_piece() {
                 let bytes = piece.bytes();
                 let sent = bytes.len();
                 self.with_stall_timeout(stream.write(piece.start())).await??;

@@ -306,7 +306,7 @@ impl<'a> FrameSplitter<'a> {
             self.filling.add_header(head.clone());
             wave.add(head, frame.bytes.clone());
         }
-        while let Some(piece) = wave.next() {
+        while let Some(piece) = wave.next_piece() {
             let bytes = piece.bytes();
             self.filling.take_slices(first + piece.position, piece.layers, &bytes);
         }

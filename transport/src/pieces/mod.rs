@@ -104,8 +104,8 @@ impl<T: Clone> PieceQueue<T> {
         }));
     }
 
-    /// The next piece to send; `None` if all added blocks are sent. Not an iterator: it goes on after blocks are added.
-    pub fn next(&mut self) -> Option<Piece<T>> {
+    /// The next piece to send; `None` if all added blocks are sent.
+    pub fn next_piece(&mut self) -> Option<Piece<T>> {
         let Reverse((_, position)) = self.order.pop()?;
         let slot = self.blocks.get_mut(position)?;
         let sending = slot.as_mut()?;

@@ -19,7 +19,7 @@ fn add(wave: &mut PieceQueue<Bytes>, frame: &Frame) {
 }
 
 fn order(wave: &mut PieceQueue<Bytes>) -> Vec<(usize, Range<usize>)> {
-    std::iter::from_fn(|| wave.next()).map(|piece| (piece.position, piece.layers)).collect()
+    std::iter::from_fn(|| wave.next_piece()).map(|piece| (piece.position, piece.layers)).collect()
 }
 
 #[test]
@@ -34,7 +34,7 @@ fn a_layer_of_all_blocks_comes_before_the_next() {
 fn later_blocks_catch_up() {
     let mut wave = by_layer(ALL);
     add(&mut wave, &frame_of(hash(0), &[20_000; 4]));
-    let first: Vec<_> = (0..2).map(|_| wave.next().unwrap().layers).collect();
+    let first: Vec<_> = (0..2).map(|_| wave.next_piece().unwrap().layers).collect();
     assert_eq!(first, [0..1, 1..2]);
     add(&mut wave, &frame_of(hash(1), &[20_000; 4]));
     let expected = [(1, 0..1), (1, 1..2), (0, 2..3), (1, 2..3), (0, 3..4), (1, 3..4)];
@@ -53,14 +53,14 @@ fn short_requested_slices_are_sent_together() {
     let mut wave = by_layer(1..90);
     let frame = frame_of(hash(0), &[1000; 40]);
     add(&mut wave, &frame);
-    let pieces: Vec<Piece<Bytes>> = std::iter::from_fn(|| wave.next()).collect();
+    let pieces: Vec<Piece<Bytes>> = std::iter::from_fn(|| wave.next_piece()).collect();
     let layers: Vec<_> = pieces.iter().map(|piece| piece.layers.clone()).collect();
     assert_eq!(layers, [1..18, 18..35, 35..40]);
     let sent: Vec<u8> = pieces.iter().flat_map(|piece| piece.bytes().to_vec()).collect();
     assert_eq!(sent, frame.payload()[1000..]);
     let mut none = by_layer(40..90);
     add(&mut none, &frame);
-    assert!(none.next().is_none());
+    assert!(none.next_piece().is_none());
 }
 
 /// A source of fixed bytes, followed by the end.
