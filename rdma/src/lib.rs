@@ -1,5 +1,6 @@
-//! Moves block bytes by RDMA: the paths of `kvfleet-transport` over verbs. A client's card reads blocks from the node's memory and writes into it. The
-//! node's processors do not touch the bytes on the way out.
+//! Moves block bytes by RDMA: a path of `kvfleet-transport` over verbs. A client's card reads blocks
+//! from the node's memory and writes into it. The node's processors do not touch the bytes on the
+//! way out.
 //!
 //! Control messages use a TLS over TCP connection that was upgraded. It proves the caller's
 //! identity, exchanges queue pair numbers, and names the memory that may be read or written. When

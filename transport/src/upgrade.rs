@@ -1,5 +1,5 @@
-//! What a crate needs that takes over connections of the TCP path with a protocol of its own, as
-//! RDMA does (`kvfleet-rdma`).
+//! Interface for a protocol that takes over connections of the TCP path, as RDMA does
+//! (`kvfleet-rdma`).
 //!
 //! At the node, [`TcpServer::bind_offering`](crate::tcp::TcpServer::bind_offering) gets an
 //! [`UpgradeOffer`]. A client asks for the upgrade on a connection of a [`TcpPath`], and from then
