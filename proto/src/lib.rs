@@ -3,7 +3,8 @@
 //!
 //! Not here: sockets, connections and streams (`transport/`, and the processes that serve or call).
 //! This crate depends on `kv-core` and never the other way round, so the pure types know no wire
-//! format.
+//! format. It has no unsafe code: checksummed copies are in `cpu/`.
+#![forbid(unsafe_code)]
 
 pub mod codec;
 pub mod convert;

@@ -16,7 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use kv_core::lease_grant::SlotAllocator;
-use kvfleet_proto::frame::{CopyBatch, VolatileBytes, copy_from};
+use kvfleet_cpu::SharedBytes;
+use kvfleet_proto::frame::{CopyBatch, VolatileBytes};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use tokio::sync::oneshot;
 
@@ -105,6 +106,13 @@ impl RdmaMemory {
         unsafe { self.base.add(at as usize) }
     }
 
+    fn bytes_at(&self, at: u64, len: usize) -> SharedBytes<'_> {
+        let start = self.pointer_at(at, len).as_ptr();
+        // SAFETY: these bytes are readable. Their writer is another device, or this process by
+        // `write`, and callers of `write` keep to their own buffers.
+        unsafe { SharedBytes::new(start, len) }
+    }
+
     /// Writes `from` at offset `at`. A concurrent writer to the same bytes corrupts both writes.
     ///
     /// # Panics
@@ -123,16 +131,11 @@ impl RdmaMemory {
     /// # Panics
     /// If the memory is shorter.
     pub(super) fn copy(&self, at: u64, to: &mut [u8]) {
-        let from = self.pointer_at(at, to.len());
-        // SAFETY: these bytes are readable. Their writer is another device, or this process by
-        // `write`, and callers of `write` keep to their own buffers.
-        unsafe { copy_from(to, from.as_ptr()) };
+        self.bytes_at(at, to.len()).copy_to(to);
     }
 
     fn copy_crc32c(&self, at: u64, to: &mut [u8], copies: &CopyBatch) -> u32 {
-        let from = self.pointer_at(at, to.len());
-        // SAFETY: as in `copy`.
-        unsafe { copies.crc32c_from(to, from.as_ptr()) }
+        copies.crc32c_shared(to, self.bytes_at(at, to.len()))
     }
 
     /// Atomically raises an aligned little-endian `u64` to `value`, unless it is already higher.

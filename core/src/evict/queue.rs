@@ -7,7 +7,7 @@
 //! blocks (the policies).
 
 use super::BlockKey;
-use crate::cpu::prefetch_whole;
+use kvfleet_cpu::prefetch_whole;
 
 /// No neighbour.
 const NONE: u32 = u32::MAX;

@@ -10,8 +10,8 @@
 use std::ops::Range;
 
 use super::images::Images;
-use crate::cpu::prefetch;
 use crate::id::{BLOCK_GROUP_BLOCKS, BlockHash};
+use kvfleet_cpu::prefetch;
 
 /// Blocks in a page: one block group, in two cache lines together with the owner.
 pub(super) const PAGE_BLOCKS: u32 = BLOCK_GROUP_BLOCKS as u32;

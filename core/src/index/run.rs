@@ -14,8 +14,8 @@ use smallvec::SmallVec;
 use super::holders::{TierSet, TierUpdate};
 use super::images::Images;
 use super::pages::{PAGE_BLOCKS, PageSlot};
-use crate::cpu::prefetch;
 use crate::id::BlockHash;
+use kvfleet_cpu::prefetch;
 
 /// Offset that no run reaches: 128 Ki tokens at sixteen a block. A longer prefix takes a second
 /// run. Small in tests, so that they need one.

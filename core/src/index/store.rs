@@ -12,8 +12,8 @@ use super::holders::{TierSet, TierUpdate};
 use super::locations::{BlockLocations, LocationProbe};
 use super::pages::{PAGE_BLOCKS, PageSlot, Pages};
 use super::run::{Extent, PrefixRun, RUN_BLOCKS_MAX, Runs, TierChange};
-use crate::cpu::prefetch;
 use crate::id::{BlockHash, Tier};
+use kvfleet_cpu::prefetch;
 
 /// Makes the digests of copies in different tiers differ.
 pub(super) const TIERS_SALT: u64 = 0xC2B2_AE3D_27D4_EB4F;

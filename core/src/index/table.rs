@@ -13,8 +13,8 @@
 use std::collections::BTreeMap;
 
 use super::pages::{PageSlot, Pages};
-use crate::cpu::{equal_bytes, prefetch};
 use crate::id::BlockHash;
+use kvfleet_cpu::{equal_bytes, prefetch};
 
 /// Segments, as a power of two. More segments would rehash faster, but their headers would leave
 /// the nearest caches, and each takes four kilobytes from its first entry on. Few in tests, so that

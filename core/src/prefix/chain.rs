@@ -2,6 +2,8 @@
 //!
 //! Not here: how the state advances (`hasher.rs`, `kernel.rs`).
 
+use kvfleet_cpu::block_hash::ImageSink;
+
 use crate::id::{BLOCK_GROUP_BLOCKS, BlockHash};
 
 /// Bytes of a header: the start of a hash, not determined by the block's own image.
@@ -79,5 +81,30 @@ impl ChainPosition {
             // from then on.
             self.header += INDEX_ONE;
         }
+    }
+}
+
+/// Writes the hashes of consecutive blocks: their images, with headers.
+pub(super) struct HashWriter<'hashes> {
+    /// Place of the next hashes.
+    pub(super) hashes: &'hashes mut [BlockHash],
+    /// Position of the next block.
+    pub(super) position: ChainPosition,
+}
+
+impl ImageSink for HashWriter<'_> {
+    /// Groups of four start at a block group or at its second half.
+    #[inline]
+    fn blocks_before_fours(&self) -> usize {
+        self.position.index_in_group().wrapping_neg() % 4
+    }
+
+    #[inline(always)]
+    fn receive<const BLOCKS: usize>(&mut self, images: [[u8; 16]; BLOCKS]) {
+        let hashes = std::mem::take(&mut self.hashes).split_first_chunk_mut::<BLOCKS>();
+        let Some((next, rest)) = hashes else { return };
+        *next = images.map(BlockHash);
+        self.position.apply_headers(next);
+        self.hashes = rest;
     }
 }

@@ -2,10 +2,7 @@
 //!
 //! Bit i of a `u128` is the coefficient of x^i; the modulus is x^128 + x^7 + x^2 + x + 1. No
 //! tables, because their timing would leak the key. Not here: the same arithmetic in one
-//! instruction (`x86.rs`).
-
-/// x^128 modulo the polynomial: x^7 + x^2 + x + 1.
-pub(super) const TAIL_OF_MODULUS: u64 = 0x87;
+//! instruction (`cpu/src/block_hash/x86.rs`).
 
 /// Every fifth bit of 128. At most thirteen such bits add up in a column of a product, and the
 /// carries stay in the four bits between.

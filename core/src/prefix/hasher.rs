@@ -3,9 +3,11 @@
 //! Not here: how a block is summed and a state encrypted (`kernel.rs`), and positions in a chain
 //! (`chain.rs`).
 
+use kvfleet_cpu::block_hash::{BlockBatch, LINE_TOKENS, SEGMENT_LINES, TokenLine};
+
 use super::chain::Chain;
 use super::kernel::{Kernel, SimdLevel};
-use super::keys::{BlockBatch, HashKeys, LINE_TOKENS, SEGMENT_LINES, TokenLine};
+use super::keys::HashKeys;
 use super::manifest::{BLOCK_TOKENS_MAX, IdentityManifest};
 use crate::id::BlockHash;
 

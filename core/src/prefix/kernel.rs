@@ -1,14 +1,14 @@
 //! The two inner operations of the block hash, dispatched to an instruction set.
 //!
 //! All levels give equal results; a new hasher takes the fastest that the machine has. Not here:
-//! the operations themselves (`portable.rs`, `x86.rs`).
+//! the operations themselves (`portable.rs`, `cpu/src/block_hash/`).
 
-use super::chain::Chain;
-use super::keys::{BlockBatch, HashKeys};
+use kvfleet_cpu::block_hash::{self, BlockBatch};
+
+use super::chain::{Chain, HashWriter};
+use super::keys::HashKeys;
 use super::{field, portable};
 use crate::id::BlockHash;
-#[cfg(target_arch = "x86_64")]
-use crate::prefix::x86;
 
 /// Instruction sets for hashing, slowest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -32,9 +32,9 @@ impl SimdLevel {
 pub(super) enum Kernel {
     Portable(Box<portable::Cipher>),
     #[cfg(target_arch = "x86_64")]
-    Pclmul(x86::Pclmul),
+    Pclmul(block_hash::Pclmul),
     #[cfg(target_arch = "x86_64")]
-    Avx512(Box<x86::Avx512>),
+    Avx512(Box<block_hash::Avx512>),
 }
 
 impl Kernel {
@@ -49,9 +49,11 @@ impl Kernel {
         match level {
             SimdLevel::Portable => Some(Self::portable(cipher_key)),
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Pclmul => x86::Pclmul::detect(cipher_key).map(Self::Pclmul),
+            SimdLevel::Pclmul => block_hash::Pclmul::detect(cipher_key).map(Self::Pclmul),
             #[cfg(target_arch = "x86_64")]
-            SimdLevel::Avx512 => x86::Avx512::detect(cipher_key).map(|kernel| Self::Avx512(Box::new(kernel))),
+            SimdLevel::Avx512 => {
+                block_hash::Avx512::detect(cipher_key).map(|kernel| Self::Avx512(Box::new(kernel)))
+            }
             #[cfg(not(target_arch = "x86_64"))]
             SimdLevel::Pclmul | SimdLevel::Avx512 => None,
         }
@@ -80,13 +82,16 @@ impl Kernel {
         chain: &mut Chain,
         hashes: &mut [BlockHash],
     ) {
+        let Chain { state, position, .. } = chain;
+        let mut images = HashWriter { hashes, position: *position };
         match self {
-            Self::Portable(cipher) => cipher.absorb(keys, blocks, chain, hashes),
+            Self::Portable(cipher) => cipher.absorb(&keys.lines, blocks, state, &mut images),
             #[cfg(target_arch = "x86_64")]
-            Self::Pclmul(kernel) => kernel.absorb(keys, blocks, chain, hashes),
+            Self::Pclmul(kernel) => kernel.absorb(&keys.lines, blocks, state, &mut images),
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512(kernel) => kernel.absorb(keys, blocks, chain, hashes),
+            Self::Avx512(kernel) => kernel.absorb(&keys.lines, blocks, state, &mut images),
         }
+        *position = images.position;
     }
 
     /// Product of two elements of the field.

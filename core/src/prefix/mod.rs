@@ -5,7 +5,7 @@
 //! a universal hash of the prefix. Five of its bytes hold the block's position in the chain and the
 //! bits it shares with its neighbours. `docs/adr/0016-prompt-hash.md` has the formula and the
 //! proof. `hasher.rs` has the chain, `keys.rs` the keys, `field.rs` and `portable.rs` the portable
-//! arithmetic, `x86.rs` the same with vector instructions.
+//! arithmetic. `cpu/src/block_hash/` has the same with vector instructions.
 //!
 //! Not here: the holders of a block ([`crate::index`]) and its bytes. The construction is fixed: a
 //! change of it changes every key of every cluster, and needs new domain strings.
@@ -17,8 +17,6 @@ mod kernel;
 mod keys;
 mod manifest;
 mod portable;
-#[cfg(target_arch = "x86_64")]
-mod x86;
 
 #[cfg(test)]
 mod tests;

@@ -5,10 +5,9 @@
 use aes::Aes128;
 use aes::cipher::{BlockEncrypt, KeyInit};
 
-use super::chain::Chain;
+use kvfleet_cpu::block_hash::{BlockBatch, ImageSink, LineKeys, SEGMENT_LINES, TokenLine};
+
 use super::field::ProductSum;
-use super::keys::{BlockBatch, HashKeys, SEGMENT_LINES, TokenLine};
-use crate::id::BlockHash;
 
 /// The AES permutation that hides states.
 #[derive(Clone)]
@@ -19,32 +18,30 @@ impl Cipher {
         Self(Aes128::new(key.into()))
     }
 
-    /// Adds blocks to the chain and writes their hashes.
+    /// Advances the state over the blocks and sends the image after each to `images`.
     pub(super) fn absorb(
         &self,
-        keys: &HashKeys,
+        keys: &LineKeys,
         blocks: BlockBatch<'_>,
-        chain: &mut Chain,
-        hashes: &mut [BlockHash],
+        state: &mut [u8; 16],
+        images: &mut impl ImageSink,
     ) {
-        let mut images = [Default::default(); SEGMENT_LINES];
-        let mut state = u128::from_le_bytes(chain.state);
-        for ((slot, block), image) in blocks.slots().zip(&mut images) {
-            state ^= sum(keys, slot, block);
-            *image = state.to_le_bytes().into();
+        let mut states = [Default::default(); SEGMENT_LINES];
+        let (mut now, mut count) = (u128::from_le_bytes(*state), 0);
+        for ((slot, block), to) in blocks.slots().zip(&mut states) {
+            now ^= sum(keys, slot, block);
+            *to = now.to_le_bytes().into();
+            count += 1;
         }
         // The cipher is fastest on many blocks at once.
-        self.0.encrypt_blocks(&mut images[..hashes.len()]);
-        for (hash, image) in hashes.iter_mut().zip(images) {
-            *hash = BlockHash(image.into());
-            chain.position.apply_headers(std::array::from_mut(hash));
-        }
-        chain.state = state.to_le_bytes();
+        self.0.encrypt_blocks(&mut states[..count]);
+        states[..count].iter().for_each(|image| images.receive([(*image).into()]));
+        *state = now.to_le_bytes();
     }
 }
 
 /// Sum of the lines of a block; `slot` is the key index of its first line.
-fn sum(keys: &HashKeys, slot: usize, block: &[TokenLine]) -> u128 {
+fn sum(keys: &LineKeys, slot: usize, block: &[TokenLine]) -> u128 {
     let keys = keys.first[slot..].iter().zip(&keys.second[slot..]);
     let mut products = ProductSum::default();
     for (line, (first, second)) in block.iter().zip(keys) {

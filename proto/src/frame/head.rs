@@ -8,11 +8,11 @@ use std::ops::Range;
 use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, IdentityDigest};
 
-use super::copy::{copy_crc32c, crc32c};
 use super::header::{
     Header, START_BYTES, entry_at, header_len, parse_header, payload_len, slice_count, table_payload_len,
 };
 use super::{BytesNeeded, Frame, FrameError, KeyForm, verify_ids};
+use kvfleet_cpu::{copy_crc32c, crc32c};
 
 /// A frame's header, parsed and matching its own checksum.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -15,14 +15,14 @@ use bytes::{Bytes, BytesMut};
 use kv_core::id::{BlockHash, IdentityDigest};
 use kv_core::prefix;
 
-mod copy;
 mod head;
 mod header;
 mod slices_first;
 mod streaming_verifier;
 mod volatile;
 
-pub use copy::{CopyBatch, copy_batch, copy_crc32c, copy_from, crc32c};
+pub use kvfleet_cpu::{CopyBatch, copy_batch, copy_crc32c, crc32c};
+
 pub use head::FrameHead;
 pub use header::{BytesNeeded, parse_header};
 pub use slices_first::{SliceLayout, SlicesFirstFrame};

@@ -10,9 +10,9 @@ use std::sync::Arc;
 
 use kv_core::id::{BlockHash, IdentityDigest};
 
-use super::copy::crc32c;
 use super::header::{Header, entry_at, header_len, payload_len, slice_count};
 use super::{FrameError, KeyForm, verify_ids, volatile};
+use kvfleet_cpu::crc32c;
 
 /// Positions of the slices in a frame. Clones share the data.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -5,9 +5,9 @@
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 
-use super::copy::crc32c;
 use super::header::{self, BytesNeeded, parse_header};
 use super::{Frame, FrameError};
+use kvfleet_cpu::crc32c;
 
 /// Progress of the verification of one frame.
 #[derive(Debug, Default)]

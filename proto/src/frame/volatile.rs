@@ -6,16 +6,16 @@
 //! with the checksum of its copy.
 //!
 //! The caller provides the memory and the proof that it may be read, which
-//! [`CopyBatch::crc32c_from`] and [`super::copy_from`] require.
+//! [`kvfleet_cpu::SharedBytes::new`] requires.
 
 use std::cmp::Ordering;
 
 use bytes::Bytes;
 use kv_core::id::{BlockHash, IdentityDigest};
 
-use super::copy::{CopyBatch, copy_batch};
 use super::header::{self, BytesNeeded, Header, START_BYTES, header_len, parse_header};
 use super::{FrameError, KeyForm, verify_ids};
+use kvfleet_cpu::{CopyBatch, copy_batch};
 
 /// Bytes that may change until they are copied.
 pub trait VolatileBytes: Send + Sync {

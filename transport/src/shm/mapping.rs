@@ -13,7 +13,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use kvfleet_proto::frame::{CopyBatch, VolatileBytes, copy_from};
+use kvfleet_cpu::SharedBytes;
+use kvfleet_proto::frame::{CopyBatch, VolatileBytes};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
@@ -203,13 +204,17 @@ impl ShmBounceFrame {
         Some(ShmBounceFrame { memory: Arc::clone(tray), at, len: len as usize })
     }
 
-    fn pointer_at(&self, at: usize, len: usize) -> *const u8 {
+    fn bytes_at(&self, at: usize, len: usize) -> SharedBytes<'_> {
         assert!(
             at.checked_add(len).is_some_and(|end| end <= self.len),
             "{len} bytes at {at} of {}",
             self.len
         );
-        self.memory.checked_pointer(self.at + at as u64, len as u64).expect("the range was checked")
+        let start =
+            self.memory.checked_pointer(self.at + at as u64, len as u64).expect("the range was checked");
+        // SAFETY: these bytes are readable as long as `self.memory` lives; only another process
+        // writes them.
+        unsafe { SharedBytes::new(start, len) }
     }
 }
 
@@ -219,14 +224,11 @@ impl VolatileBytes for ShmBounceFrame {
     }
 
     fn copy(&self, at: usize, to: &mut [u8]) {
-        // SAFETY: these bytes are readable as long as `self.memory` lives; only another process
-        // writes them.
-        unsafe { copy_from(to, self.pointer_at(at, to.len())) };
+        self.bytes_at(at, to.len()).copy_to(to);
     }
 
     fn copy_crc32c(&self, at: usize, to: &mut [u8], copies: &CopyBatch) -> u32 {
-        // SAFETY: as in `copy`.
-        unsafe { copies.crc32c_from(to, self.pointer_at(at, to.len())) }
+        copies.crc32c_shared(to, self.bytes_at(at, to.len()))
     }
 }
 

@@ -17,7 +17,8 @@ const DOCUMENTS: [&str; 8] = [
 ];
 
 /// Top-level folders; other words with a slash are not paths of this repository.
-const FOLDERS: [&str; 24] = [
+const FOLDERS: [&str; 25] = [
+    "cpu",
     "core",
     "proto",
     "transport",

@@ -14,8 +14,12 @@ const UNSAFE_FILES: &[&str] = &[
     "client/c/src/slices.rs",
     "client/c/tests/hostile/main.rs",
     "client/c/tests/hostile/prefill.rs",
-    "core/src/cpu.rs",
-    "core/src/prefix/x86.rs",
+    "cpu/src/block_hash/x86.rs",
+    "cpu/src/bytes.rs",
+    "cpu/src/cache.rs",
+    "cpu/src/copy/avx512.rs",
+    "cpu/src/copy/mod.rs",
+    "cpu/src/copy/shared.rs",
     "node/src/arena/mod.rs",
     "node/src/arena/memory.rs",
     "node/src/tiers/gpu/cuda.rs",
@@ -23,15 +27,35 @@ const UNSAFE_FILES: &[&str] = &[
     "node/src/tiers/ssd/buffer.rs",
     "node/src/tiers/ssd/ring/mod.rs",
     "node/src/tiers/ssd/ring/registered.rs",
-    "proto/src/frame/copy.rs",
     "rdma/src/memory.rs",
     "rdma/src/verbs.rs",
     "transport/src/shm/mapping.rs",
 ];
 
-/// Finds unsafe code in other files, and listed files without any.
+/// Roots of the crates that forbid unsafe code altogether (docs/adr/0081).
+const FORBIDDING_ROOTS: &[&str] = &["core/src/lib.rs", "proto/src/lib.rs"];
+
+/// Finds unsafe code in other files, listed files without any, and roots that do not forbid it.
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
-    Ok(judge(tree, UNSAFE_FILES))
+    let mut found = judge(tree, UNSAFE_FILES);
+    found.extend(permissive_roots(tree, FORBIDDING_ROOTS));
+    Ok(found)
+}
+
+/// Finds roots without `#![forbid(unsafe_code)]`.
+fn permissive_roots(tree: &Tree, roots: &[&str]) -> Vec<Violation> {
+    let forbids = |attribute: &syn::Attribute| {
+        attribute.path().is_ident("forbid")
+            && attribute.parse_args::<syn::Path>().is_ok_and(|lint| lint.is_ident("unsafe_code"))
+    };
+    let forbidding: Vec<&str> = tree
+        .sources()
+        .iter()
+        .filter(|source| source.syntax.attrs.iter().any(forbids))
+        .map(|source| source.path.as_str())
+        .collect();
+    let permissive = roots.iter().filter(|root| !forbidding.contains(root));
+    permissive.map(|root| Violation::new(root, 0, "needs `#![forbid(unsafe_code)]`")).collect()
 }
 
 fn judge(tree: &Tree, allowed: &[&str]) -> Vec<Violation> {
@@ -101,6 +125,19 @@ mod tests {
             assert_eq!(judge(&tree, &[]).len(), 1, "{text}");
             assert!(judge(&tree, &["core/src/a.rs"]).is_empty(), "{text}");
         }
+    }
+
+    #[test]
+    fn refuses_a_root_that_permits_unsafe_code() {
+        for (text, expected) in [
+            ("#![forbid(unsafe_code)] fn a() {}", 0),
+            ("#![deny(unsafe_code)] fn a() {}", 1),
+            ("fn a() {}", 1),
+        ] {
+            let tree = Tree::of(&[("core/src/lib.rs", text)]);
+            assert_eq!(permissive_roots(&tree, &["core/src/lib.rs"]).len(), expected, "{text}");
+        }
+        assert_eq!(permissive_roots(&Tree::of(&[]), &["core/src/lib.rs"]).len(), 1, "no such file");
     }
 
     #[test]

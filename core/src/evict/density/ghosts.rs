@@ -6,8 +6,8 @@
 
 use super::classes::ReuseClass;
 use super::open_waits::STEP_BITS;
-use crate::cpu::prefetch;
 use crate::id::Timestamp;
+use kvfleet_cpu::prefetch;
 use std::ops::Range;
 
 /// Ghosts per resident block.

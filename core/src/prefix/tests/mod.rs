@@ -4,6 +4,7 @@
 
 use std::collections::BTreeSet;
 
+use kvfleet_cpu::block_hash::BlockBatch;
 use proptest::prelude::*;
 
 use super::*;
@@ -142,15 +143,14 @@ fn the_cipher_is_aes() {
     // unchanged.
     let state = u128::from_le_bytes(std::array::from_fn(|position| 0x11 * position as u8));
     let mut keys = keys::HashKeys::new(&IdentityManifest::default(), &SALT);
-    (keys.first, keys.second) = ([[0; 2]; 32], [[0; 2]; 32]);
+    (keys.lines.first, keys.lines.second) = ([[0; 2]; 32], [[0; 2]; 32]);
     let key = std::array::from_fn(|position| position as u8);
     let image = u128::from_be_bytes(0x69c4_e0d8_6a7b_0430_d8cd_b780_70b4_c55a_u128.to_le_bytes());
     for kernel in SimdLevel::ALL.into_iter().filter_map(|level| kernel::Kernel::at(level, &key)) {
         for lines_each in [1, 2] {
             // As many blocks as lanes, and one more.
             let (lines, mut hashes) = ([[0; 16]; 10], [BlockHash::default(); 5]);
-            let blocks =
-                keys::BlockBatch { slot: 0, lines_per_block: lines_each, lines: &lines[..5 * lines_each] };
+            let blocks = BlockBatch { slot: 0, lines_per_block: lines_each, lines: &lines[..5 * lines_each] };
             kernel.absorb(&keys, blocks, &mut Chain::new(state), &mut hashes);
             let expected = std::array::from_fn(|position| reference::hash_with_header(&[image; 5], position));
             assert_eq!(hashes, expected, "{:?}", kernel.level());

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering::Relaxed};
 
 use super::*;
 use kv_core::content;
+use kvfleet_cpu::SharedBytes;
 use kvfleet_errors_doc::says;
 use proptest::prelude::*;
 
@@ -296,6 +297,16 @@ fn copy_and_verify_checks_the_key_form() {
     copy_and_verify(&rotated.bytes, IDENTITY, wanted, HASH, &mut vec![0; rotated.bytes.len()]).unwrap();
 }
 
+/// Stops a test's writer thread when dropped, also on a panic: the thread scope waits for the
+/// writer.
+struct StopOnDrop<'flag>(&'flag AtomicBool);
+
+impl Drop for StopOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Relaxed);
+    }
+}
+
 /// Real memory that another thread writes, as a hostile client does with its bounce buffer.
 struct SharedWords(Vec<AtomicU64>);
 
@@ -305,11 +316,11 @@ impl VolatileBytes for SharedWords {
     }
 
     fn copy(&self, at: usize, to: &mut [u8]) {
-        copy::copy_shared(to, &self.0, at);
+        SharedBytes::of_words(&self.0).slice(at, to.len()).copy_to(to);
     }
 
     fn copy_crc32c(&self, at: usize, to: &mut [u8], copies: &CopyBatch) -> u32 {
-        copy::copy_crc32c_shared(to, &self.0, at, copies)
+        copies.crc32c_shared(to, SharedBytes::of_words(&self.0).slice(at, to.len()))
     }
 }
 
@@ -337,7 +348,7 @@ fn concurrent_writes_never_pass_verification() {
                 shared.0[at].store(words[at], Relaxed);
             }
         });
-        let _ends = copy::StopOnDrop(&is_over);
+        let _ends = StopOnDrop(&is_over);
         let mut to = vec![0; frame.bytes.len()];
         for round in 0..2_000_000 {
             if round >= 20_000 && seen.iter().all(|seen| *seen > 0) {

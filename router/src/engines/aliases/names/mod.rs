@@ -13,7 +13,7 @@ use std::collections::hash_map::RandomState;
 use std::fmt;
 use std::hash::{BuildHasher, Hasher};
 
-use kv_core::cpu::prefetch;
+use kvfleet_cpu::prefetch;
 use kvfleet_engine_events::events::EngineHash;
 
 /// Names looked up together: their entries fit the nearest caches.

@@ -1,26 +1,28 @@
 //! The block hash with the carry-less multiplication and AES instructions of x86-64.
 //!
-//! [`Pclmul`] and [`Avx512`] exist only on machines with their instructions, which makes calling them sound. The only unsafe steps are those calls and the loads and stores of whole registers, each through a pointer made from a reference to the same bytes. Not here: the definition of the result (`portable.rs`; tests compare both).
+//! [`Pclmul`] and [`Avx512`] exist only on machines with their instructions, which makes calling
+//! them sound. The only unsafe steps are those calls and the loads and stores of whole registers,
+//! each through a pointer made from a reference to the same bytes. Not here: the definition of the
+//! result (`core/src/prefix/portable.rs`; the tests of `core/src/prefix/` compare both).
 #![allow(unsafe_code)]
 
 use std::arch::x86_64::*;
 
-use super::chain::Chain;
-use super::field::TAIL_OF_MODULUS;
-use super::keys::{BlockBatch, HashKeys, TokenLine};
-use crate::id::BlockHash;
+use super::{BlockBatch, ImageSink, LineKeys, TAIL_OF_MODULUS, TokenLine};
 
 /// Key schedule of AES-128.
 type RoundKeys = [u128; 11];
 
 /// Proof that the machine has PCLMULQDQ, AES-NI and AVX, with the cipher's keys.
 #[derive(Clone)]
-pub(super) struct Pclmul {
+pub struct Pclmul {
     round_keys: RoundKeys,
 }
 
 impl Pclmul {
-    pub(super) fn detect(cipher_key: &[u8; 16]) -> Option<Self> {
+    /// The hasher with this cipher key, if the machine has the instructions.
+    #[must_use]
+    pub fn detect(cipher_key: &[u8; 16]) -> Option<Self> {
         let is_there = is_x86_feature_detected!("avx")
             && is_x86_feature_detected!("pclmulqdq")
             && is_x86_feature_detected!("aes");
@@ -28,18 +30,23 @@ impl Pclmul {
         is_there.then(|| Self { round_keys: unsafe { expand_key(u128::from_le_bytes(*cipher_key)) } })
     }
 
-    pub(super) fn absorb(
+    /// Advances the state over the blocks and sends the image after each to `images`.
+    #[inline]
+    pub fn absorb(
         &self,
-        keys: &HashKeys,
+        keys: &LineKeys,
         blocks: BlockBatch<'_>,
-        chain: &mut Chain,
-        hashes: &mut [BlockHash],
+        state: &mut [u8; 16],
+        images: &mut impl ImageSink,
     ) {
         // SAFETY: `detect` found the instructions on this machine.
-        unsafe { absorb_sequential(keys, &self.round_keys, blocks, chain, hashes) }
+        unsafe { absorb_sequential(keys, &self.round_keys, blocks, state, images) }
     }
 
-    pub(super) fn multiply(&self, left: u128, right: u128) -> u128 {
+    /// Product of two elements of the field.
+    #[inline]
+    #[must_use]
+    pub fn multiply(&self, left: u128, right: u128) -> u128 {
         // SAFETY: `detect` found the instructions on this machine.
         unsafe { multiply(left, right) }
     }
@@ -47,14 +54,16 @@ impl Pclmul {
 
 /// Proof that the machine has the same instructions on 512-bit registers.
 #[derive(Clone)]
-pub(super) struct Avx512 {
+pub struct Avx512 {
     narrow: Pclmul,
     /// The keys of `narrow`, once per lane.
     round_keys: [[u128; 4]; 11],
 }
 
 impl Avx512 {
-    pub(super) fn detect(cipher_key: &[u8; 16]) -> Option<Self> {
+    /// The hasher with this cipher key, if the machine has the instructions.
+    #[must_use]
+    pub fn detect(cipher_key: &[u8; 16]) -> Option<Self> {
         let is_wide = is_x86_feature_detected!("avx512f")
             && is_x86_feature_detected!("vpclmulqdq")
             && is_x86_feature_detected!("vaes");
@@ -63,34 +72,36 @@ impl Avx512 {
         Some(Self { narrow, round_keys })
     }
 
-    pub(super) fn absorb(
+    /// Advances the state over the blocks and sends the image after each to `images`.
+    #[inline]
+    pub fn absorb(
         &self,
-        keys: &HashKeys,
+        keys: &LineKeys,
         blocks: BlockBatch<'_>,
-        chain: &mut Chain,
-        hashes: &mut [BlockHash],
+        state: &mut [u8; 16],
+        images: &mut impl ImageSink,
     ) {
         if blocks.lines_per_block > 1 {
             // SAFETY: `detect` found the instructions on this machine.
-            return unsafe { absorb_long(keys, &self.narrow.round_keys, blocks, chain, hashes) };
+            return unsafe { absorb_long(keys, &self.narrow.round_keys, blocks, state, images) };
         }
-        // Groups of four start at a block group or at its second half.
-        let ahead = hashes.len().min(chain.position.index_in_group().wrapping_neg() % 4);
+        let ahead = blocks.lines.len().min(images.blocks_before_fours());
         let (to_fours, blocks) = blocks.split_at(ahead);
-        let (hashes_to_fours, hashes) = hashes.split_at_mut(ahead);
         if ahead > 0 {
-            self.narrow.absorb(keys, to_fours, chain, hashes_to_fours);
+            self.narrow.absorb(keys, to_fours, state, images);
         }
-        let (in_fours, left_over) = blocks.split_at(hashes.len() & !3);
-        let (hashes, hashes_left) = hashes.split_at_mut(hashes.len() & !3);
+        let (in_fours, left_over) = blocks.split_at(blocks.lines.len() & !3);
         // SAFETY: `detect` found the instructions on this machine.
-        unsafe { absorb_fours(keys, &self.round_keys, in_fours, chain, hashes) };
-        if !hashes_left.is_empty() {
-            self.narrow.absorb(keys, left_over, chain, hashes_left);
+        unsafe { absorb_fours(keys, &self.round_keys, in_fours, state, images) };
+        if !left_over.lines.is_empty() {
+            self.narrow.absorb(keys, left_over, state, images);
         }
     }
 
-    pub(super) fn multiply(&self, left: u128, right: u128) -> u128 {
+    /// Product of two elements of the field.
+    #[inline]
+    #[must_use]
+    pub fn multiply(&self, left: u128, right: u128) -> u128 {
         self.narrow.multiply(left, right)
     }
 }
@@ -111,23 +122,23 @@ fn load(element: &u128) -> __m128i {
 
 #[inline]
 #[target_feature(enable = "avx")]
-fn load_state(chain: &Chain) -> __m128i {
-    load(&u128::from_le_bytes(chain.state))
+fn load_state(state: &[u8; 16]) -> __m128i {
+    load(&u128::from_le_bytes(*state))
 }
 
 #[inline]
 #[target_feature(enable = "avx")]
-fn store(to: &mut [u8; 16], value: __m128i) {
+fn bytes(value: __m128i) -> [u8; 16] {
+    let mut bytes = [0; 16];
     // SAFETY: writes the sixteen bytes of the array, at any alignment.
-    unsafe { _mm_storeu_si128(to.as_mut_ptr().cast(), value) }
+    unsafe { _mm_storeu_si128(bytes.as_mut_ptr().cast(), value) };
+    bytes
 }
 
 #[inline]
 #[target_feature(enable = "avx")]
 fn element(value: __m128i) -> u128 {
-    let mut bytes = [0; 16];
-    store(&mut bytes, value);
-    u128::from_le_bytes(bytes)
+    u128::from_le_bytes(bytes(value))
 }
 
 /// A sum of products that is reduced below x^128 only once, at the end.
@@ -157,7 +168,7 @@ impl PclmulProductSum {
         self.high = _mm_xor_si128(self.high, _mm_clmulepi64_si128::<0x11>(left, right));
     }
 
-    /// The reduction of `field.rs`, one multiplication by the tail of the modulus for each upper
+    /// The reduction of `core/src/prefix/field.rs`, one multiplication by the tail of the modulus for each upper
     /// quarter.
     #[inline]
     #[target_feature(enable = "avx,pclmulqdq")]
@@ -180,7 +191,7 @@ fn multiply(left: u128, right: u128) -> u128 {
 /// Sum of the lines of a block; `slot` is the key index of its first line.
 #[inline]
 #[target_feature(enable = "avx,pclmulqdq")]
-fn sum(keys: &HashKeys, slot: usize, block: &[TokenLine]) -> __m128i {
+fn sum(keys: &LineKeys, slot: usize, block: &[TokenLine]) -> __m128i {
     let keys = keys.first[slot..].iter().zip(&keys.second[slot..]);
     let mut products = PclmulProductSum::zero();
     for (line, (first, second)) in block.iter().zip(keys) {
@@ -206,20 +217,18 @@ fn encipher(round_keys: &RoundKeys, state: __m128i) -> __m128i {
 /// One block after the other. The encryption of one overlaps the multiplication of the next.
 #[target_feature(enable = "avx,pclmulqdq,aes")]
 fn absorb_sequential(
-    keys: &HashKeys,
+    keys: &LineKeys,
     round_keys: &RoundKeys,
     blocks: BlockBatch<'_>,
-    chain: &mut Chain,
-    hashes: &mut [BlockHash],
+    state: &mut [u8; 16],
+    images: &mut impl ImageSink,
 ) {
-    let (mut now, mut place) = (load_state(chain), chain.position);
-    for ((slot, block), hash) in blocks.slots().zip(hashes) {
+    let mut now = load_state(state);
+    for (slot, block) in blocks.slots() {
         now = _mm_xor_si128(now, sum(keys, slot, block));
-        store(&mut hash.0, encipher(round_keys, now));
-        place.apply_headers(std::array::from_mut(hash));
+        images.receive([bytes(encipher(round_keys, now))]);
     }
-    store(&mut chain.state, now);
-    chain.position = place;
+    *state = bytes(now);
 }
 
 /// The key schedule of FIPS 197 for 128-bit keys.
@@ -275,12 +284,14 @@ fn load_two_keys(keys: &[[u128; 2]]) -> __m512i {
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn store_hashes(to: &mut [BlockHash; 4], value: __m512i) {
-    // SAFETY: writes the sixty-four bytes of the array, at any alignment; a hash is its sixteen bytes.
-    unsafe { _mm512_storeu_si512(to.as_mut_ptr().cast(), value) }
+fn bytes_of_four(value: __m512i) -> [[u8; 16]; 4] {
+    let mut bytes = [[0; 16]; 4];
+    // SAFETY: writes the sixty-four bytes of the array, at any alignment.
+    unsafe { _mm512_storeu_si512(bytes.as_mut_ptr().cast(), value) };
+    bytes
 }
 
-/// [`ProductSum`] in each of four lanes.
+/// [`PclmulProductSum`] in each of four lanes.
 struct WideProductSum {
     low: __m512i,
     middle: __m512i,
@@ -345,7 +356,7 @@ impl WideProductSum {
 /// Sums of four blocks of one line each, with consecutive keys.
 #[inline]
 #[target_feature(enable = "avx512f,vpclmulqdq")]
-fn sum_four_lines(keys: &HashKeys, slot: usize, lines: &[TokenLine; 4]) -> __m512i {
+fn sum_four_lines(keys: &LineKeys, slot: usize, lines: &[TokenLine; 4]) -> __m512i {
     let [a, b, c, d] = lines;
     let (first, second) = (&keys.first[slot..slot + 4], &keys.second[slot..slot + 4]);
     let mut products = WideProductSum::zero();
@@ -362,19 +373,17 @@ fn sum_four_lines(keys: &HashKeys, slot: usize, lines: &[TokenLine; 4]) -> __m51
 /// multiplication of the next four.
 #[target_feature(enable = "avx512f,vpclmulqdq,vaes")]
 fn absorb_fours(
-    keys: &HashKeys,
+    keys: &LineKeys,
     round_keys: &[[u128; 4]; 11],
     blocks: BlockBatch<'_>,
-    chain: &mut Chain,
-    hashes: &mut [BlockHash],
+    state: &mut [u8; 16],
+    images: &mut impl ImageSink,
 ) {
     let zero = _mm512_setzero_si512();
     let [whitening, middle @ .., last] = round_keys;
     // The state after the last block, in every lane.
-    let mut now = _mm512_broadcast_i32x4(load_state(chain));
-    let mut place = chain.position;
-    let fours = blocks.lines.as_chunks::<4>().0.iter().zip(hashes.as_chunks_mut::<4>().0);
-    for (slot, (lines, four)) in (blocks.slot..).step_by(4).zip(fours) {
+    let mut now = _mm512_broadcast_i32x4(load_state(state));
+    for (slot, lines) in (blocks.slot..).step_by(4).zip(blocks.lines.as_chunks::<4>().0) {
         // Prefix sum over the lanes: shifted by one lane, then by two.
         let sums = sum_four_lines(keys, slot, lines);
         let sums = _mm512_xor_si512(sums, _mm512_alignr_epi64::<6>(sums, zero));
@@ -385,24 +394,22 @@ fn absorb_fours(
         for key in middle {
             image = _mm512_aesenc_epi128(image, load_four(key));
         }
-        store_hashes(four, _mm512_aesenclast_epi128(image, load_four(last)));
-        place.apply_headers(four);
+        images.receive(bytes_of_four(_mm512_aesenclast_epi128(image, load_four(last))));
     }
-    store(&mut chain.state, _mm512_castsi512_si128(now));
-    chain.position = place;
+    *state = bytes(_mm512_castsi512_si128(now));
 }
 
 /// Blocks of several lines, two lines at a time, one product per lane.
 #[target_feature(enable = "avx512f,vpclmulqdq,avx,pclmulqdq,aes")]
 fn absorb_long(
-    keys: &HashKeys,
+    keys: &LineKeys,
     round_keys: &RoundKeys,
     blocks: BlockBatch<'_>,
-    chain: &mut Chain,
-    hashes: &mut [BlockHash],
+    state: &mut [u8; 16],
+    images: &mut impl ImageSink,
 ) {
-    let (mut now, mut place) = (load_state(chain), chain.position);
-    for ((slot, block), hash) in blocks.slots().zip(hashes) {
+    let mut now = load_state(state);
+    for (slot, block) in blocks.slots() {
         let (twos, odd) = block.as_chunks::<2>();
         let mut products = WideProductSum::zero();
         for (slot, [lower, upper]) in (slot..).step_by(2).zip(twos) {
@@ -416,11 +423,9 @@ fn absorb_long(
         if !odd.is_empty() {
             now = _mm_xor_si128(now, sum(keys, slot + 2 * twos.len(), odd));
         }
-        store(&mut hash.0, encipher(round_keys, now));
-        place.apply_headers(std::array::from_mut(hash));
+        images.receive([bytes(encipher(round_keys, now))]);
     }
-    store(&mut chain.state, now);
-    chain.position = place;
+    *state = bytes(now);
 }
 
 #[inline]
