@@ -9,6 +9,9 @@
 //! blocks.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::id::Timestamp;
 
 /// Blocks in the sample, about 100 B each. The error of a rate is about 1/√n, one percentage point
 /// here.
@@ -19,6 +22,9 @@ const STEPS_PER_OCTAVE: usize = 8;
 /// Octaves of distances: 2^40 blocks of 16 KiB exceed any node.
 const OCTAVES: usize = 40;
 const STEPS: usize = STEPS_PER_OCTAVE * OCTAVES;
+
+/// Half-life of a use in a curve: as long as the paper finds reuse stable (ATC '25 §3).
+const CURVE_HALF_LIFE: Duration = Duration::from_secs(3600);
 
 /// Stack distances of the uses of one node's blocks.
 #[derive(Clone, Debug)]
@@ -35,6 +41,8 @@ pub struct MissCurve {
     hits: Vec<f64>,
     /// First uses of blocks.
     firsts: f64,
+    /// Time of the last fading.
+    faded_at: Timestamp,
 }
 
 impl MissCurve {
@@ -53,6 +61,7 @@ impl MissCurve {
             order: RecencyTree::new(2 * sample_blocks + 2),
             hits: vec![0.0; STEPS],
             firsts: 0.0,
+            faded_at: Timestamp(0),
         }
     }
 
@@ -102,8 +111,15 @@ impl MissCurve {
         self.hits.iter().sum::<f64>() + self.firsts
     }
 
+    /// Fades all counts by the time since the last call.
+    pub fn fade_until(&mut self, now: Timestamp) {
+        let span = now.since(self.faded_at);
+        self.faded_at = self.faded_at.max(now);
+        self.fade((-span.as_secs_f64() / CURVE_HALF_LIFE.as_secs_f64()).exp2());
+    }
+
     /// Scales all counts by `kept` (0 to 1), so that the curve follows recent requests.
-    pub fn fade(&mut self, kept: f64) {
+    fn fade(&mut self, kept: f64) {
         self.hits.iter_mut().for_each(|hits| *hits *= kept);
         self.firsts *= kept;
     }

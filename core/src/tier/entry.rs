@@ -7,7 +7,7 @@ use std::hash::{BuildHasher, Hasher};
 use hashbrown::HashMap;
 
 use super::Charge;
-use super::moves::MoveQueue;
+use super::queues::MoveQueue;
 use crate::evict::{BlockKey, BlockTraits};
 use crate::id::{BlockHash, Generation, LeaseId, TenantId, Tier, Timestamp};
 use crate::index::command::PinKind;
@@ -181,6 +181,8 @@ pub(super) struct Slab {
     free: Vec<BlockKey>,
     by_hash: HashMap<BlockHash, BlockKey, SeededHashBuilder>,
     serial: u64,
+    /// Stamp of the last use.
+    stamp: u64,
     /// Generation of added entries.
     generation: Generation,
     /// Entries up to this serial number belong to earlier weights.
@@ -191,8 +193,8 @@ pub(super) struct Slab {
 impl Slab {
     pub(super) fn new(seed: u64) -> Slab {
         let by_hash = HashMap::with_hasher(SeededHashBuilder { seed });
-        let (entries, free, serial, generation, invalidated_up_to, pinned) = Default::default();
-        Slab { entries, free, by_hash, serial, generation, invalidated_up_to, pinned }
+        let (entries, free, serial, stamp, generation, invalidated_up_to, pinned) = Default::default();
+        Slab { entries, free, by_hash, serial, stamp, generation, invalidated_up_to, pinned }
     }
 
     /// The block with this hash and the current weights.
@@ -267,6 +269,12 @@ impl Slab {
         self.by_hash.insert(meta.hash, key);
         self.count_pinned(pin, 1);
         key
+    }
+
+    /// A stamp that is larger than all before it.
+    pub(super) fn next_stamp(&mut self) -> u64 {
+        self.stamp += 1;
+        self.stamp
     }
 
     /// Counts of visible pinned blocks.

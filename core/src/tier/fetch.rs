@@ -57,7 +57,7 @@ impl Book {
         if found.is_empty() {
             return Ok(Vec::new());
         }
-        self.open_lease(asker, now)?;
+        self.leases.open(asker, now)?;
         // Hold all before any promotion: loading the first could evict the last.
         let are_new = self.hold_all(asker.lease, found);
         Ok(found.iter().zip(are_new).map(|(&key, is_new)| self.start_load(key, is_new, now)).collect())
@@ -101,7 +101,7 @@ impl Book {
         let (cost, _) = self.cost(entry, Tier::Dram);
         !self.is_open(Tier::Ssd)
             || self.ssd_accepts()
-            || self.dram.limits.goal(self.dram.used, cost).is_none()
+            || self.tiers.dram.limits.goal(self.tiers.dram.used, cost).is_none()
     }
 
     fn count_hit(&mut self, key: BlockKey, now: Timestamp) {

@@ -61,18 +61,10 @@ impl Book {
             let entry = self.slab.get(key).filter(|_| self.may_promote_to_gpu(key))?;
             entry.last_use.map(|_| (key, entry.age_us(now)))
         });
-        // Each promotion adds at most one to either count, because it demotes at most one victim.
-        let room = GPU_PROMOTIONS_MAX.saturating_sub(self.gpu_pending.max(self.gpu_leaving()));
-        let mut again: Vec<_> = again.take(room).collect();
+        let promotions_left = self.gpu_residency.promotions_left(self.tiers.gpu.stats.blocks);
+        let mut again: Vec<_> = again.take(promotions_left).collect();
         again.reverse();
         again
-    }
-
-    /// Blocks demoted from the GPU with bytes still on it.
-    pub(super) fn gpu_leaving(&self) -> usize {
-        let there =
-            usize::try_from(self.gpu.stats.blocks).unwrap_or(usize::MAX).saturating_sub(self.gpu_pending);
-        self.gpu_copies.saturating_sub(there)
     }
 
     /// Whether the block is in DRAM, idle, unheld, and not needed by a queued request, which reads
@@ -93,7 +85,7 @@ impl Book {
         }
         let Some(entry) = self.slab.get(key) else { return };
         let (tenant, (cost, _)) = (entry.meta.tenant, self.cost(entry, Tier::Gpu));
-        let (limits, used) = (self.gpu.limits, self.gpu.used);
+        let (limits, used) = (self.tiers.gpu.limits, self.tiers.gpu.used);
         let victim = if limits.goal(used, cost).is_none() {
             None
         } else {
@@ -113,7 +105,7 @@ impl Book {
             self.demote_from_gpu(victim, RemovalReason::Demoted, now);
         }
         self.charge(key, Tier::Gpu);
-        self.gpu.stats.promoted_blocks += 1;
+        self.tiers.gpu.stats.promoted_blocks += 1;
         self.notify_policy(key, PolicyEvent::MovedIn, now);
         self.reconcile(key);
     }
@@ -134,13 +126,17 @@ impl Book {
         let to =
             slots.into_iter().find(|&(tier, slot)| takes(self, tier) && self.reserve(tier, slot, claim, now));
         let why = if to.is_none() && why == RemovalReason::Demoted { RemovalReason::Dropped } else { why };
-        self.gpu.numbers.record_removal(category, why, (why != RemovalReason::Failed).then_some(age_us));
+        self.tiers.gpu.numbers.record_removal(
+            category,
+            why,
+            (why != RemovalReason::Failed).then_some(age_us),
+        );
         let Some((to, _)) = to else {
-            self.gpu.stats.dropped_blocks += 1;
+            self.tiers.gpu.stats.dropped_blocks += 1;
             let cause = if why == RemovalReason::Failed { DropCause::Failed } else { DropCause::Capacity };
             return self.drop_block(key, cause);
         };
-        self.gpu.stats.demoted_blocks += u64::from(why == RemovalReason::Demoted);
+        self.tiers.gpu.stats.demoted_blocks += u64::from(why == RemovalReason::Demoted);
         self.charge(key, to);
         // A leased block enters its policy at release.
         if self.slab.get(key).is_some_and(|entry| entry.leases == 0) {
@@ -157,13 +153,10 @@ impl Book {
     /// which must wait for the end of this scan.
     pub fn lose_gpu(&mut self, now: Timestamp) -> bool {
         self.set_admitting(Tier::Gpu, false);
-        let from = self.gpu_loss_cursor.unwrap_or(0);
-        let end = self.slab.slot_count().min(from.saturating_add(GPU_LOSS_SLOTS_MAX));
-        for place in from..end {
+        for place in self.gpu_residency.next_lost_slots(self.slab.slot_count()) {
             self.lose_block(BlockKey(u32::try_from(place).unwrap_or(u32::MAX)), now);
         }
-        self.gpu_loss_cursor = (end < self.slab.slot_count()).then_some(end);
-        self.gpu_loss_cursor.is_some()
+        self.gpu_residency.is_scanning_loss()
     }
 
     fn lose_block(&mut self, key: BlockKey, now: Timestamp) {
@@ -186,7 +179,7 @@ impl Book {
         }
         if std::mem::take(&mut entry.copies.gpu) {
             let (hash, generation) = (entry.meta.hash, entry.generation);
-            self.drops.push_back(Action::DropGpu { key, hash, generation });
+            self.actions.push_drop(Action::DropGpu { key, hash, generation });
         }
     }
 }

@@ -18,13 +18,6 @@ pub const SWEEP_SLOTS_MAX: usize = 16_384;
 /// Blocks dropped in one step: less than a millisecond of that task, once every 20 ms.
 pub const SWEEP_DROPS_MAX: usize = 1024;
 
-/// Slots scanned and blocks dropped on demand since the last scheduled step.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct SweepBudget {
-    slots: usize,
-    blocks: usize,
-}
-
 impl Book {
     /// Sets the generation of an empty book.
     #[must_use]
@@ -57,23 +50,23 @@ impl Book {
         self.slab.set_generation(generation);
         self.slab.invalidate_all();
         self.changes.take();
-        self.invalidation_cursor = Some((0, self.slab.slot_count()));
+        self.scans.start_sweep(self.slab.slot_count());
         true
     }
 
     /// Drops unheld invalidated blocks, at most [`SWEEP_DROPS_MAX`], and resets the budget of
     /// on-demand sweeps. Returns the number of blocks dropped.
     pub fn drop_invalidated_blocks(&mut self) -> usize {
-        self.sweep_budget = SweepBudget::default();
+        self.scans.reset_sweep_budget();
         let dropped = self.sweep_invalidated(|_| false);
-        self.sweep_budget = SweepBudget::default();
+        self.scans.reset_sweep_budget();
         dropped
     }
 
     /// Whether unheld invalidated blocks may remain.
     #[must_use]
     pub fn has_invalidated_blocks(&self) -> bool {
-        self.invalidation_cursor.is_some()
+        self.scans.is_sweeping()
     }
 
     /// Continues the sweep until `is_enough`. One request may ask for space thousands of times, so
@@ -81,20 +74,14 @@ impl Book {
     /// step.
     pub(super) fn sweep_invalidated(&mut self, is_enough: impl Fn(&Book) -> bool) -> usize {
         let mut dropped = 0;
-        while let Some((place, end)) = self.invalidation_cursor {
-            if place >= end {
-                self.invalidation_cursor = None;
+        while let Some(place) = self.scans.due_swept_slot() {
+            if is_enough(self) {
                 break;
             }
-            let SweepBudget { slots: places, blocks } = self.sweep_budget;
-            if places >= SWEEP_SLOTS_MAX || blocks >= SWEEP_DROPS_MAX || is_enough(self) {
-                break;
-            }
-            self.invalidation_cursor = Some((place + 1, end));
             // A held block is dropped when its hold ends.
             let goes = self.drop_if_invalidated(BlockKey(u32::try_from(place).unwrap_or(u32::MAX)));
             dropped += usize::from(goes);
-            self.sweep_budget = SweepBudget { slots: places + 1, blocks: blocks + usize::from(goes) };
+            self.scans.advance_sweep(goes);
         }
         dropped
     }

@@ -1,159 +1,27 @@
 //! Leases: the blocks that a request holds, and the update of the eviction order when it ends.
 //!
 //! A lease is one request on this node. When it ends, its blocks are touched from tail to head, so
-//! the head of a prefix is always younger than its tail.
+//! the head of a prefix is always younger than its tail. Not here: the table of leases
+//! (`lease_table.rs`).
 
 use std::cmp::Reverse;
-#[cfg(test)]
-use std::collections::BTreeMap;
-use std::collections::{BTreeSet, btree_map};
 
+use super::Requester;
 use super::book::Book;
 use super::entry::Entry;
+use super::lease_table::{LeaseBlock, LeaseBlocks, RejectedBlock};
 use super::order::PolicyEvent;
-use super::{LeasesFull, Requester};
 use crate::evict::{BlockKey, BlockTraits};
-use crate::id::{BlockHash, CallerId, Category, LeaseId, TenantId, Tier, Timestamp};
-
-/// One request in progress.
-#[derive(Clone, Debug)]
-pub(super) struct Lease {
-    caller: CallerId,
-    category: Category,
-    deadline: Timestamp,
-    blocks: LeaseBlocks,
-    /// Blocks that were offered and rejected, in the order of offers. The policies learn of them at
-    /// the end of the lease.
-    rejected: Vec<RejectedBlock>,
-}
-
-/// A block that was offered and rejected.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RejectedBlock {
-    pub(super) hash: BlockHash,
-    pub(super) tenant: TenantId,
-    pub(super) traits: BlockTraits,
-}
-
-/// Blocks that a lease holds, each once, by offset. Requests name them in that order, so most are
-/// appended.
-#[derive(Clone, Debug, Default)]
-struct LeaseBlocks {
-    ordered: Vec<LeaseBlock>,
-    /// Blocks in `ordered` that are no longer held.
-    removed: BTreeSet<LeaseBlock>,
-    /// Blocks added after one with a larger offset.
-    out_of_order: BTreeSet<LeaseBlock>,
-    /// Blocks that a save found present and that no fetch has requested yet.
-    unused: BTreeSet<LeaseBlock>,
-}
-
-impl LeaseBlocks {
-    /// Returns `false` if it was present.
-    fn insert(&mut self, hold: LeaseBlock) -> bool {
-        if self.removed.remove(&hold) {
-            return true;
-        }
-        let is_behind = |last: Option<&LeaseBlock>| last.is_none_or(|last| *last < hold);
-        if is_behind(self.ordered.last()) && is_behind(self.out_of_order.last()) {
-            self.ordered.push(hold);
-            return true;
-        }
-        self.ordered.binary_search(&hold).is_err() && self.out_of_order.insert(hold)
-    }
-
-    fn remove(&mut self, hold: &LeaseBlock) {
-        self.unused.remove(hold);
-        if self.ordered.last() == Some(hold) {
-            self.ordered.pop();
-            self.removed.remove(hold);
-        } else if self.ordered.binary_search(hold).is_ok() {
-            // An aborted save removes every block it offered; removal must not shift the others.
-            self.removed.insert(*hold);
-        } else {
-            self.out_of_order.remove(hold);
-        }
-    }
-
-    /// All held blocks, last first.
-    fn into_tail_first(self) -> Vec<LeaseBlock> {
-        let mut all = self.ordered;
-        if !self.removed.is_empty() {
-            all.retain(|hold| !self.removed.contains(hold));
-        }
-        if !self.out_of_order.is_empty() {
-            all.extend(self.out_of_order);
-            all.sort_unstable();
-        }
-        all.reverse();
-        all
-    }
-
-    fn len(&self) -> usize {
-        self.ordered.len() + self.out_of_order.len() - self.removed.len()
-    }
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct LeaseBlock {
-    offset_blocks: u32,
-    key: BlockKey,
-    serial: u64,
-}
+use crate::id::{BlockHash, Category, LeaseId, TenantId, Tier, Timestamp};
 
 /// Blocks of expired leases released in one call, unless a single lease has more. Takes about a
 /// millisecond of the task that owns the book, called every 20 ms.
 pub const EXPIRED_LEASE_BLOCKS_MAX: usize = 4096;
 
-/// Rejected blocks that one lease remembers until it ends (a prompt of 65,536 tokens in blocks of
-/// 16), and that all leases together remember (at most 10 MiB). The policies do not learn of
-/// further ones.
-const REJECTED_PER_LEASE_MAX: usize = 4096;
-const REJECTED_BLOCKS_MAX: usize = 131_072;
-
 impl Book {
-    /// Opens the lease or renews it.
-    pub(super) fn open_lease(&mut self, asker: Requester, now: Timestamp) -> Result<(), LeasesFull> {
-        if let Some(lease) = self.leases.get_mut(&asker.lease) {
-            lease.category = asker.category;
-            self.renew(asker.lease, now);
-            return Ok(());
-        }
-        let Requester { lease: id, caller, category, .. } = asker;
-        let (limit, held) = (self.leases_max, self.leases.len());
-        let own = self.callers.get(&caller).copied().unwrap_or(0);
-        // A sole caller may take half of all leases, the next one half of the rest. So a new caller
-        // always finds some, however long others keep theirs.
-        if own >= limit.saturating_sub(held) {
-            return Err(LeasesFull { limit, held, own });
-        }
-        self.callers.insert(caller, own + 1);
-        let deadline = now.after(self.lease_span);
-        let lease =
-            Lease { caller, category, deadline, blocks: LeaseBlocks::default(), rejected: Vec::new() };
-        self.leases.insert(id, lease);
-        self.deadlines.insert((deadline, id));
-        Ok(())
-    }
-
-    /// Subtracts one lease from the caller's count.
-    fn decrement_caller(&mut self, caller: CallerId) {
-        if let btree_map::Entry::Occupied(mut own) = self.callers.entry(caller) {
-            *own.get_mut() -= 1;
-            if *own.get() == 0 {
-                own.remove();
-            }
-        }
-    }
-
     /// Restarts the lease's time; a lease that has ended stays ended.
     pub fn renew(&mut self, id: LeaseId, now: Timestamp) {
-        let deadline = now.after(self.lease_span);
-        if let Some(lease) = self.leases.get_mut(&id) {
-            self.deadlines.remove(&(lease.deadline, id));
-            lease.deadline = deadline;
-            self.deadlines.insert((deadline, id));
-        }
+        self.leases.renew(id, now);
     }
 
     pub(super) fn hold(&mut self, id: LeaseId, key: BlockKey) {
@@ -163,13 +31,13 @@ impl Book {
     /// Holds blocks that an open lease fetches. Returns for each whether this is the lease's first
     /// fetch of it; a block that the lease saved itself is not.
     pub(super) fn hold_all(&mut self, id: LeaseId, keys: &[BlockKey]) -> Vec<bool> {
-        self.hold_each(id, keys, |holds, hold, is_new| holds.unused.remove(&hold) || is_new)
+        self.hold_each(id, keys, |holds, hold, is_new| holds.mark_used(&hold) || is_new)
     }
 
     /// Holds blocks that an open lease offered and that are present. This is no hit yet, because
     /// the lease may still fetch them. Policies learn of the use when the lease ends.
     pub(super) fn hold_found(&mut self, id: LeaseId, keys: &[BlockKey]) {
-        self.hold_each(id, keys, |holds, hold, is_new| is_new && holds.unused.insert(hold));
+        self.hold_each(id, keys, |holds, hold, is_new| is_new && holds.mark_unused(hold));
     }
 
     fn hold_each(
@@ -178,19 +46,14 @@ impl Book {
         keys: &[BlockKey],
         note: impl Fn(&mut LeaseBlocks, LeaseBlock, bool) -> bool,
     ) -> Vec<bool> {
-        // Taken out of the table, so that the lease is looked up once for all blocks.
-        let Some(mut holds) = self.leases.get_mut(&id).map(|lease| std::mem::take(&mut lease.blocks)) else {
-            return vec![false; keys.len()];
-        };
-        holds.ordered.reserve(keys.len());
+        let Some(mut holds) = self.leases.take_blocks(id) else { return vec![false; keys.len()] };
+        holds.reserve(keys.len());
         let one = |&key: &BlockKey| {
             let held = self.hold_one(&mut holds, key);
             held.is_some_and(|(hold, is_new)| note(&mut holds, hold, is_new))
         };
         let results = keys.iter().map(one).collect();
-        if let Some(lease) = self.leases.get_mut(&id) {
-            lease.blocks = holds;
-        }
+        self.leases.return_blocks(id, holds);
         results
     }
 
@@ -208,21 +71,10 @@ impl Book {
         Some((hold, is_new))
     }
 
-    /// Remembers that a block of an open lease was rejected.
-    pub(super) fn note_rejected(&mut self, id: LeaseId, passed: RejectedBlock) {
-        if self.rejected_blocks < REJECTED_BLOCKS_MAX
-            && let Some(lease) = self.leases.get_mut(&id)
-            && lease.rejected.len() < REJECTED_PER_LEASE_MAX
-        {
-            lease.rejected.push(passed);
-            self.rejected_blocks += 1;
-        }
-    }
-
     /// Whether this was the lease's last rejected block, and its tenant still has no block with
     /// this hash.
     pub(super) fn was_last_rejected(&self, asker: Requester, hash: &BlockHash) -> bool {
-        let last = self.leases.get(&asker.lease).and_then(|lease| lease.rejected.last());
+        let last = self.leases.last_rejected(asker.lease);
         last.is_some_and(|last| last.hash == *hash && last.tenant == asker.tenant)
             && self.owner_tenant(hash) != Some(asker.tenant)
     }
@@ -231,31 +83,14 @@ impl Book {
     pub(super) fn unhold(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get(key) else { return };
         let hold = LeaseBlock { offset_blocks: entry.meta.traits.offset_blocks, key, serial: entry.serial };
-        if let Some(lease) = entry.writer.and_then(|writer| self.leases.get_mut(&writer)) {
-            lease.blocks.remove(&hold);
+        if let Some(writer) = entry.writer {
+            self.leases.remove_block(writer, &hold);
         }
-    }
-
-    /// Leases by caller, as counted and as recomputed.
-    #[cfg(test)]
-    pub(super) fn callers(&self) -> [BTreeMap<CallerId, usize>; 2] {
-        let mut are = BTreeMap::new();
-        self.leases.values().for_each(|lease| *are.entry(lease.caller).or_default() += 1);
-        [self.callers.clone(), are]
-    }
-
-    /// Number of blocks a lease holds.
-    #[cfg(test)]
-    pub(super) fn held_by(&self, id: LeaseId) -> usize {
-        self.leases.get(&id).map_or(0, |lease| lease.blocks.len())
     }
 
     /// Ends a request: releases its blocks and counts them as just used, tail first.
     pub fn release(&mut self, id: LeaseId, now: Timestamp) {
-        let Some(lease) = self.leases.remove(&id) else { return };
-        self.deadlines.remove(&(lease.deadline, id));
-        self.decrement_caller(lease.caller);
-        self.rejected_blocks -= lease.rejected.len();
+        let Some(lease) = self.leases.end(id) else { return };
         let holds = lease.blocks.into_tail_first();
         let mut live: Vec<BlockKey> = holds.into_iter().filter_map(|hold| self.release_block(hold)).collect();
         let passed = self.merge_rejected(lease.rejected, &mut live);
@@ -351,7 +186,7 @@ impl Book {
     /// elsewhere.
     fn notify_other_tiers(&mut self, place: Option<Tier>, traits: BlockTraits, now: Timestamp) {
         for tier in Tier::ALL {
-            if place != Some(tier) && self.exists(tier) {
+            if place != Some(tier) && self.tiers.exists(tier) {
                 self.tier_state_mut(tier).policy.note_absent(traits, now);
             }
         }
@@ -378,10 +213,9 @@ impl Book {
     /// Returns the number of leases.
     pub fn expire(&mut self, now: Timestamp) -> usize {
         let (mut ended, mut blocks) = (0, 0);
-        while let Some(&(deadline, id)) = self.deadlines.first() {
-            let more =
-                self.leases.get(&id).map_or(0, |lease| (lease.blocks.len() + lease.rejected.len()).max(1));
-            if deadline > now || ended > 0 && blocks + more > EXPIRED_LEASE_BLOCKS_MAX {
+        while let Some(id) = self.leases.first_expired(now) {
+            let more = self.leases.block_count(id).max(1);
+            if ended > 0 && blocks + more > EXPIRED_LEASE_BLOCKS_MAX {
                 break;
             }
             blocks += more;
@@ -389,32 +223,5 @@ impl Book {
             ended += 1;
         }
         ended
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    fn hold(number: u32) -> LeaseBlock {
-        LeaseBlock { offset_blocks: number, key: BlockKey(number), serial: 1 }
-    }
-
-    proptest! {
-        #[test]
-        fn lease_blocks_are_a_set_ordered_by_offset(steps in prop::collection::vec((any::<bool>(), 0u32..12), 0..200)) {
-            let (mut holds, mut expected) = (LeaseBlocks::default(), BTreeSet::new());
-            for (is_new, number) in steps {
-                if is_new {
-                    prop_assert_eq!(holds.insert(hold(number)), expected.insert(hold(number)));
-                } else {
-                    holds.remove(&hold(number));
-                    expected.remove(&hold(number));
-                }
-                prop_assert_eq!(holds.len(), expected.len());
-            }
-            prop_assert_eq!(holds.into_tail_first(), expected.into_iter().rev().collect::<Vec<_>>());
-        }
     }
 }

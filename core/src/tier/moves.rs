@@ -3,11 +3,10 @@
 //! At most one move per block is in flight. When it ends, the book compares with the tier assigned
 //! *now*: a block that was demoted and wanted back meanwhile costs no further move.
 
-use std::collections::VecDeque;
-
 use super::book::Book;
 use super::counters::RemovalReason;
 use super::order::PolicyEvent;
+use super::queues::MoveQueue;
 use crate::evict::BlockKey;
 use crate::id::{BlockHash, Generation, Tier, Timestamp};
 use crate::index::command::DropCause;
@@ -87,23 +86,6 @@ pub struct MovePermits {
     pub gpu_promote: bool,
 }
 
-/// Queue of pending moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum MoveQueue {
-    /// To DRAM, for a waiting reader.
-    Promotes,
-    /// To SSD.
-    Demotes,
-    /// To DRAM, ahead of a queued request.
-    Prefetches,
-    /// From GPU to DRAM, for a waiting reader.
-    GpuReads,
-    /// From GPU to DRAM, because the block leaves the GPU.
-    GpuReadBacks,
-    /// To GPU.
-    GpuPromotions,
-}
-
 impl Book {
     /// The next action: drops first, then awaited loads, demotions, prefetches, read-backs from the
     /// GPU, and promotions to it.
@@ -113,8 +95,10 @@ impl Book {
     }
 
     fn next_drop(&mut self) -> Option<Action> {
-        let action = self.drops.pop_front()?;
-        self.gpu_copies -= usize::from(matches!(action, Action::DropGpu { .. }));
+        let action = self.actions.pop_drop()?;
+        if matches!(action, Action::DropGpu { .. }) {
+            self.gpu_residency.on_freed();
+        }
         Some(action)
     }
 
@@ -154,7 +138,7 @@ impl Book {
 
     fn next_due(&mut self, line: MoveQueue) -> Option<BlockKey> {
         loop {
-            let key = self.queue_mut(line).pop_front()?;
+            let key = self.actions.pop(line)?;
             let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.queued == Some(line)) else {
                 continue;
             };
@@ -167,17 +151,6 @@ impl Book {
             }
             // Its assignment changed while it was queued; it may belong in another queue.
             self.enqueue(key);
-        }
-    }
-
-    fn queue_mut(&mut self, line: MoveQueue) -> &mut VecDeque<BlockKey> {
-        match line {
-            MoveQueue::Promotes => &mut self.promotes,
-            MoveQueue::Demotes => &mut self.demotes,
-            MoveQueue::Prefetches => &mut self.prefetches,
-            MoveQueue::GpuReads => &mut self.gpu_reads,
-            MoveQueue::GpuReadBacks => &mut self.gpu_read_backs,
-            MoveQueue::GpuPromotions => &mut self.gpu_promotions,
         }
     }
 
@@ -227,19 +200,18 @@ impl Book {
         let Some(line) = self.due_queue(key) else { return };
         let Some(entry) = self.slab.get_mut(key) else { return };
         if entry.queued.replace(line) != Some(line) {
-            self.queue_mut(line).push_back(key);
+            self.actions.push(line, key);
         }
     }
 
-    /// Removes a block from the prefetch queue. The queue is at most [`super::PREFETCHES_MAX`]
-    /// long, and the key may soon belong to another block.
+    /// Removes a block from the prefetch queue, because its key may soon belong to another block.
     pub(super) fn cancel_queued_prefetch(&mut self, key: BlockKey) {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.queued == Some(MoveQueue::Prefetches))
         else {
             return;
         };
         entry.queued = None;
-        self.prefetches.retain(|queued| *queued != key);
+        self.actions.remove_prefetch(key);
     }
 
     /// Reports that a move succeeded.
@@ -247,8 +219,9 @@ impl Book {
         let Some(entry) = self.slab.get_mut(key).filter(|entry| entry.moving == Some(to)) else { return };
         entry.moving = None;
         entry.copies.set(to, true);
-        self.gpu_copies += usize::from(to == Tier::Gpu);
-        self.gpu_pending -= usize::from(to == Tier::Gpu && entry.assigned_tier == Some(Tier::Gpu));
+        if to == Tier::Gpu {
+            self.gpu_residency.on_arrived(entry.assigned_tier == Some(Tier::Gpu));
+        }
         if to == Tier::Dram {
             entry.awaited = false;
             self.end_prefetch(key);
@@ -346,7 +319,7 @@ impl Book {
             return self.on_move_failed(key, Tier::Ssd, now);
         }
         entry.moving = None;
-        self.dram.stats.unwritten_blocks += 1;
+        self.tiers.dram.stats.unwritten_blocks += 1;
         self.count_removal(key, RemovalReason::Dropped);
         self.drop_block(key, DropCause::Capacity);
     }
@@ -355,15 +328,18 @@ impl Book {
     /// block is dropped if it is unlikely to be used ([`Book::with_ssd_reuse_min`]) and not held,
     /// pinned or in the window.
     pub fn on_rewrite(&mut self, key: BlockKey, now: Timestamp) {
-        let is_asked = self.reuse_min > 0.0 && !self.pins.has_pending_begins();
+        let is_asked = self.ssd_writes.reuse_min() > 0.0 && !self.pins.has_pending_begins();
         if self.drop_if_invalidated(key) {
             return;
         }
         let Some(entry) = self.slab.get(key).filter(|entry| is_asked && !entry.parked()) else { return };
         let is_there = entry.assigned_tier == Some(Tier::Ssd) && entry.copies.ssd && entry.moving.is_none();
-        let is_full = self.ssd.shares.has_largest_share(entry.charged_tenant);
-        if is_there && is_full && self.ssd.policy.reuse_prob_if_kept(key, now) < self.reuse_min {
-            self.ssd.stats.dropped_blocks += 1;
+        let is_full = self.tiers.ssd.shares.has_largest_share(entry.charged_tenant);
+        if is_there
+            && is_full
+            && self.tiers.ssd.policy.reuse_prob_if_kept(key, now) < self.ssd_writes.reuse_min()
+        {
+            self.tiers.ssd.stats.dropped_blocks += 1;
             self.count_evicted(key, RemovalReason::Dropped, now);
             self.drop_block(key, DropCause::Capacity);
         }
@@ -375,7 +351,7 @@ impl Book {
         let Some(entry) = self.slab.get(key) else { return };
         let (held, cost) = (entry.held(), self.cost(entry, Tier::Dram).0);
         // A return above the watermark would evict blocks that then return in turn.
-        let may_return = held || self.dram.limits.goal(self.dram.used, cost).is_none();
+        let may_return = held || self.tiers.dram.limits.goal(self.tiers.dram.used, cost).is_none();
         if !may_return || !self.promote(key, now) {
             self.count_removal(key, RemovalReason::Failed);
             self.drop_block(key, DropCause::Failed);
@@ -397,7 +373,7 @@ impl Book {
         }
         if place != Tier::Gpu && entry.copies.dram && std::mem::take(&mut entry.copies.gpu) {
             // Its bytes have left the GPU, whatever its next tier is.
-            self.drops.push_back(drop_action(key, entry.meta.hash, entry.generation, Tier::Gpu));
+            self.actions.push_drop(drop_action(key, entry.meta.hash, entry.generation, Tier::Gpu));
         }
         if !entry.copies.has(place) || (entry.awaited && !entry.copies.dram) {
             return self.enqueue(key);
@@ -408,7 +384,7 @@ impl Book {
         for other in Tier::ALL {
             if other != place && entry.copies.has(other) {
                 entry.copies.set(other, false);
-                self.drops.push_back(drop_action(key, hash, generation, other));
+                self.actions.push_drop(drop_action(key, hash, generation, other));
             }
         }
         if let Some(from) = announced.filter(|&from| from != place) {
@@ -423,7 +399,7 @@ impl Book {
             (std::mem::take(&mut entry.copies), entry.meta.hash, entry.generation);
         for tier in [Tier::Dram, Tier::Ssd, Tier::Gpu] {
             if copies.has(tier) {
-                self.drops.push_back(drop_action(key, hash, generation, tier));
+                self.actions.push_drop(drop_action(key, hash, generation, tier));
             }
         }
         self.slab.remove(key);

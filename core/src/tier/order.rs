@@ -34,31 +34,27 @@ impl Book {
     /// Starts listing all blocks again, because a tenant or group became limited.
     /// [`Self::list_more`] continues.
     pub(super) fn relist(&mut self) {
-        // Start a full round at the current cursor: callers that restart often still complete
-        // rounds.
-        let from = self.listing_cursor.map_or(0, |(from, _)| from);
-        self.listing_cursor = Some((from, self.slab.slot_count()));
+        self.scans.restart_listing(self.slab.slot_count());
         self.list_more();
     }
 
     /// Continues listing by [`LISTED_BLOCKS_MAX`] slots. Blocks that change meanwhile are listed by
     /// that change. Returns `true` if slots remain.
     pub fn list_more(&mut self) -> bool {
-        let Some((from, left)) = self.listing_cursor else { return false };
-        let (places, count) = (self.slab.slot_count().max(1), left.min(LISTED_BLOCKS_MAX));
-        for place in (from..from + count).map(|place| place % places) {
+        let Some(slots) = self.scans.next_listed_slots(self.slab.slot_count()) else { return false };
+        for place in slots {
             let key = BlockKey(u32::try_from(place).unwrap_or(u32::MAX));
             let Some(entry) = self.slab.get(key) else { continue };
             let (tenant, group) = (entry.meta.tenant, entry.meta.hash.ttl_group());
-            if self.quota_index.has(tenant) || self.ttls.has(group) {
+            if self.tenants.is_limited(tenant) || self.ttls.has(group) {
                 self.list(key);
             }
         }
-        self.listing_cursor = (left > count).then_some(((from + count) % places, left - count));
-        if self.listing_cursor.is_none() {
-            self.review_quotas();
+        let is_listing = self.scans.is_listing();
+        if !is_listing {
+            self.tenants.review();
         }
-        self.listing_cursor.is_some()
+        is_listing
     }
 
     /// Reports the block to its tier's policy as just used.
@@ -71,8 +67,7 @@ impl Book {
     /// request or pinned stays parked, outside the policy's order.
     pub(super) fn notify_policy(&mut self, key: BlockKey, how: PolicyEvent, now: Timestamp) {
         self.unlist(key);
-        self.stamp += 1;
-        let stamp = self.stamp;
+        let stamp = self.slab.next_stamp();
         let Some(entry) = self.slab.get_mut(key) else { return };
         // A move is not a use: the block keeps its stamp if it has one.
         if how != PolicyEvent::MovedIn || entry.stamp == 0 {
@@ -135,7 +130,7 @@ impl Book {
             }
             return;
         }
-        self.quota_index.insert(tenant, (tier, matches!(order, EvictionOrder::Pinned(_))), stamp, key);
+        self.tenants.list(tenant, (tier, matches!(order, EvictionOrder::Pinned(_))), stamp, key);
         let state = self.tier_state_mut(tier);
         state.shares.insert(share, order, key);
         match order {
@@ -156,7 +151,7 @@ impl Book {
         let (tenant, share, stamp, order) =
             (entry.meta.tenant, entry.charged_tenant, entry.stamp, entry.order());
         let (group, last_use) = (entry.meta.hash.ttl_group(), entry.last_use);
-        self.quota_index.remove(tenant, (tier, matches!(order, EvictionOrder::Pinned(_))), stamp);
+        self.tenants.unlist(tenant, (tier, matches!(order, EvictionOrder::Pinned(_))), stamp);
         let state = self.tier_state_mut(tier);
         state.shares.remove(share, order, key);
         match order {

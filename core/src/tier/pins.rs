@@ -295,8 +295,8 @@ impl Book {
         self.slab.set_pin(key, pin);
         let Some(entry) = self.slab.get(key) else { return };
         let tenant = entry.meta.tenant;
-        if was_held && !entry.held() && self.is_over_quota(tenant) {
-            self.over_quota.insert(tenant);
+        if was_held && !entry.held() && self.tenants.is_over(tenant) {
+            self.tenants.mark_over(tenant);
         }
         match (before, entry.parked()) {
             (false, true) => self.park(key),

@@ -150,7 +150,7 @@ impl Book {
             // Between blocks of one tenant: a block is not evicted for one that is worth less.
             AdmissionCandidate::Demoted(mover) => {
                 let chance = state.policy.reuse_prob_if_moved_in(mover, Some(victim), now);
-                chance > 0.0 && chance >= self.reuse_min
+                chance > 0.0 && chance >= self.ssd_writes.reuse_min()
             }
         }
     }
@@ -186,12 +186,7 @@ impl Book {
     pub(super) fn victim(&mut self, tier: Tier, claim: SpaceClaim, now: Timestamp) -> Option<BlockKey> {
         let slab = &self.slab;
         let spared = |key: BlockKey| slab.get(key).is_none_or(Entry::parked);
-        // Field by field, because the slab is borrowed too.
-        let state = match tier {
-            Tier::Ssd => &mut self.ssd,
-            Tier::Dram => &mut self.dram,
-            Tier::Gpu => &mut self.gpu,
-        };
+        let state = self.tiers.state_mut(tier);
         let taker = state.shares.charged_tenant(claim.tenant);
         if !state.shares.is_multi_tenant() {
             let named = state.policy.victim(now, &spared);
@@ -223,17 +218,17 @@ impl Book {
         } else {
             self.make_room(Tier::Ssd, slot, claim, weighed, now)
         };
-        self.ssd.stats.not_admitted_blocks += u64::from(room == Err(RefusalReason::LowValue));
+        self.tiers.ssd.stats.not_admitted_blocks += u64::from(room == Err(RefusalReason::LowValue));
         let fits = room.is_ok();
         let why = if fits { RemovalReason::Demoted } else { RemovalReason::Dropped };
-        self.dram.numbers.record_removal(category, why, Some(age_us));
+        self.tiers.dram.numbers.record_removal(category, why, Some(age_us));
         if fits {
-            self.dram.stats.demoted_blocks += 1;
+            self.tiers.dram.stats.demoted_blocks += 1;
             self.charge(key, Tier::Ssd);
             self.notify_policy(key, PolicyEvent::MovedIn, now);
             self.reconcile(key);
         } else {
-            self.dram.stats.dropped_blocks += 1;
+            self.tiers.dram.stats.dropped_blocks += 1;
             self.drop_block(key, DropCause::Capacity);
         }
     }
@@ -242,11 +237,12 @@ impl Book {
     /// not distinguish tenants, so with several tenants only the largest one is judged: its
     /// behaviour must not keep out smaller ones.
     fn is_worth_writing(&mut self, tenant: TenantId, traits: BlockTraits, now: Timestamp) -> bool {
-        if self.reuse_min <= 0.0 || !self.ssd.shares.has_largest_share(self.ssd.shares.charged_tenant(tenant))
+        if self.ssd_writes.reuse_min() <= 0.0
+            || !self.tiers.ssd.shares.has_largest_share(self.tiers.ssd.shares.charged_tenant(tenant))
         {
             return true;
         }
-        self.ssd.policy.reuse_prob_if_moved_in(traits, None, now) >= self.reuse_min
+        self.tiers.ssd.policy.reuse_prob_if_moved_in(traits, None, now) >= self.ssd_writes.reuse_min()
     }
 
     /// Promotes a block from SSD to DRAM if there is space or a victim. Otherwise the block keeps
@@ -269,14 +265,14 @@ impl Book {
             return false;
         }
         self.charge(key, Tier::Dram);
-        self.dram.stats.promoted_blocks += 1;
+        self.tiers.dram.stats.promoted_blocks += 1;
         self.reconcile(key);
         true
     }
 
     /// Whether DRAM has space for the slot, or would after one eviction.
     fn dram_can_fit(&mut self, slot: u32, claim: SpaceClaim, now: Timestamp) -> bool {
-        let (limits, used) = (self.dram.limits, self.dram.used);
+        let (limits, used) = (self.tiers.dram.limits, self.tiers.dram.used);
         let cost = limits.capacity.cost(slot);
         if !self.is_open(Tier::Dram) || limits.fits(used, cost) {
             return self.is_open(Tier::Dram);
@@ -297,7 +293,7 @@ impl Book {
         if let Some(tier) = entry.announced.take().filter(|_| !is_void) {
             self.changes.dropped(meta.hash, tier, cause);
         }
-        self.discharge_tenant(meta.tenant, meta.charge.frame);
+        self.tenants.discharge(meta.tenant, meta.charge.frame);
         self.slab.forget_hash(key);
         self.reconcile(key);
     }

@@ -2,7 +2,7 @@
 
 use super::book::Book;
 use super::entry::Meta;
-use super::lease::RejectedBlock;
+use super::lease_table::RejectedBlock;
 use super::pressure::{AdmissionCandidate, SpaceClaim};
 use super::{Charge, LeasesFull, Requester};
 use crate::evict::{BlockKey, BlockTraits};
@@ -58,7 +58,7 @@ impl Book {
         offer: SaveOffer<'_>,
         now: Timestamp,
     ) -> Result<Vec<OfferOutcome>, LeasesFull> {
-        self.open_lease(asker, now)?;
+        self.leases.open(asker, now)?;
         // Hold present blocks first: making room for an early block must not drop a later one.
         let present: Vec<_> =
             offer.hashes.iter().filter_map(|hash| self.readable(asker.tenant, hash)).collect();
@@ -116,9 +116,9 @@ impl Book {
             Err(by) => {
                 *refused = Some(by);
                 if by == RefusalReason::LowValue {
-                    self.dram.stats.not_admitted_blocks += 1;
+                    self.tiers.dram.stats.not_admitted_blocks += 1;
                     let passed = RejectedBlock { hash: meta.hash, tenant: meta.tenant, traits: meta.traits };
-                    self.note_rejected(asker.lease, passed);
+                    self.leases.note_rejected(asker.lease, passed);
                 }
                 return OfferOutcome::Refused(by);
             }
@@ -160,7 +160,7 @@ impl Book {
     }
 
     fn admit_within_quota(&mut self, meta: Meta, now: Timestamp) -> Result<Tier, RefusalReason> {
-        if let Some(&quota) = self.quotas.get(&meta.tenant)
+        if let Some(quota) = self.tenants.quota(meta.tenant)
             && !self.shrink_tenant(meta.tenant, quota, u64::from(meta.charge.frame))
         {
             return Err(RefusalReason::Quota);
@@ -210,12 +210,12 @@ impl Book {
             "committed {charge:?} exceeds the offered {offered:?}"
         );
         self.discharge(key);
-        self.discharge_tenant(tenant, offered.frame);
+        self.tenants.discharge(tenant, offered.frame);
         if let Some(entry) = self.slab.get_mut(key) {
             entry.meta.charge = charge;
             entry.meta.traits.bytes = charge.frame;
         }
-        self.charge_tenant(tenant, charge.frame);
+        self.tenants.charge(tenant, charge.frame);
         if let Some(tier) = place {
             self.charge(key, tier);
         }
@@ -227,7 +227,7 @@ impl Book {
         let meta = entry.meta;
         self.unhold(key);
         self.discharge(key);
-        self.discharge_tenant(meta.tenant, meta.charge.frame);
+        self.tenants.discharge(meta.tenant, meta.charge.frame);
         self.slab.remove(key);
     }
 }

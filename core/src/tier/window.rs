@@ -241,17 +241,17 @@ impl Book {
     /// Limits the queued demotions, from the SSD's remaining write budget. A prefetch that needs a
     /// demotion beyond it does not start: only awaited loads may drop a block for space.
     pub fn set_demotions_max(&mut self, blocks: usize) {
-        self.demotions_max = blocks;
+        self.ssd_writes.set_demotions_max(blocks);
     }
 
     /// Prefetches the nearest block. If its tenant already has too much DRAM, tries the nearest
     /// block of another tenant.
     fn prefetch_one(&mut self, now: Timestamp) -> bool {
-        let is_none = self.ssd.window.is_empty() && !self.ssd.shares.has_promote_only();
+        let is_none = self.tiers.ssd.window.is_empty() && !self.tiers.ssd.shares.has_promote_only();
         if is_none || !self.is_open(Tier::Dram) {
             return false;
         }
-        let nearest = self.ssd.shares.nearest();
+        let nearest = self.tiers.ssd.shares.nearest();
         nearest.into_iter().take(PREFETCH_TENANTS_MAX).any(|(near, key)| self.prefetch_block(near, key, now))
     }
 
@@ -261,7 +261,7 @@ impl Book {
         let claim = SpaceClaim::prefetch(entry.meta.tenant, near);
         let Some(victim) = self.prefetch_victim(claim, cost, now) else { return false };
         // A victim that cannot be written to SSD would be lost.
-        if victim.is_some() && self.demotes.len() >= self.demotions_max.min(self.ssd_queue_max) {
+        if victim.is_some() && !self.ssd_writes.accepts_for_prefetch(self.actions.demotion_count()) {
             return false;
         }
         // Leave the SSD first: the demoted victim takes this space.
@@ -271,7 +271,7 @@ impl Book {
             self.demote(victim, false, now);
         }
         self.charge(key, Tier::Dram);
-        self.dram.stats.promoted_blocks += 1;
+        self.tiers.dram.stats.promoted_blocks += 1;
         self.window.prefetched += 1;
         // If a reader requested it and then released it, its load continues for that reader.
         if let Some(entry) = self.slab.get_mut(key)
@@ -292,18 +292,18 @@ impl Book {
     /// block or a tenant with no larger share, exceed the window's share, or evict more than one
     /// block.
     fn prefetch_victim(&mut self, claim: SpaceClaim, cost: u64, now: Timestamp) -> Option<Option<BlockKey>> {
-        let limits = self.dram.limits;
+        let limits = self.tiers.dram.limits;
         let share = limits.share(PREFETCH_SHARE_MAX);
         let victim = if self.window.dram_used.saturating_add(cost) > share {
-            let (_, &furthest) = self.dram.window.range(claim.own_min_position..).next_back()?;
+            let (_, &furthest) = self.tiers.dram.window.range(claim.own_min_position..).next_back()?;
             let giver = self.slab.get(furthest)?.charged_tenant;
-            let taker = self.dram.shares.charged_tenant(claim.tenant);
-            if self.dram.shares.may_take(taker, giver) {
+            let taker = self.tiers.dram.shares.charged_tenant(claim.tenant);
+            if self.tiers.dram.shares.may_take(taker, giver) {
                 Some(furthest)
             } else {
-                Some(self.dram.shares.furthest(taker, claim.own_min_position)?)
+                Some(self.tiers.dram.shares.furthest(taker, claim.own_min_position)?)
             }
-        } else if !limits.is_low(self.dram.used, cost) {
+        } else if !limits.is_low(self.tiers.dram.used, cost) {
             // Space between the watermarks is for saves of running requests. A block added there
             // without a victim would be evicted with the next batch and loaded again.
             Some(self.victim(Tier::Dram, claim, now)?)
@@ -314,7 +314,7 @@ impl Book {
         let entry = self.slab.get(victim).filter(|_| self.is_open(Tier::Ssd))?;
         let (freed, _) = self.cost(entry, Tier::Dram);
         let windowed = if entry.queue_position.is_some() { freed } else { 0 };
-        let fits = limits.fits(self.dram.used.saturating_sub(freed), cost)
+        let fits = limits.fits(self.tiers.dram.used.saturating_sub(freed), cost)
             && self.window.dram_used.saturating_sub(windowed).saturating_add(cost) <= share;
         fits.then_some(Some(victim))
     }

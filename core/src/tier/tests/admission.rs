@@ -184,12 +184,12 @@ fn remembered_rejections_are_bounded_and_end_with_the_lease() {
                 .all(|answer| *answer == LOW_VALUE)
         );
     }
-    assert_eq!(book.rejected_blocks, 131_072);
+    assert_eq!(book.leases.rejected_blocks(), 131_072);
     told.try_iter().for_each(drop);
     book.release(LeaseId(100), Timestamp(10));
     assert_eq!(told.try_iter().count(), 4_096);
     (1..40).for_each(|lease| book.release(LeaseId(100 + lease), Timestamp(10)));
-    assert_eq!((book.rejected_blocks, told.try_iter().count()), (0, 131_072 - 4_096));
+    assert_eq!((book.leases.rejected_blocks(), told.try_iter().count()), (0, 131_072 - 4_096));
 }
 
 #[test]

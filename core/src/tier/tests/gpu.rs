@@ -211,7 +211,7 @@ fn failed_promotion_leaves_the_block_in_dram() {
     let moved = book.take_changes().into_iter().filter(|change| matches!(change, Change::Moved { .. }));
     let expected = Change::Moved { blocks: vec![hash(1)], from: Tier::Dram, to: Tier::Ssd };
     assert_eq!(moved.collect::<Vec<_>>(), vec![expected], "no GPU was announced");
-    assert_eq!((book.stats(Tier::Gpu).blocks, book.gpu_pending), (0, 0));
+    assert_eq!((book.stats(Tier::Gpu).blocks, book.gpu_residency.pending()), (0, 0));
     assert_eq!(read(&mut book, 9, 2, 13), Tier::Dram);
 }
 
@@ -270,11 +270,14 @@ fn promotions_wait_for_demotions() {
         }
         most = most.max(book.slab.iter().filter(|(_, entry)| entry.copies.gpu).count());
     }
-    assert_eq!((most, book.gpu_leaving()), (16 + GPU_PROMOTIONS_MAX, GPU_PROMOTIONS_MAX));
+    assert_eq!(
+        (most, book.gpu_residency.leaving(book.stats(Tier::Gpu).blocks)),
+        (16 + GPU_PROMOTIONS_MAX, GPU_PROMOTIONS_MAX)
+    );
     // With read-backs, further promotions follow.
     drain(&mut book);
     assert_eq!(
-        (book.gpu_leaving(), book.stats(Tier::Gpu).promoted_blocks),
+        (book.gpu_residency.leaving(book.stats(Tier::Gpu).blocks), book.stats(Tier::Gpu).promoted_blocks),
         (0, 16 + GPU_PROMOTIONS_MAX as u64)
     );
     for now in [100_000, 100_001] {
@@ -429,7 +432,7 @@ fn lost_gpu_drops_only_its_sole_copies() {
     assert_eq!(book.take_changes(), vec![dropped(2)]);
     drain(&mut book);
     assert_eq!(places(&book, 1..=5), [vec![], vec![3, 4, 5], vec![]]);
-    assert_eq!((book.stats(Tier::Gpu).blocks, book.gpu_pending), (0, 0));
+    assert_eq!((book.stats(Tier::Gpu).blocks, book.gpu_residency.pending()), (0, 0));
     book.release(LeaseId(7), Timestamp(22));
     // No promotion until the GPU is back.
     use_again(&mut book, &[3], 30);

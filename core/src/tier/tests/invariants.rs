@@ -8,7 +8,7 @@ use crate::evict::density::Density;
 use crate::id::TtlGroupId;
 use crate::index::command::Change;
 use crate::tier::entry::EvictionOrder;
-use crate::tier::moves::MoveQueue;
+use crate::tier::queues::MoveQueue;
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
@@ -218,9 +218,8 @@ impl BookWorld {
             assert_eq!(is_void, entry.generation != self.book.generation());
             assert!(!is_void || slab.find(&entry.meta.hash) != Some(key));
             let is_idle = entry.leases == 0 && !entry.writing && entry.assigned_tier.is_some();
-            let is_due = |(from, end)| (from..end).contains(&(key.0 as usize));
             assert!(
-                !(is_void && is_idle) || self.book.invalidation_cursor.is_some_and(is_due),
+                !(is_void && is_idle) || self.book.scans.will_sweep(key.0 as usize),
                 "{key:?} was missed by the sweep"
             );
         }
@@ -328,7 +327,7 @@ impl BookWorld {
         };
         let (was, present) = (in_dram(&self.book), self.book.slab.visible_len());
         let begun = self.book.prefetch(Timestamp(self.now));
-        let share = self.book.dram.limits.share(PREFETCH_SHARE_MAX);
+        let share = self.book.tiers.dram.limits.share(PREFETCH_SHARE_MAX);
         assert!(self.book.window.dram_used <= share.max(before));
         let is = in_dram(&self.book);
         let come: Vec<u32> = is.difference(&was).copied().collect();
@@ -346,7 +345,7 @@ impl BookWorld {
         while self.book.lose_gpu(now) {}
         self.drop_bytes();
         assert!(self.bytes.iter().all(|(_, tier)| *tier != Tier::Gpu));
-        assert_eq!((self.book.stats(Tier::Gpu).blocks, self.book.gpu_pending), (0, 0));
+        assert_eq!((self.book.stats(Tier::Gpu).blocks, self.book.gpu_residency.pending()), (0, 0));
         self.book.set_admitting(Tier::Gpu, true);
     }
 
@@ -441,11 +440,11 @@ impl BookWorld {
         for tier in Tier::ALL {
             self.check_account(tier);
         }
-        if self.book.ssd.used <= self.book.ssd.limits.capacity.amount() {
+        if self.book.tiers.ssd.used <= self.book.tiers.ssd.limits.capacity.amount() {
             self.refused_bytes = 0;
         }
         self.check_tenants();
-        let [counted, are] = self.book.callers();
+        let [counted, are] = self.book.leases.callers();
         assert_eq!(counted, are, "leases by caller");
         self.check_window();
         self.check_shares();
@@ -534,7 +533,10 @@ impl BookWorld {
             let row = book.ttls.listed(entry.meta.hash.ttl_group());
             assert_eq!(row.contains(&(entry.last_use.unwrap_or_default(), key)), may_expire);
         }
-        assert_eq!(book.dram.window.len() + book.ssd.window.len() + book.gpu.window.len(), listed);
+        assert_eq!(
+            book.tiers.dram.window.len() + book.tiers.ssd.window.len() + book.tiers.gpu.window.len(),
+            listed
+        );
         let groups = (0..256).map(|group| book.ttls.listed(TtlGroupId(group)).len());
         let free = book.slab.iter().filter(|(_, e)| e.assigned_tier.is_some() && e.in_policy && !e.parked());
         let in_groups = free.filter(|(_, entry)| book.ttls.has(entry.meta.hash.ttl_group())).count();
@@ -576,13 +578,13 @@ impl BookWorld {
     fn check_quota_index(&self) {
         let free = self.book.slab.iter().filter(|(_, entry)| entry.in_policy && !entry.held());
         let expected: BTreeSet<_> = free
-            .filter(|(_, entry)| self.book.quota_index.has(entry.meta.tenant))
+            .filter(|(_, entry)| self.book.tenants.is_limited(entry.meta.tenant))
             .filter_map(|(key, entry)| {
                 let is_pinned = matches!(entry.order(), EvictionOrder::Pinned(_));
                 Some((entry.meta.tenant, (entry.assigned_tier?, is_pinned), entry.stamp, key))
             })
             .collect();
-        let listed = self.book.quota_index.listed();
+        let listed = self.book.tenants.listed();
         assert_eq!(listed.len(), expected.len());
         assert_eq!(listed.into_iter().collect::<BTreeSet<_>>(), expected);
     }
@@ -602,20 +604,15 @@ impl BookWorld {
         let book = &self.book;
         for (key, _) in book.slab.iter() {
             let Some(line) = book.due_queue(key) else { continue };
-            let queue = match line {
-                MoveQueue::Promotes => &book.promotes,
-                MoveQueue::Demotes => &book.demotes,
-                MoveQueue::Prefetches => &book.prefetches,
-                MoveQueue::GpuReads => &book.gpu_reads,
-                MoveQueue::GpuReadBacks => &book.gpu_read_backs,
-                MoveQueue::GpuPromotions => &book.gpu_promotions,
-            };
-            assert!(queue.contains(&key), "{key:?} is not in the queue {line:?}");
+            assert!(book.actions.queued(line).contains(&key), "{key:?} is not in the queue {line:?}");
         }
-        assert!(book.prefetches.len() <= PREFETCHES_MAX, "stale keys are in the prefetch queue");
+        assert!(
+            book.actions.queued(MoveQueue::Prefetches).len() <= PREFETCHES_MAX,
+            "stale keys are in the prefetch queue"
+        );
         let lifting =
             book.slab.iter().filter(|(_, e)| e.assigned_tier == Some(Tier::Gpu) && !e.copies.gpu).count();
-        assert!(book.gpu_pending == lifting && lifting <= GPU_PROMOTIONS_MAX);
+        assert!(book.gpu_residency.pending() == lifting && lifting <= GPU_PROMOTIONS_MAX);
         self.check_gpu();
     }
 
@@ -624,9 +621,13 @@ impl BookWorld {
     fn check_gpu(&self) {
         let book = &self.book;
         let there = || book.slab.iter().filter(|(_, entry)| entry.copies.gpu);
+        let residency = &book.gpu_residency;
         let leaving = there().filter(|(_, entry)| entry.assigned_tier != Some(Tier::Gpu)).count();
-        assert_eq!((book.gpu_copies, book.gpu_leaving()), (there().count(), leaving));
-        let capacity = book.gpu.limits.capacity;
+        assert_eq!(
+            (residency.copies(), residency.leaving(book.stats(Tier::Gpu).blocks)),
+            (there().count(), leaving)
+        );
+        let capacity = book.tiers.gpu.limits.capacity;
         let takes = book.slab.iter().filter(|(_, e)| e.copies.gpu || e.assigned_tier == Some(Tier::Gpu));
         let taken: u64 = takes.map(|(_, entry)| capacity.cost(entry.meta.charge.dram)).sum();
         assert!(
@@ -713,7 +714,7 @@ proptest! {
         for tier in Tier::ALL {
             world.book.tier_state_mut(tier).policy = Box::new(Density::new());
         }
-        world.book.reuse_min = reuse_min;
+        world.book.ssd_writes.set_reuse_min(reuse_min);
         check_all_ops(world, &ops)?;
     }
 

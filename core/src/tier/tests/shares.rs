@@ -118,7 +118,7 @@ fn tenants_beyond_the_limit_share_an_entry() {
     for tenant in 0..TENANTS_MAX as u32 + 30 {
         assert!(used(&mut book, tenant, 0, u64::from(tenant)));
     }
-    assert_eq!(book.dram.shares.rows().count(), TENANTS_MAX + 1);
+    assert_eq!(book.tiers.dram.shares.rows().count(), TENANTS_MAX + 1);
     // The shared entry has thirty blocks, so it is the victim.
     for number in 1..60 {
         assert!(used(&mut book, 5, number, 1000 + number));
@@ -128,7 +128,7 @@ fn tenants_beyond_the_limit_share_an_entry() {
     assert!((20..30).contains(&many), "{many}");
     assert!((0..TENANTS_MAX as u32).all(|tenant| resident(&book, tenant) > 0));
     book.set_quotas((0..400).map(|tenant| (TenantId(tenant), 0)));
-    assert_eq!((book.stats(Tier::Dram).blocks, book.dram.shares.rows().count()), (0, 0));
+    assert_eq!((book.stats(Tier::Dram).blocks, book.tiers.dram.shares.rows().count()), (0, 0));
 }
 
 #[test]

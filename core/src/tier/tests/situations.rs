@@ -421,7 +421,7 @@ fn aborted_blocks_leave_their_lease() {
             book.abort(key);
         }
     }
-    assert_eq!(book.held_by(LeaseId(1)), 0);
+    assert_eq!(book.leases.held_by(LeaseId(1)), 0);
 }
 
 #[test]
@@ -687,7 +687,7 @@ fn lease_holds_each_block_once_in_any_order() {
     for number in [5, 1, 3, 3, 2, 5, 4, 1] {
         assert_eq!(book.fetch(requester(7), &[hash(number)], Timestamp(2)).unwrap().len(), 1);
     }
-    assert_eq!(book.held_by(LeaseId(7)), 5);
+    assert_eq!(book.leases.held_by(LeaseId(7)), 5);
     book.release(LeaseId(7), Timestamp(3));
     let entries: Vec<_> =
         book.slab.iter().map(|(_, entry)| (entry.meta.hash, entry.leases, entry.stamp)).collect();

@@ -177,16 +177,16 @@ fn unlikely_blocks_are_not_rewritten() {
     let keys: Vec<BlockKey> = (1..4).map(|number| book.slab.find(&hash(number)).unwrap()).collect();
     keys.iter().for_each(|key| book.on_rewrite(*key, Timestamp(5)));
     assert_eq!(tiers(&book, 1..4), [Some(Tier::Ssd); 3], "without a minimum probability");
-    book.reuse_min = 0.02;
+    book.ssd_writes.set_reuse_min(0.02);
     keys.iter().for_each(|key| book.on_rewrite(*key, Timestamp(5)));
     assert_eq!(tiers(&book, 1..4), [Some(Tier::Ssd), None, Some(Tier::Ssd)], "a pinned block is kept");
     assert_eq!(book.stats(Tier::Ssd).dropped_blocks, 1);
     let actions: Vec<Action> = std::iter::from_fn(|| book.next_action(ALL_PERMITS)).collect();
     assert!(matches!(actions[..], [Action::DropSsd { .. }]), "{actions:?}");
     // A block on its way to a reader stays.
-    book.reuse_min = 0.0;
+    book.ssd_writes.set_reuse_min(0.0);
     run_request(&mut book, RequestKind::Api, &[5], 6);
-    book.reuse_min = 0.02;
+    book.ssd_writes.set_reuse_min(0.02);
     book.fetch(requester(7), &hashes(&[4]), Timestamp(7)).unwrap();
     let read = book.slab.find(&hash(4)).unwrap();
     book.on_rewrite(read, Timestamp(7));
@@ -197,10 +197,10 @@ fn unlikely_blocks_are_not_rewritten() {
     let writes = |book: &mut Book| {
         std::iter::from_fn(|| book.next_action(MovePermits { ssd: false, ..ALL_PERMITS })).count()
     };
-    book.reuse_min = 0.0;
+    book.ssd_writes.set_reuse_min(0.0);
     save_without_moves(&mut book, &[6], 9);
     writes(&mut book);
-    book.reuse_min = 0.02;
+    book.ssd_writes.set_reuse_min(0.02);
     let waits = book.slab.find(&hash(4)).unwrap();
     assert_eq!(
         (book.assigned_tier(waits), book.slab.get(waits).unwrap().copies.ssd),
@@ -261,7 +261,7 @@ fn no_unlikely_block_is_dropped_while_pins_are_applied() {
     let (mut book, _told) = book_with_ssd_mock(1, 4, 0.0);
     run_request(&mut book, RequestKind::Api, &[1], 1);
     run_request(&mut book, RequestKind::Api, &[2], 2);
-    book.reuse_min = 0.02;
+    book.ssd_writes.set_reuse_min(0.02);
     // More blocks than one step applies.
     let many: Vec<u64> = (100..100 + 2 * PIN_STEP_BLOCKS as u64).collect();
     pin(&mut book, &many, Timestamp(3));

@@ -41,7 +41,7 @@ fn foreign_block_is_neither_hit_nor_present() {
         matches!(answers[..], [OfferOutcome::Wanted(_), FULL, FULL, OfferOutcome::Present]),
         "{answers:?}"
     );
-    assert_eq!(book.held_by(LeaseId(9)), 1, "the other tenant's block is not held for it");
+    assert_eq!(book.leases.held_by(LeaseId(9)), 1, "the other tenant's block is not held for it");
     assert_eq!(
         book.fetch(requester_of(1, 5), &all, Timestamp(2)).unwrap().len(),
         2,
@@ -67,7 +67,7 @@ fn block_being_written_by_another_tenant_is_refused_until_aborted() {
     let mut book = blocks(8, 0);
     let writing = keys(&offered(&mut book, requester_of(1, 1), &[1]));
     assert_eq!(offered(&mut book, requester_of(2, 9), &[1, 2]), [FULL, FULL]);
-    assert_eq!(book.held_by(LeaseId(9)), 0);
+    assert_eq!(book.leases.held_by(LeaseId(9)), 0);
     book.abort(writing[0]);
     assert_eq!(keys(&offered(&mut book, requester_of(2, 9), &[1, 2])).len(), 2);
 }

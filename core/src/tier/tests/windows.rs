@@ -1,6 +1,7 @@
 //! Windows of queued requests: prefetching, eviction order, and limits.
 
 use super::*;
+use crate::tier::queues::MoveQueue;
 use crate::tier::window::{
     PREFETCH_SHARE_MAX, PREFETCHES_MAX, WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN,
 };
@@ -115,7 +116,7 @@ fn reader_of_a_cancelled_prefetch_uses_the_promotion_queue() {
     assert_eq!(book.prefetch(Timestamp(100)), 1);
     // It is evicted before its load began, and then requested.
     assert!(offer(&mut book, 1, &[7, 8], 101).iter().all(|answer| matches!(answer, OfferOutcome::Wanted(_))));
-    assert_eq!((book.window.in_flight, book.prefetches.len()), (0, 0));
+    assert_eq!((book.window.in_flight, book.actions.queued(MoveQueue::Prefetches).len()), (0, 0));
     assert_eq!(book.fetch(requester(2), &[hash(1)], Timestamp(102)).unwrap()[0].tier, Tier::Ssd);
     let room = MovePermits { dram: true, ..MovePermits::default() };
     let loads = std::iter::from_fn(|| book.next_action(room));
@@ -178,7 +179,7 @@ fn window_expires_also_when_the_clock_is_set_back() {
         assert_eq!(book.window_blocks(), 1);
         assert!(book.expire_window(Timestamp(over)));
         assert!(!book.expire_window(Timestamp(over)));
-        assert_eq!((book.window_blocks(), book.dram.window.len()), (0, 0));
+        assert_eq!((book.window_blocks(), book.tiers.dram.window.len()), (0, 0));
         // A formerly needed block is the newest now, as after a pin.
         request(&mut book, &[3], over + 1);
         assert_eq!(tiers(&book, 1..=3).0, [1, 3]);
@@ -369,7 +370,7 @@ proptest! {
         let mut book = blocks(dram, ssd);
         for (now, (number, waiting)) in (0u64..).zip(&steps) {
             set_window(&mut book, &[waiting], now);
-            let (share, used) = (book.dram.limits.share(PREFETCH_SHARE_MAX), book.window.dram_used);
+            let (share, used) = (book.tiers.dram.limits.share(PREFETCH_SHARE_MAX), book.window.dram_used);
             prefetch_all(&mut book, now);
             prop_assert!(book.window.dram_used <= share.max(used), "the reserve is free");
             let there = |book: &Book| (0..40).filter(|n| book.tier_of(&hash(*n)).is_some()).collect::<Vec<u64>>();
