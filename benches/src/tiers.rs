@@ -6,9 +6,9 @@
 
 use benches::{BenchRow, Better, Outcome, outcome};
 use kv_core::evict::{DEFAULT, by_name};
+use kvfleet_lab::policies::Traffic;
 use kvfleet_node::NodeConfig;
 use kvfleet_sim::generate::{TraceGenerator, TraceSpec, TrafficKind};
-use kvfleet_sim::policies::Traffic;
 use kvfleet_sim::tiers::{TiersOutcome, TwoTierReplay};
 use kvfleet_sim::trace::Request;
 

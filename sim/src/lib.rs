@@ -2,14 +2,12 @@
 //! `kv-core`. No second copy of a policy exists here.
 //!
 //! Not here: files (readers take any `BufRead`), wall clocks, plots, a running cluster (the `kvfleet`
-//! command has those).
+//! command has those), and comparisons with other routers and policies (`lab/`).
 
 pub mod cache;
 pub mod fleet;
 pub mod generate;
-mod ids;
-pub mod join;
-pub mod policies;
+pub mod ids;
 pub mod routers;
 pub mod stats;
 pub mod tiers;

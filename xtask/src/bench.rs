@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: builds the benches with the release profile and runs one, or runs all and
-//! writes `docs/BENCHMARKS.md` from their JSON lines. With `--peers` it builds and runs the package
-//! with competing systems instead.
+//! writes the documents of [`DOCUMENTS`] from their JSON lines. With `--peers` it builds and runs
+//! the package with competing systems instead.
 //!
 //! Not here: the benches themselves (`benches/`).
 
@@ -41,10 +41,10 @@ pub(crate) struct BenchArgs {
     /// Print one JSON object a line instead of a table.
     #[arg(long, conflicts_with = "all")]
     json: bool,
-    /// Run every bench and write docs/BENCHMARKS.md.
+    /// Run every bench and write the documents docs/measurements/benchmarks-*.md.
     #[arg(long, conflicts_with = "quick")]
     all: bool,
-    /// Replace the section of this bench in docs/BENCHMARKS.md.
+    /// Replace the section of this bench in its document.
     #[arg(long, requires = "name", conflicts_with_all = ["peers", "json", "quick"])]
     write: bool,
     /// Runs of both sides per row, at least five.
@@ -222,10 +222,18 @@ fn install_tools() -> anyhow::Result<()> {
 fn write_all(options: &[String]) -> anyhow::Result<()> {
     install_tools()?;
     shipped::build(&["benches"], "", ProfileMode::Rebuild)?;
+    let listed = list_benches()?;
+    // Fails before hours of measuring if a bench has no document.
+    listed.iter().try_for_each(|(name, _)| BenchDocument::of(name).map(drop))?;
     let sections: Vec<Section> =
-        list_benches()?.into_iter().map(|bench| run_bench(bench, options)).collect::<anyhow::Result<_>>()?;
-    let texts: Vec<String> = sections.iter().map(Section::text).collect();
-    write_document(INTRO, &texts, &sections)
+        listed.into_iter().map(|bench| run_bench(bench, options)).collect::<anyhow::Result<_>>()?;
+    for document in &DOCUMENTS {
+        let own: Vec<&Section> =
+            sections.iter().filter(|section| document.benches.contains(&&section.name[..])).collect();
+        let texts: Vec<String> = own.iter().map(|section| section.text()).collect();
+        write_document(document, &texts, &own)?;
+    }
+    Ok(())
 }
 
 /// Runs one bench and replaces its section; other sections stay.
@@ -234,14 +242,14 @@ fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
     let Some(bench) = listed.iter().find(|(listed, _)| listed == name) else {
         bail!("unknown bench {name:?}: `cargo xtask bench` lists the benches");
     };
+    let document = BenchDocument::of(name)?;
     if name == "ssd" {
         install_tools()?;
     }
     let section = run_bench(bench.clone(), options)?;
-    let path = root().join("docs").join(DOCUMENT);
+    let path = root().join(FOLDER).join(document.file);
     let before = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
-    let names: Vec<&str> = listed.iter().map(|(name, _)| &name[..]).collect();
-    write_document(INTRO, &replace_section(&before, &section, &names), &[section])
+    write_document(document, &replace_section(&before, &section, document.benches), &[&section])
 }
 
 /// The sections of a document with this one inserted or replaced, in the order of `names`.
@@ -280,21 +288,71 @@ fn run_bench((name, about): (String, String), options: &[String]) -> anyhow::Res
     })
 }
 
-/// Writes the document, and the chart if its bench was measured now.
-fn write_document(intro: &str, texts: &[String], measured: &[Section]) -> anyhow::Result<()> {
+/// Writes a document, and the chart if its bench was measured now.
+fn write_document(document: &BenchDocument, texts: &[String], measured: &[&Section]) -> anyhow::Result<()> {
     let write = |file: &str, text: &str| {
-        let path = root().join("docs").join(file);
+        let path = root().join(FOLDER).join(file);
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
     };
-    write(DOCUMENT, &(intro.to_owned() + &texts.concat()))?;
+    write(document.file, &(document.intro() + &texts.concat()))?;
     for section in measured.iter().filter(|section| section.name == CHARTED) {
         write(&chart_file(&section.name), &chart(section))?;
     }
-    eprintln!("wrote docs/{DOCUMENT}");
+    eprintln!("wrote {FOLDER}/{}", document.file);
     Ok(())
 }
 
-const DOCUMENT: &str = "BENCHMARKS.md";
+/// Folder of the documents and the chart.
+const FOLDER: &str = "docs/measurements";
+
+/// A document with the benches of one theme, in its order of sections.
+struct BenchDocument {
+    file: &'static str,
+    theme: &'static str,
+    benches: &'static [&'static str],
+}
+
+/// All documents. Each fits the limit that `tidy/documents.rs` sets.
+const DOCUMENTS: [BenchDocument; 4] = [
+    BenchDocument {
+        file: "benchmarks-router.md",
+        theme: "router and gateway",
+        benches: &[
+            "index", "snapshot", "choose", "decide", "events", "overload", "proxy", "failover", "prediction",
+            "routing",
+        ],
+    },
+    BenchDocument {
+        file: "benchmarks-node.md",
+        theme: "hashes, frames and storage nodes",
+        benches: &["hash", "frame", "get", "ssd", "start", "evict", "tiers", "window"],
+    },
+    BenchDocument {
+        file: "benchmarks-engine.md",
+        theme: "loading and saving beside compute",
+        benches: &["overlap", "prefill", "layers", "tuning"],
+    },
+    BenchDocument {
+        file: "benchmarks-network.md",
+        theme: "paths of block bytes",
+        benches: &["transport", "host", "network"],
+    },
+];
+
+impl BenchDocument {
+    /// The document of a bench.
+    fn of(bench: &str) -> anyhow::Result<&'static BenchDocument> {
+        DOCUMENTS
+            .iter()
+            .find(|document| document.benches.contains(&bench))
+            .with_context(|| format!("bench {bench:?} has no document: add it to one in xtask/src/bench.rs"))
+    }
+
+    /// Title, and how to read the rows.
+    fn intro(&self) -> String {
+        format!("# Benchmarks: {}\n\n{INTRO}", self.theme)
+    }
+}
 
 /// The bench with a chart.
 const CHARTED: &str = "overlap";
@@ -427,8 +485,6 @@ fn date(days: u64) -> String {
 }
 
 const INTRO: &str = "\
-# Benchmarks
-
 Written by `cargo xtask bench --all`, or one section by `cargo xtask bench NAME --write`; do not edit. Both \
 sides of a row run in the same process in alternating
 order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the minimum
@@ -535,10 +591,25 @@ One replica.
     }
 
     #[test]
+    fn each_bench_has_a_section_in_one_document() -> anyhow::Result<()> {
+        let main = std::fs::read_to_string(root().join("benches/src/main.rs"))?;
+        let names = main.split("Bench { name: \"").skip(1).filter_map(|rest| rest.split('"').next());
+        for name in names.filter(|name| *name != GPU_BENCH) {
+            let text = std::fs::read_to_string(root().join(FOLDER).join(BenchDocument::of(name)?.file))?;
+            assert!(text.contains(&format!("\n## {name}\n")), "{name}");
+        }
+        let mut all: Vec<_> = DOCUMENTS.iter().flat_map(|document| document.benches).collect();
+        all.sort_unstable();
+        assert!(all.windows(2).all(|pair| pair[0] != pair[1]), "{all:?}");
+        assert!(BenchDocument::of("no-such-bench").is_err());
+        Ok(())
+    }
+
+    #[test]
     fn one_section_is_replaced_in_order() -> anyhow::Result<()> {
         let names = ["index", "hash", "get"];
         let of = |name: &str, say: &str| format!("\n## {name}\n\n{say}\n");
-        let before = format!("{INTRO}{}{}", of("index", "An old one."), of("get", "Stays."));
+        let before = format!("{}{}{}", DOCUMENTS[0].intro(), of("index", "An old one."), of("get", "Stays."));
         let put = |name: &str| anyhow::Ok(replace_section(&before, &section(name)?, &names));
         let (index, hash) = (section("index")?.text(), section("hash")?.text());
         assert_eq!(put("index")?, [index, of("get", "Stays.")]);

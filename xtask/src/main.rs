@@ -21,15 +21,15 @@ use clap::Parser;
 enum Task {
     /// Check every repository rule and print each violation.
     Tidy,
-    /// Build and run one bench, or all of them into docs/BENCHMARKS.md.
+    /// Build and run one bench, or all of them into docs/measurements/.
     Bench(bench::BenchArgs),
     /// Build the release program with profile-guided optimisation.
     Dist(shipped::DistArgs),
     /// Run the fuzz targets of the index for a while.
     Fuzz(fuzz::FuzzArgs),
-    /// Replay every eviction policy on every trace, into docs/POLICIES.md with plots.
+    /// Replay every eviction policy on every trace, into docs/measurements/policies.md.
     Policies(replays::PoliciesArgs),
-    /// Simulate fleets on every trace with every router, into docs/ROUTERS.md.
+    /// Simulate fleets on every trace with every router, into docs/measurements/routers.md.
     Routers(replays::RoutersArgs),
 }
 

@@ -1,8 +1,8 @@
 //! `cargo xtask policies` and `cargo xtask routers`: replay every eviction policy and every router
-//! on every trace, into `docs/POLICIES.md` and `docs/ROUTERS.md` with plots.
+//! on every trace, into `docs/measurements/policies.md` and `docs/measurements/routers.md`.
 //!
-//! Not here: the replays (`kvfleet trace policies` and `trace routers`, which this runs) and
-//! decision times (`cargo xtask bench`).
+//! Not here: the replays (`kvfleet-lab policies` and `routers`, which this runs) and decision times
+//! (`cargo xtask bench`).
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,10 @@ const TRACE: &str = "mooncake_conversation_trace.jsonl";
 /// Options of `cargo xtask policies`.
 #[derive(Args, Debug)]
 pub(crate) struct PoliciesArgs {
-    /// After `--`: options of `kvfleet trace policies`, such as `--json`.
+    /// Also write the document with plots into this directory.
+    #[arg(long, value_name = "DIR")]
+    full: Option<PathBuf>,
+    /// After `--`: options of `kvfleet-lab policies`, such as `--json`.
     #[arg(last = true)]
     options: Vec<String>,
 }
@@ -30,15 +33,21 @@ pub(crate) struct PoliciesArgs {
 #[derive(Args, Debug)]
 pub(crate) struct RoutersArgs {
     /// Parts to run; by default all, which takes some hours of one processor. Rows of the other
-    /// parts come from docs/routers/rows; the document is written once all parts have rows.
+    /// parts come from lab/rows; the document is written once all parts have rows.
     #[arg(long, value_name = "NAME,…", value_delimiter = ',', value_parser = PARTS.map(|part| part.name))]
     parts: Vec<String>,
     /// Parts to run in parallel; by default the number of processors.
     #[arg(long)]
     jobs: Option<usize>,
+    /// Run no part: only write the document from the rows in lab/rows.
+    #[arg(long, conflicts_with = "parts")]
+    rows_only: bool,
+    /// Also write the document with all routers of each fleet and plots into this directory.
+    #[arg(long, value_name = "DIR")]
+    full: Option<PathBuf>,
 }
 
-/// One call of `kvfleet trace routers`.
+/// One call of `kvfleet-lab routers`.
 struct ReplayPart {
     name: &'static str,
     /// Whether it needs the recorded trace; skipped without it.
@@ -128,7 +137,14 @@ const PARTS: [ReplayPart; 12] = [
 ];
 
 /// Folder of each part's rows, so that parts can be rerun alone.
-const ROWS: &str = "docs/routers/rows";
+const ROWS: &str = "lab/rows";
+
+/// Program of the comparisons.
+const LAB: &str = "kvfleet-lab";
+
+/// Documents with the results.
+const POLICIES_DOCUMENT: &str = "docs/measurements/policies.md";
+const ROUTERS_DOCUMENT: &str = "docs/measurements/routers.md";
 
 /// Loads below the capacity of a fleet. At the lowest, requests hardly wait: nearly all time is
 /// computing.
@@ -145,8 +161,9 @@ pub(crate) fn policies(args: &PoliciesArgs) -> anyhow::Result<()> {
     let trace = trace_path()?;
     let mut command = cargo();
     // The test profile, which is probably built already; the figures do not depend on it.
-    command.args(["run", "--quiet", "--profile", "chaos", "--package", "kvfleet", "--bin", "kvfleet", "--"]);
-    command.args(["trace", "policies", "--out", "docs"]).args(trace);
+    command.args(["run", "--quiet", "--profile", "chaos", "--package", LAB, "--bin", LAB, "--"]);
+    command.args(["policies", "--summary", POLICIES_DOCUMENT]).args(trace);
+    command.args(full_options(args.full.as_deref())?);
     let status = command.args(&args.options).status().context("cannot start cargo")?;
     if !status.success() {
         bail!("the replays ended with {status}; see their output above");
@@ -154,17 +171,32 @@ pub(crate) fn policies(args: &PoliciesArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Options that write the whole document into this directory. The program runs in the root of the
+/// repository.
+fn full_options(folder: Option<&Path>) -> anyhow::Result<Vec<PathBuf>> {
+    let Some(folder) = folder else { return Ok(Vec::new()) };
+    Ok(vec![PathBuf::from("--out"), std::path::absolute(folder)?])
+}
+
 /// Runs router parts, and writes the document once every part has rows.
 ///
 /// # Errors
 /// If the command does not build, or a part fails.
 pub(crate) fn routers(args: &RoutersArgs) -> anyhow::Result<()> {
-    let trace = trace_path()?;
     // Simulates virtual time, so build speed does not affect the result.
-    shipped::build(&["kvfleet"], "", ProfileMode::Disabled)?;
-    let program = shipped::program("kvfleet");
+    shipped::build(&[LAB], "", ProfileMode::Disabled)?;
+    let program = shipped::program(LAB);
     let folder = std::path::absolute(root().join(ROWS))?;
     std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    if !args.rows_only {
+        run_parts(args, &program, &folder)?;
+    }
+    write_routers(args, &program, &folder)
+}
+
+/// Runs the parts that the arguments name.
+fn run_parts(args: &RoutersArgs, program: &Path, folder: &Path) -> anyhow::Result<()> {
+    let trace = trace_path()?;
     let is_wanted =
         |part: &&ReplayPart| args.parts.is_empty() || args.parts.iter().any(|name| name == part.name);
     let is_there = |part: &&ReplayPart| trace.is_some() || !part.is_recorded;
@@ -179,7 +211,7 @@ pub(crate) fn routers(args: &RoutersArgs) -> anyhow::Result<()> {
     let jobs = args.jobs.or_else(|| std::thread::available_parallelism().ok().map(usize::from)).unwrap_or(1);
     let work = || {
         while let Some(part) = next() {
-            run_part(part, (&program, trace.as_deref()), &folder)?;
+            run_part(part, (program, trace.as_deref()), folder)?;
         }
         Ok(())
     };
@@ -187,22 +219,27 @@ pub(crate) fn routers(args: &RoutersArgs) -> anyhow::Result<()> {
         let workers: Vec<_> = (0..jobs.max(1)).map(|_| scope.spawn(work)).collect();
         let mut ends = workers.into_iter().map(|worker| worker.join());
         ends.try_for_each(|end| end.unwrap_or_else(|_| bail!("a part panicked; see its output above")))
-    })?;
+    })
+}
+
+/// Writes the document from the rows of all parts.
+fn write_routers(args: &RoutersArgs, program: &Path, folder: &Path) -> anyhow::Result<()> {
     // A document of some parts would discard the results of the others.
-    let missing: Vec<_> = PARTS.iter().filter(|part| !rows_file(&folder, part).exists()).collect();
+    let missing: Vec<_> = PARTS.iter().filter(|part| !rows_file(folder, part).exists()).collect();
     if !missing.is_empty() {
         let names: Vec<_> = missing.iter().map(|part| part.name).collect();
         eprintln!(
-            "docs/ROUTERS.md is unchanged, because rows of {} are missing: run `cargo xtask routers --parts {}`",
+            "{ROUTERS_DOCUMENT} is unchanged, because rows of {} are missing: run `cargo xtask routers --parts {}`",
             names.join(", "),
             names.join(",")
         );
         return Ok(());
     }
-    let mut command = Command::new(&program);
-    command.current_dir(root()).args(["trace", "routers", "--out", "docs"]);
-    for path in PARTS.iter().map(|part| rows_file(&folder, part)).filter(|path| path.exists()) {
-        command.arg("--rows").arg(path);
+    let mut command = Command::new(program);
+    command.args(["routers", "--summary", ROUTERS_DOCUMENT]).args(full_options(args.full.as_deref())?);
+    command.current_dir(root());
+    for part in &PARTS {
+        command.arg("--rows").arg(rows_file(folder, part));
     }
     let status = command.status().with_context(|| format!("cannot start {}", program.display()))?;
     if !status.success() {
@@ -226,7 +263,7 @@ fn run_part(
     let begun = path.with_extension(format!("{}.begun", std::process::id()));
     let file = File::create(&begun).with_context(|| format!("cannot write {}", begun.display()))?;
     let mut command = Command::new(program);
-    command.args(["trace", "routers", "--json"]).args(trace.filter(|_| part.is_recorded)).args(part.options);
+    command.args(["routers", "--json"]).args(trace.filter(|_| part.is_recorded)).args(part.options);
     let status = command.stdin(Stdio::null()).stdout(file).status();
     let status = status.with_context(|| format!("cannot start {}", program.display()))?;
     if !status.success() {

@@ -21,7 +21,7 @@ use crate::bench::{PROFILE, cargo, root, target};
 /// Packages that are always built together: a named package affects the features of shared
 /// dependencies, and other features would invalidate the profile. This also adds the router's
 /// `probe` feature to the program, some public types that it never uses.
-const PACKAGES: [&str; 2] = ["kvfleet", "benches"];
+const PACKAGES: [&str; 3] = ["kvfleet", "benches", "kvfleet-lab"];
 
 /// A bench that trains a profile.
 struct Training {

@@ -8,7 +8,8 @@ mod naive;
 use anyhow::Context;
 use benches::{BenchRow, Better, Outcome, measure_time, outcome};
 use kv_core::evict::workload::Workload;
-use kv_core::evict::{BASELINES, BlockKey, DEFAULT, Policy, by_name};
+use kv_core::evict::{BlockKey, DEFAULT, Policy};
+use kvfleet_lab::evict::{BASELINES, by_name};
 
 use crate::Effort;
 use load::EvictionLoad;

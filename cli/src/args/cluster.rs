@@ -120,10 +120,9 @@ fn parse_profile(text: &str) -> Result<String, String> {
 }
 
 fn parse_policy(text: &str) -> Result<String, String> {
-    let known = kv_core::evict::NAMES;
-    if known.contains(&text) {
+    if kv_core::evict::NAMES.contains(&text) {
         Ok(text.to_owned())
     } else {
-        Err(format!("choose one of {}", known.join(", ")))
+        Err(kv_core::evict::UNKNOWN_NAME_REMEDY.to_owned())
     }
 }

@@ -25,9 +25,7 @@ pub use probe::{DrainArgs, ProbeArgs, Question};
 pub use process::{InspectArgs, NodeArgs, NodeCommand, ProcessArgs, RouterArgs};
 pub use replay::{DemoArgs, ReplayArgs, Speed};
 pub use sizes::{Capacity, Watermarks, parse_bytes};
-pub use trace::{
-    GenArgs, JoinsArgs, PoliciesArgs, RegretArgs, RoutersArgs, StatsArgs, TraceCommand, TraceFormat,
-};
+pub use trace::{GenArgs, StatsArgs, TraceCommand, TraceFormat, parse_kind, parse_load};
 
 use clap::{Parser, Subcommand};
 
@@ -69,8 +67,7 @@ pub enum Command {
     Status(StatusArgs),
     /// Show where a request ran and why, and why blocks of its prompt were missing.
     Why(WhyArgs),
-    /// Analyse or generate request traces, and replay them under eviction policies and on simulated
-    /// fleets.
+    /// Analyse or generate request traces.
     #[command(subcommand)]
     Trace(TraceCommand),
     /// Keep blocks in the cache until they are unpinned.

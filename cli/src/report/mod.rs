@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use crate::replay::ReplayMeasurements;
 
 pub use json::{Config, Report, ReportSubject};
-pub(crate) use plots::{Axes, Canvas, PALETTE};
+pub use plots::{Axes, Canvas, PALETTE};
 
 /// Writes `report.json` and the plots into `directory`; returns the paths written.
 pub fn write(

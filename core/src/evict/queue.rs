@@ -3,8 +3,8 @@
 //!
 //! Every operation is O(1) and allocates only for a key above all earlier ones. A block is in at
 //! most one queue, or parked: resident, but outside all queues because it is held. A policy's data
-//! on a block lies next to its links, so a block costs one cache line. Not here: the order of
-//! blocks (the policies).
+//! on a block lies next to its links, so a block costs one cache line. Public for policies outside
+//! this crate. Not here: the order of blocks (the policies).
 
 use super::BlockKey;
 use kvfleet_cpu::prefetch_whole;
@@ -25,7 +25,7 @@ struct QueueLink<T> {
 
 /// The links of all blocks of one tier, each with its policy's data.
 #[derive(Debug)]
-pub(crate) struct Links<T = ()> {
+pub struct Links<T = ()> {
     links: Vec<QueueLink<T>>,
     parked: usize,
 }
@@ -38,7 +38,7 @@ impl<T> Default for Links<T> {
 
 /// One queue, from the cold end (leaves first) to the warm end.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Queue {
+pub struct Queue {
     cold: u32,
     warm: u32,
     len: usize,
@@ -51,15 +51,27 @@ impl Default for Queue {
 }
 
 impl Queue {
-    pub(crate) fn len(&self) -> usize {
+    /// Number of blocks.
+    #[must_use]
+    pub fn len(&self) -> usize {
         self.len
     }
 
-    pub(crate) fn coldest(&self) -> Option<BlockKey> {
+    /// Whether no block is in the queue.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The block at the cold end.
+    #[must_use]
+    pub fn coldest(&self) -> Option<BlockKey> {
         some(self.cold)
     }
 
-    pub(crate) fn warmest(&self) -> Option<BlockKey> {
+    /// The block at the warm end.
+    #[must_use]
+    pub fn warmest(&self) -> Option<BlockKey> {
         some(self.warm)
     }
 }
@@ -70,71 +82,77 @@ fn some(raw: u32) -> Option<BlockKey> {
 
 impl<T: Copy + Default> Links<T> {
     /// Whether the block is in a queue.
-    pub(crate) fn contains(&self, key: BlockKey) -> bool {
+    #[must_use]
+    pub fn contains(&self, key: BlockKey) -> bool {
         self.links.get(key.0 as usize).is_some_and(|link| link.colder != ABSENT)
     }
 
     /// Whether the block is parked.
-    pub(crate) fn is_parked(&self, key: BlockKey) -> bool {
+    #[must_use]
+    pub fn is_parked(&self, key: BlockKey) -> bool {
         let parked = |link: &QueueLink<T>| link.colder == ABSENT && link.warmer == PARKED;
         self.links.get(key.0 as usize).is_some_and(parked)
     }
 
     /// Number of parked blocks.
-    pub(crate) fn parked_len(&self) -> usize {
+    #[must_use]
+    pub fn parked_len(&self) -> usize {
         self.parked
     }
 
     /// Data of a block that was ever resident; the default for any other.
-    pub(crate) fn data(&self, key: BlockKey) -> T {
+    #[must_use]
+    pub fn data(&self, key: BlockKey) -> T {
         self.links.get(key.0 as usize).map_or_else(T::default, |link| link.data)
     }
 
     /// Stores data of a block that is or becomes resident.
-    pub(crate) fn set_data(&mut self, key: BlockKey, about: T) {
+    pub fn set_data(&mut self, key: BlockKey, about: T) {
         self.ensure_key(key);
         self.links[key.0 as usize].data = about;
     }
 
     /// The neighbour that leaves right after `key`.
-    pub(crate) fn warmer(&self, key: BlockKey) -> Option<BlockKey> {
+    #[must_use]
+    pub fn warmer(&self, key: BlockKey) -> Option<BlockKey> {
         some(self.links[key.0 as usize].warmer)
     }
 
     /// Mutable data of a block that was ever resident.
-    pub(crate) fn data_mut(&mut self, key: BlockKey) -> Option<&mut T> {
+    pub fn data_mut(&mut self, key: BlockKey) -> Option<&mut T> {
         self.links.get_mut(key.0 as usize).map(|link| &mut link.data)
     }
 
     /// Prefetches the second block behind `key`. The first was prefetched one call earlier.
-    pub(crate) fn prefetch_second_next(&self, key: BlockKey) {
+    pub fn prefetch_second_next(&self, key: BlockKey) {
         let behind = |key: BlockKey| self.links.get(key.0 as usize).and_then(|link| some(link.warmer));
         let second = behind(key).and_then(behind).and_then(|key| self.links.get(key.0 as usize));
         second.inspect(|link| prefetch_whole(*link));
     }
 
     /// Prefetches a block's row, if there is one.
-    pub(crate) fn prefetch(&self, key: BlockKey) {
+    pub fn prefetch(&self, key: BlockKey) {
         self.links.get(key.0 as usize).inspect(|link| prefetch_whole(*link));
     }
 
     /// The neighbour that leaves right before `key`.
-    pub(crate) fn colder(&self, key: BlockKey) -> Option<BlockKey> {
+    #[must_use]
+    pub fn colder(&self, key: BlockKey) -> Option<BlockKey> {
         some(self.links[key.0 as usize].colder)
     }
 
     /// Inserts an absent block at the warm end.
-    pub(crate) fn push_warm(&mut self, queue: &mut Queue, key: BlockKey) {
+    pub fn push_warm(&mut self, queue: &mut Queue, key: BlockKey) {
         self.link_between(queue, key, queue.warm, NONE);
     }
 
     /// Inserts an absent block right before `next`, which is in `queue`.
-    pub(crate) fn insert_colder_than(&mut self, queue: &mut Queue, key: BlockKey, next: BlockKey) {
+    pub fn insert_colder_than(&mut self, queue: &mut Queue, key: BlockKey, next: BlockKey) {
         self.link_between(queue, key, self.links[next.0 as usize].colder, next.0);
     }
 
     /// Inserts an absent block right after `previous`, which is in `queue`.
-    pub(crate) fn insert_warmer_than(&mut self, queue: &mut Queue, key: BlockKey, previous: BlockKey) {
+    pub fn insert_warmer_than(&mut self, queue: &mut Queue, key: BlockKey, previous: BlockKey) {
         self.link_between(queue, key, previous.0, self.links[previous.0 as usize].warmer);
     }
 
@@ -162,7 +180,7 @@ impl<T: Copy + Default> Links<T> {
     }
 
     /// Removes a block from its queue.
-    pub(crate) fn unlink(&mut self, queue: &mut Queue, key: BlockKey) {
+    pub fn unlink(&mut self, queue: &mut Queue, key: BlockKey) {
         debug_assert!(self.contains(key), "block {} is in no queue", key.0);
         let link = &mut self.links[key.0 as usize];
         let (colder, warmer) = (link.colder, link.warmer);
@@ -179,14 +197,14 @@ impl<T: Copy + Default> Links<T> {
     }
 
     /// Removes a block from its queue and keeps it resident.
-    pub(crate) fn park(&mut self, queue: &mut Queue, key: BlockKey) {
+    pub fn park(&mut self, queue: &mut Queue, key: BlockKey) {
         self.unlink(queue, key);
         self.links[key.0 as usize].warmer = PARKED;
         self.parked += 1;
     }
 
     /// Makes a parked block absent; `false` if it is not parked.
-    pub(crate) fn unpark(&mut self, key: BlockKey) -> bool {
+    pub fn unpark(&mut self, key: BlockKey) -> bool {
         let was = self.is_parked(key);
         if was {
             self.links[key.0 as usize].warmer = NONE;
@@ -196,11 +214,8 @@ impl<T: Copy + Default> Links<T> {
     }
 
     /// The first block from the cold end that `spared` does not protect.
-    pub(crate) fn coldest_evictable(
-        &self,
-        queue: &Queue,
-        spared: &dyn Fn(BlockKey) -> bool,
-    ) -> Option<BlockKey> {
+    #[must_use]
+    pub fn coldest_evictable(&self, queue: &Queue, spared: &dyn Fn(BlockKey) -> bool) -> Option<BlockKey> {
         let mut at = queue.coldest();
         while let Some(key) = at {
             if !spared(key) {

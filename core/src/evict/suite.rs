@@ -1,13 +1,17 @@
-//! The behaviour suite that every policy passes, and the notation of the policies' own tests.
+//! The behaviour suite that every policy passes, and the notation of the policies' own tests. Built
+//! for tests, and with the feature `suite` for policies of other crates.
 //!
-//! Not here: which block a given policy prefers (each policy's tests).
+//! Not here: which block a given policy prefers (each policy's tests), and the generator of random
+//! numbers (the caller's).
 
 #![allow(clippy::unwrap_used)]
 
 use super::{BlockKey, BlockTraits, Policy};
 use crate::id::{Category, RequestKind, Timestamp};
-use proptest::prelude::*;
 use std::collections::BTreeSet;
+
+/// Length of generated sequences of calls: enough to fill a small tier several times.
+pub const CALLS_MAX: usize = 200;
 
 /// One call to a policy.
 #[derive(Clone, Debug)]
@@ -27,31 +31,33 @@ enum PolicyCall {
     Admit(u32, BlockTraits),
 }
 
-fn any_traits() -> impl Strategy<Value = BlockTraits> {
-    let fields = (0..7_u8, 0..12_u8, 0..20_u32, any::<bool>(), 0..96_u64);
-    fields.prop_map(|(kind, turn, offset_blocks, is_partial, fingerprint)| BlockTraits {
-        category: Category { kind: RequestKind::from_u8(kind), conversation_turn: turn },
-        offset_blocks,
-        bytes: 4096,
-        is_partial,
-        fingerprint,
-    })
-}
-
-fn any_call() -> impl Strategy<Value = PolicyCall> {
-    let key = 0..48_u32;
-    prop_oneof![
-        4 => (key.clone(), any_traits()).prop_map(|(key, traits)| PolicyCall::Insert(key, traits)),
-        1 => (key.clone(), any_traits()).prop_map(|(key, traits)| PolicyCall::MoveIn(key, traits)),
-        4 => (key.clone(), any_traits()).prop_map(|(key, traits)| PolicyCall::Access(key, traits)),
-        1 => (key.clone(), any_traits()).prop_map(|(key, traits)| PolicyCall::Settle(key, traits)),
-        1 => key.clone().prop_map(PolicyCall::Remove),
-        2 => key.prop_map(PolicyCall::Park),
-        2 => (0..90_000_000_u64).prop_map(PolicyCall::Wait),
-        1 => Just(PolicyCall::Refit),
-        3 => any::<u64>().prop_map(PolicyCall::Evict),
-        2 => (0..48_u32, any_traits()).prop_map(|(key, traits)| PolicyCall::Admit(key, traits)),
-    ]
+impl PolicyCall {
+    /// The call that two numbers mean. The first chooses call and key, the second has the rest.
+    fn decode([choice, rest]: [u64; 2]) -> PolicyCall {
+        let key = ((choice >> 32) % 48) as u32;
+        let traits = BlockTraits {
+            category: Category {
+                kind: RequestKind::from_u8((rest % 7) as u8),
+                conversation_turn: (rest >> 8) as u8 % 12,
+            },
+            offset_blocks: (rest >> 16) as u32 % 20,
+            bytes: 4096,
+            is_partial: rest >> 40 & 1 == 1,
+            fingerprint: (rest >> 48) % 96,
+        };
+        match choice % 21 {
+            0..=3 => PolicyCall::Insert(key, traits),
+            4 => PolicyCall::MoveIn(key, traits),
+            5..=8 => PolicyCall::Access(key, traits),
+            9 => PolicyCall::Settle(key, traits),
+            10 => PolicyCall::Remove(key),
+            11..=12 => PolicyCall::Park(key),
+            13..=14 => PolicyCall::Wait(rest % 90_000_000),
+            15 => PolicyCall::Refit,
+            16..=18 => PolicyCall::Evict(rest),
+            _ => PolicyCall::Admit(key, traits),
+        }
+    }
 }
 
 /// The victims of a run, for comparison.
@@ -193,15 +199,34 @@ fn drain(policy: &mut dyn Policy, now: Timestamp) -> Vec<BlockKey> {
     order
 }
 
-/// Checks a policy against the contract of [`Policy`].
-pub(super) fn policy_suite(make: fn() -> Box<dyn Policy>) {
+/// Checks the contract of [`Policy`] in fixed situations.
+///
+/// # Panics
+/// If the policy breaks the contract.
+pub fn check_situations(make: fn() -> Box<dyn Policy>) {
     empty_policy_has_no_victim(make().as_mut());
     absent_blocks_are_ignored(make().as_mut());
     keys_are_reused_after_removal(make().as_mut());
     protected_blocks_are_no_victims(make().as_mut());
-    proptest!(|(acts in prop::collection::vec(any_call(), 0..200))| {
-        let first = check_calls(make().as_mut(), &acts);
-        prop_assert_eq!(first, check_calls(make().as_mut(), &acts), "equal calls give equal victims");
+}
+
+/// Checks the contract of [`Policy`] on one sequence of calls, each given by two random numbers.
+///
+/// # Panics
+/// If the policy breaks the contract.
+pub fn check_sequence(make: fn() -> Box<dyn Policy>, numbers: &[[u64; 2]]) {
+    let calls: Vec<PolicyCall> = numbers.iter().copied().map(PolicyCall::decode).collect();
+    let first = check_calls(make().as_mut(), &calls);
+    assert_eq!(first, check_calls(make().as_mut(), &calls), "equal calls give equal victims: {calls:?}");
+}
+
+/// Checks a policy against the contract of [`Policy`].
+#[cfg(test)]
+pub(super) fn policy_suite(make: fn() -> Box<dyn Policy>) {
+    use proptest::prelude::*;
+    check_situations(make);
+    proptest!(|(numbers in prop::collection::vec(any::<[u64; 2]>(), 0..CALLS_MAX))| {
+        check_sequence(make, &numbers);
     });
 }
 
@@ -243,7 +268,10 @@ fn protected_blocks_are_no_victims(policy: &mut dyn Policy) {
 /// Plays a script, one microsecond a word, and returns the keys in eviction order. Words: `+K`
 /// insert, `-K` remove, `useK`, `settleK`. All blocks share a category; the offset of a block is
 /// its key.
-pub(super) fn eviction_order(policy: &mut dyn Policy, script: &str) -> Vec<u32> {
+///
+/// # Panics
+/// If the script has another word.
+pub fn eviction_order(policy: &mut dyn Policy, script: &str) -> Vec<u32> {
     let mut now = Timestamp(0);
     for word in script.split_whitespace() {
         now.0 += 1;

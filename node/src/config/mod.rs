@@ -221,7 +221,7 @@ impl NodeConfig {
         }
         self.validate_components()?;
         if evict::by_name(&self.policy, 0).is_none() {
-            return wrong("policy", &self.policy, format!("choose one of {}", evict::NAMES.join(", ")));
+            return wrong("policy", &self.policy, evict::UNKNOWN_NAME_REMEDY.to_owned());
         }
         self.validate_shares()?;
         if self.lease_ms == 0 {

@@ -1,6 +1,6 @@
 //! Counters of a fleet run, and metrics derived from them.
 //!
-//! Not here: comparing routers (`crate::routers::compare`).
+//! Not here: comparing routers (`lab/src/routers/compare.rs`).
 
 use serde::{Deserialize, Serialize};
 

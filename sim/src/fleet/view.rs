@@ -83,7 +83,9 @@ impl RouteQuery<'_> {
 }
 
 impl RouterView {
-    pub(crate) fn new(setup: &FleetSetup) -> RouterView {
+    /// The view before any report.
+    #[must_use]
+    pub fn new(setup: &FleetSetup) -> RouterView {
         let FleetSetup { first, nodes, profile, fetch_scope: plane, .. } = *setup;
         let live: Vec<LiveNode> = (first..first + nodes).map(|id| live_node(id, 0)).collect();
         let places = setup.instance_ids().end as usize;
@@ -144,13 +146,7 @@ impl RouterView {
     }
 
     /// Applies a load report; a late instance joins with its first one.
-    pub(crate) fn apply_load(
-        &mut self,
-        instance: InstanceId,
-        load: Load,
-        memory_in_use: f64,
-        now: Timestamp,
-    ) {
+    pub fn apply_load(&mut self, instance: InstanceId, load: Load, memory_in_use: f64, now: Timestamp) {
         let at = instance.0 as usize;
         if self.fleet.instance(instance).is_none()
             && let Some(known) = self.single_fleets[at].instance(instance).copied()
@@ -170,7 +166,7 @@ impl RouterView {
     }
 
     /// Applies reported block counts of the nodes.
-    pub(crate) fn apply_block_counts(&mut self, blocks: impl Fn(NodeId) -> u64) {
+    pub fn apply_block_counts(&mut self, blocks: impl Fn(NodeId) -> u64) {
         self.live.iter_mut().for_each(|live| live.blocks = blocks(live.node));
         self.publish_nodes();
     }

@@ -138,6 +138,11 @@ impl Workload {
         all
     }
 
+    /// Prompt length of each request.
+    pub fn input_tokens(&self) -> impl Iterator<Item = u32> + '_ {
+        self.requests.iter().map(|request| request.input_tokens)
+    }
+
     /// Number of requests.
     #[must_use]
     pub fn len(&self) -> usize {

@@ -9,7 +9,7 @@ use super::{Route, Router, cheapest, in_flight_load, route_to};
 use crate::fleet::{RouteQuery, RouterView};
 
 /// Least-loaded routing.
-pub(super) struct LeastLoaded;
+pub struct LeastLoaded;
 
 impl Router for LeastLoaded {
     fn name(&self) -> &'static str {

@@ -1,34 +1,25 @@
-//! Baseline routers for comparison with the production scheduler, each after its published
-//! description, in its own file.
+//! What routes requests of a simulated fleet: the trait, the production scheduler in three forms, and
+//! least-loaded routing as the measure of capacity.
 //!
 //! A router chooses an instance. For all of them the production planner plans what that instance
 //! fetches, computes and saves, limited to the nodes that the router's own system has
-//! ([`FetchScope`]). Not here: the fleet (`crate::fleet`).
+//! ([`FetchScope`]). Not here: the fleet (`crate::fleet`), and routers of other systems
+//! (`lab/src/routers/`).
 
-pub(crate) mod admitting;
-mod compare;
-mod dynamo;
-mod goodput;
+mod admitting;
+mod capacity;
 mod least_loaded;
-mod llm_d;
-mod local_prefix;
-mod mooncake;
-mod oracle_gap;
-mod power_of_two;
 mod production;
-mod random;
 mod replayed_decisions;
-mod round_robin;
-mod sglang;
-mod sticky;
 
 use kv_core::id::{InstanceId, NodeId};
 use kv_core::index::PrefixMatch;
 use kv_core::schedule::{Decision, PrefixLocations, choose};
 
-pub use compare::{Comparison, LoadDraw, RouterResult, capacity, compare, median_and_range};
-pub use goodput::{Goodput, GoodputResult, LatencyLimits, goodput};
-pub use oracle_gap::{GapShares, Knowledge, KnowledgeResult, OracleGap, oracle_gap};
+pub use admitting::{AdmittingRouter, limits_of};
+pub use capacity::{capacity, unloaded_ns};
+pub use least_loaded::LeastLoaded;
+pub use production::Production;
 pub use replayed_decisions::ReplayedDecisions;
 
 use crate::fleet::{RouteQuery, RouterView};
@@ -62,39 +53,6 @@ pub trait Router {
 /// The production scheduler.
 pub const PRODUCTION: &str = "kvfleet";
 
-/// Names of the baseline routers.
-pub const BASELINES: [&str; 10] = [
-    "random",
-    "round-robin",
-    "least-loaded",
-    "local-prefix",
-    "sticky",
-    "power-of-two",
-    "mooncake",
-    "dynamo",
-    "llm-d",
-    "sglang",
-];
-
-/// A new router of this name; `seed` is for randomised ones.
-#[must_use]
-pub fn by_name(name: &str, seed: u64) -> Option<Box<dyn Router>> {
-    Some(match name {
-        PRODUCTION => Box::<production::Production>::default(),
-        "random" => Box::new(random::Random::new(seed)),
-        "round-robin" => Box::new(round_robin::RoundRobin::default()),
-        "least-loaded" => Box::new(least_loaded::LeastLoaded),
-        "local-prefix" => Box::new(local_prefix::LocalPrefix),
-        "sticky" => Box::new(sticky::Sticky::default()),
-        "power-of-two" => Box::new(power_of_two::PowerOfTwo::new(seed)),
-        "mooncake" => Box::new(mooncake::Mooncake),
-        "dynamo" => Box::new(dynamo::Dynamo),
-        "llm-d" => Box::new(llm_d::LlmD),
-        "sglang" => Box::new(sglang::Sglang),
-        _ => return None,
-    })
-}
-
 /// Nodes that an instance may fetch from under routers other than the production scheduler.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum FetchScope {
@@ -107,13 +65,15 @@ pub enum FetchScope {
 }
 
 /// Routes a request to this instance at any cost; it fetches from its own node.
-fn route_to(ask: &RouteQuery<'_>, view: &RouterView, instance: Option<InstanceId>) -> Route {
+#[must_use]
+pub fn route_to(ask: &RouteQuery<'_>, view: &RouterView, instance: Option<InstanceId>) -> Route {
     let Some(instance) = instance else { return Route::Reject };
     route_fetching_from(ask, view, instance, &[NodeId(instance.0)])
 }
 
 /// Routes a request to this instance, which fetches from these nodes.
-fn route_fetching_from(
+#[must_use]
+pub fn route_fetching_from(
     ask: &RouteQuery<'_>,
     view: &RouterView,
     instance: InstanceId,
@@ -141,7 +101,8 @@ fn held_by(matched: &PrefixMatch, nodes: &[NodeId]) -> PrefixMatch {
 }
 
 /// The instance of least cost; ties go to the lower number.
-fn cheapest(view: &RouterView, cost: impl Fn(InstanceId) -> f64) -> Option<InstanceId> {
+#[must_use]
+pub fn cheapest(view: &RouterView, cost: impl Fn(InstanceId) -> f64) -> Option<InstanceId> {
     view.instances()
         .map(|instance| (cost(instance), instance))
         .min_by(|one, other| one.0.total_cmp(&other.0))
@@ -150,10 +111,8 @@ fn cheapest(view: &RouterView, cost: impl Fn(InstanceId) -> f64) -> Option<Insta
 
 /// In-flight requests, then prompt tokens, known to the router without reports, as one number to
 /// compare.
-fn in_flight_load(view: &RouterView, instance: InstanceId) -> f64 {
+#[must_use]
+pub fn in_flight_load(view: &RouterView, instance: InstanceId) -> f64 {
     let seen = view.instance_use[instance.0 as usize];
     f64::from(seen.in_flight) + seen.in_flight_tokens as f64 / 1e12
 }
-
-#[cfg(test)]
-mod tests;

@@ -9,7 +9,7 @@ use crate::fleet::{RouteQuery, RouterView};
 
 /// The production scheduler without request limits, so all requests are admitted.
 #[derive(Default)]
-pub(super) struct Production {
+pub struct Production {
     admission: Admission,
 }
 

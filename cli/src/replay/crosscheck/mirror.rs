@@ -107,9 +107,9 @@ fn mirror_setup(
 }
 
 /// Requests per second that such a fleet can serve.
-pub(super) fn capacity(workload: &Workload, setup: &FleetSetup, seed: u64) -> f64 {
+pub(super) fn capacity(workload: &Workload, setup: &FleetSetup) -> f64 {
     let at_ns = |nth: usize| workload.requests[nth].arrival_us.saturating_mul(1_000);
-    routers::capacity(&hashed_traffic(workload, at_ns), setup, seed)
+    routers::capacity(&hashed_traffic(workload, at_ns), setup)
 }
 
 /// Simulates the requests of the real run, each at the time at which the real router decided it.

@@ -120,7 +120,7 @@ async fn serve(
         return Ok((setup.with_fresh_state(), driver.lockstep(stop).await?, None));
     }
     let (of, sized) = (workload.clone(), setup.clone());
-    let capacity = tokio::task::spawn_blocking(move || mirror::capacity(&of, &sized, seed)).await?;
+    let capacity = tokio::task::spawn_blocking(move || mirror::capacity(&of, &sized)).await?;
     let per_s = args.load * capacity;
     let report_every = Duration::from_nanos(setup.report_every_ns);
     Ok((setup, driver.timed((per_s, report_every), stop).await?, Some(per_s)))

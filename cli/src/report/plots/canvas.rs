@@ -15,7 +15,7 @@ const LABEL_PX: u32 = 17;
 const TICK_PX: u32 = 15;
 
 /// Colours distinguishable by colour-blind readers (Okabe and Ito).
-pub(crate) const PALETTE: [RGBColor; 7] = [
+pub const PALETTE: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(230, 159, 0),
     RGBColor(0, 158, 115),
@@ -36,23 +36,23 @@ type Chart<'a, 'p> = ChartContext<'a, SVGBackend<'p>, Cartesian2d<RangedCoordf64
 
 /// Title and axes of a plot.
 #[derive(Clone, Debug)]
-pub(crate) struct Axes<'a> {
+pub struct Axes<'a> {
     /// The question the plot answers.
-    pub(crate) title: &'a str,
+    pub title: &'a str,
     /// Horizontal quantity with its unit.
-    pub(crate) x: &'a str,
+    pub x: &'a str,
     /// Vertical quantity with its unit.
-    pub(crate) y: &'a str,
+    pub y: &'a str,
     /// Largest horizontal value.
-    pub(crate) x_max: f64,
+    pub x_max: f64,
     /// Largest vertical value.
-    pub(crate) y_max: f64,
+    pub y_max: f64,
     /// Approximate number of labels on the horizontal axis.
-    pub(crate) x_labels: usize,
+    pub x_labels: usize,
 }
 
 /// A plot being drawn.
-pub(crate) struct Canvas<'p> {
+pub struct Canvas<'p> {
     chart: Chart<'p, 'p>,
     area: DrawingArea<SVGBackend<'p>, Shift>,
     axes: (f64, f64),
@@ -63,7 +63,7 @@ pub(crate) type LabelFormat<'f> = &'f dyn Fn(&f64) -> String;
 
 impl<'p> Canvas<'p> {
     /// An empty plot with axes from 0.
-    pub(crate) fn new(
+    pub fn new(
         path: &'p Path,
         axes: &Axes<'_>,
         x_label: LabelFormat<'_>,
@@ -111,7 +111,7 @@ impl<'p> Canvas<'p> {
     }
 
     /// A filled region from `lower` to `upper`, with a legend entry.
-    pub(crate) fn band(
+    pub fn band(
         &mut self,
         name: &str,
         color: RGBColor,
@@ -128,7 +128,7 @@ impl<'p> Canvas<'p> {
     }
 
     /// A line through `points`, with a legend entry.
-    pub(crate) fn line(&mut self, name: &str, color: RGBColor, points: &[(f64, f64)]) -> anyhow::Result<()> {
+    pub fn line(&mut self, name: &str, color: RGBColor, points: &[(f64, f64)]) -> anyhow::Result<()> {
         let drawn = self.chart.draw_series(LineSeries::new(points.iter().copied(), color.stroke_width(3)));
         drawn
             .map_err(|cause| anyhow::anyhow!("{cause}"))?
@@ -138,7 +138,7 @@ impl<'p> Canvas<'p> {
     }
 
     /// Shades an interval of the horizontal axis, for the duration of a fault's effect.
-    pub(crate) fn shade(&mut self, from: f64, to: f64) -> anyhow::Result<()> {
+    pub fn shade(&mut self, from: f64, to: f64) -> anyhow::Result<()> {
         let corners = [(from, 0.0), (to.min(self.axes.0), self.axes.1)];
         let drawn =
             self.chart.draw_series(std::iter::once(Rectangle::new(corners, MARK_COLOR.mix(0.12).filled())));
@@ -147,7 +147,7 @@ impl<'p> Canvas<'p> {
 
     /// A vertical line with a text. A different `rank` moves the text lower, so that texts do not
     /// overlap.
-    pub(crate) fn mark(&mut self, at: f64, text: &str, rank: usize) -> anyhow::Result<()> {
+    pub fn mark(&mut self, at: f64, text: &str, rank: usize) -> anyhow::Result<()> {
         let (x_max, y_max) = self.axes;
         let line = PathElement::new(vec![(at, 0.0), (at, y_max)], MARK_COLOR.stroke_width(2));
         self.chart.draw_series(std::iter::once(line)).map_err(|cause| anyhow::anyhow!("{cause}"))?;
@@ -171,7 +171,7 @@ impl<'p> Canvas<'p> {
     }
 
     /// Draws the legend and writes the file.
-    pub(crate) fn finish(mut self, place: SeriesLabelPosition) -> anyhow::Result<()> {
+    pub fn finish(mut self, place: SeriesLabelPosition) -> anyhow::Result<()> {
         self.chart
             .configure_series_labels()
             .position(place)

@@ -15,7 +15,7 @@ use super::json::Report;
 use crate::replay::ReplayMeasurements;
 
 pub(super) use canvas::human_bytes;
-pub(crate) use canvas::{Axes, Canvas, PALETTE};
+pub use canvas::{Axes, Canvas, PALETTE};
 
 /// Draws every plot with data.
 pub(super) fn draw_all(

@@ -2,7 +2,7 @@
 //! 0062 says, and a tenant with little demand is served beside one that floods.
 //!
 //! Prompts are distinct here, so that work is only their compute time. Not here: means and
-//! percentiles (`crate::routers::compare`).
+//! percentiles (`lab/src/routers/compare.rs`).
 
 use kv_core::id::TenantId;
 use rand::{Rng, SeedableRng};
@@ -50,7 +50,7 @@ fn mostly_short(chance: &mut ChaCha8Rng) -> u32 {
 /// Time of each request's first token, its instance, and its TTFT.
 fn first_token_times(trace: &[Request], (instances, orders): (u32, bool)) -> Vec<(u64, u32, u64)> {
     let setup = FleetSetup { uses_priority_deadlines: orders, ..FleetSetup::new(instances, H100, 512) };
-    let report = run(&Workload::new(trace, 1), &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+    let report = run(&Workload::new(trace, 1), &setup, &mut Production::default());
     assert_eq!(report.served.len(), trace.len(), "no request may be rejected");
     let mut all = vec![(0, 0, 0); trace.len()];
     for served in report.served {
@@ -175,8 +175,8 @@ fn a_tenant_gets_its_share_beside_a_flooding_one() {
 
 /// Mean and longest time to first token of two tenants without limits, in milliseconds.
 fn waits_by_tenant(workload: &Workload, instances: u32, tenants: &[u32]) -> [(u64, u64); 2] {
-    let mut router = by_name(PRODUCTION, 1).unwrap();
-    let report = run(workload, &FleetSetup::new(instances, H100, 512), router.as_mut());
+    let mut router = Production::default();
+    let report = run(workload, &FleetSetup::new(instances, H100, 512), &mut router);
     assert_eq!(report.served.len(), workload.len(), "no request may be rejected");
     [1, 2].map(|tenant| {
         let of = report.served.iter().filter(|served| tenants[served.nth] == tenant);

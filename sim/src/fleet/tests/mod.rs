@@ -1,15 +1,13 @@
-//! One instance checked by hand, reproducible runs, and guarantees to requests under every router.
+//! One instance checked by hand, reproducible runs, and guarantees to requests.
+//!
+//! Not here: routers of other systems on the fleet (`lab/tests/fleet.rs`).
 #![allow(clippy::unwrap_used)]
 
 use kv_core::schedule::PROFILES;
 
 use super::*;
 use crate::generate::{TraceGenerator, TraceSpec, TrafficKind};
-use crate::routers::admitting::{AdmittingRouter, ThresholdRouter};
-use crate::routers::{
-    BASELINES, Knowledge, LatencyLimits, LoadDraw, PRODUCTION, ReplayedDecisions, by_name, capacity, compare,
-    goodput, oracle_gap,
-};
+use crate::routers::{AdmittingRouter, LeastLoaded, PRODUCTION, Production, ReplayedDecisions, capacity};
 use crate::trace::Request;
 
 mod fairness;
@@ -27,9 +25,13 @@ fn request(arrival_us: u64, blocks: &[u64], input_tokens: u32, output_tokens: u3
     }
 }
 
-fn served(trace: &[Request], instances: u32, router: &str) -> FleetReport {
+fn served_by(trace: &[Request], instances: u32, router: &mut dyn Router) -> FleetReport {
     let setup = FleetSetup { fetch_scope: FetchScope::Pool, ..FleetSetup::new(instances, H100, 512) };
-    run(&Workload::new(trace, 1), &setup, by_name(router, 1).unwrap().as_mut())
+    run(&Workload::new(trace, 1), &setup, router)
+}
+
+fn served(trace: &[Request], instances: u32) -> FleetReport {
+    served_by(trace, instances, &mut Production::default())
 }
 
 fn generated(requests: u64) -> Workload {
@@ -39,7 +41,7 @@ fn generated(requests: u64) -> Workload {
 
 #[test]
 fn one_request_takes_its_prefill_and_its_steps() {
-    let report = served(&[request(0, &[1, 2], 1_000, 3)], 1, PRODUCTION);
+    let report = served(&[request(0, &[1, 2], 1_000, 3)], 1);
     let ttft_ns = H100.step_ns + H100.prefill_ns(0, 1_000);
     assert_eq!((report.served[0].ttft_ns, report.served[0].computed_tokens), (ttft_ns, 1_000));
     let decode_ns = H100.step_ns + H100.step_ns_per_running;
@@ -52,11 +54,11 @@ fn a_long_prompt_is_computed_in_chunks_beside_decoding_requests() {
     let long = request(0, &(0..20).collect::<Vec<_>>(), 10_000, 1);
     let chunks = [(0, 4_096), (4_096, 4_096), (8_192, 1_808)];
     let alone: u64 = chunks.iter().map(|(context, new)| H100.step_ns + H100.prefill_ns(*context, *new)).sum();
-    assert_eq!(served(std::slice::from_ref(&long), 1, PRODUCTION).served[0].ttft_ns, alone);
+    assert_eq!(served(std::slice::from_ref(&long), 1).served[0].ttft_ns, alone);
     // Another request has its first token and decodes: each chunk takes longer by its share.
     let first = request(0, &[100], 400, 1_000);
     let late = Request { arrival_us: 100_000, ..long };
-    let report = served(&[first, late], 1, PRODUCTION);
+    let report = served(&[first, late], 1);
     let beside = report.served.iter().find(|served| served.nth == 1).unwrap().ttft_ns;
     let least = alone + 3 * H100.step_ns_per_running;
     let step_ns = H100.step_ns + H100.step_ns_per_running;
@@ -110,7 +112,7 @@ fn the_delay_of_decoding_by_a_prompt_is_independent_of_chunk_size() {
         let mean_ns = |trace: &[Request]| {
             let setup = FleetSetup { fetch_scope: FetchScope::Pool, ..FleetSetup::new(1, H100, 512) };
             let setup = FleetSetup { batch: BatchLimits { chunk_tokens, ..setup.batch }, ..setup };
-            let report = run(&Workload::new(trace, 1), &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+            let report = run(&Workload::new(trace, 1), &setup, &mut Production::default());
             let theirs = report.ended.iter().filter(|(nth, _)| (*nth as u64) < decoders);
             theirs.map(|(_, tbt_ns)| *tbt_ns as f64).sum::<f64>() / decoders as f64
         };
@@ -137,20 +139,18 @@ fn prompts_behind_a_long_one() -> [Request; 3] {
 #[test]
 fn shorter_waiting_prompts_start_first_only_with_priority_deadlines() {
     let workload = Workload::new(&prompts_behind_a_long_one(), 1);
-    let order = |orders: bool, router: &str| {
+    let order = |orders: bool, router: &mut dyn Router| {
         let setup = FleetSetup {
             uses_priority_deadlines: orders,
             fetch_scope: FetchScope::Pool,
             ..FleetSetup::new(1, H100, 512)
         };
-        let report = run(&workload, &setup, by_name(router, 1).unwrap().as_mut());
+        let report = run(&workload, &setup, router);
         report.served.iter().map(|served| served.nth).collect::<Vec<_>>()
     };
-    assert_eq!(order(true, PRODUCTION), [0, 2, 1]);
-    assert_eq!(order(false, PRODUCTION), [0, 1, 2]);
-    for router in BASELINES {
-        assert_eq!(order(true, router), [0, 1, 2], "{router} sets no deadlines");
-    }
+    assert_eq!(order(true, &mut Production::default()), [0, 2, 1]);
+    assert_eq!(order(false, &mut Production::default()), [0, 1, 2]);
+    assert_eq!(order(true, &mut LeastLoaded), [0, 1, 2], "it sets no deadlines");
 }
 
 #[test]
@@ -161,21 +161,22 @@ fn a_burst_with_a_shared_prefix_computes_it_only_a_few_times() {
         request(nth * 500, &ids, 21 * 512, 1)
     };
     let burst: Vec<Request> = (0..32).map(prompt).collect();
-    let computed = |router: &str| {
-        let report = served(&burst, 8, router);
+    let computed = |router: &mut dyn Router| {
+        let report = served_by(&burst, 8, router);
         report.served.iter().map(|served| u64::from(served.computed_tokens)).sum::<u64>()
     };
     let (whole, own) = (21 * 512, 512);
     // At most once on each instance; nodes have no blocks before the first prompt is done.
     let most = 8 * whole + 24 * own;
-    assert!(computed(PRODUCTION) <= most, "{} tokens of {most}", computed(PRODUCTION));
-    assert!(computed("least-loaded") >= most, "a router without that knowledge computes it as often");
+    let own_tokens = computed(&mut Production::default());
+    assert!(own_tokens <= most, "{own_tokens} tokens of {most}");
+    assert!(computed(&mut LeastLoaded) >= most, "a router without that knowledge computes it as often");
 }
 
 #[test]
 fn a_prefix_in_gpu_memory_is_not_computed_again() {
     let again = request(2_000_000, &[1, 2, 3], 1_500, 1);
-    let report = served(&[request(0, &[1, 2], 1_024, 1), again], 1, PRODUCTION);
+    let report = served(&[request(0, &[1, 2], 1_024, 1), again], 1);
     assert_eq!(report.served[1].computed_tokens, 1_500 - 1_024);
     assert_eq!(report.fetched_blocks, 0);
     assert_eq!(report.served[1].ttft_ns, H100.step_ns + H100.prefill_ns(1_024, 476));
@@ -187,7 +188,8 @@ fn a_prefix_in_gpu_memory_is_not_computed_again() {
 fn a_prefix_on_another_node_is_fetched_if_that_is_faster() {
     let blocks: Vec<u64> = (0..40).collect();
     let trace = [request(0, &blocks, 20_480, 1), request(5_000_000, &blocks, 20_480, 1)];
-    let report = served(&trace, 2, "round-robin");
+    let sent = [0, 1].map(|instance| Some(InstanceId(instance)));
+    let report = served_by(&trace, 2, &mut ReplayedDecisions::following(sent.into()));
     let [first, second] = &report.served[..] else { panic!("{report:?}") };
     assert_eq!((first.instance, second.instance, report.fetched_blocks), (0, 1, 40));
     assert_eq!(second.computed_tokens, 1, "the last token is always computed");
@@ -196,37 +198,7 @@ fn a_prefix_on_another_node_is_fetched_if_that_is_faster() {
     assert_eq!(second.ttft_ns, moved + H100.step_ns + H100.prefill_ns(20_479, 1));
     assert!(second.ttft_ns < first.ttft_ns / 5);
     // The production scheduler sends it to the instance that has the prefix.
-    assert_eq!(served(&trace, 2, PRODUCTION).fetched_blocks, 0);
-}
-
-#[test]
-fn without_a_pool_an_instance_uses_only_its_own_node() {
-    let blocks: Vec<u64> = (0..40).collect();
-    let trace = [0, 5_000_000, 10_000_000].map(|at| request(at, &blocks, 20_480, 1));
-    let own = |router: &str| {
-        run(&Workload::new(&trace, 1), &FleetSetup::new(2, H100, 512), by_name(router, 1).unwrap().as_mut())
-    };
-    let computed =
-        |report: FleetReport| report.served.iter().map(|served| served.computed_tokens).collect::<Vec<_>>();
-    assert_eq!(computed(own("round-robin")), [20_480, 20_480, 1]);
-    assert_eq!(computed(own("local-prefix")), [20_480, 1, 1]);
-    assert_eq!(computed(own(PRODUCTION)), [20_480, 1, 1]);
-    // Mooncake transfers the longest prefix to an instance without it.
-    let busy = [
-        request(0, &blocks, 20_480, 1),
-        request(1_000_000, &[90], 500, 1),
-        request(5_000_000, &blocks, 20_480, 1),
-    ];
-    assert_eq!(
-        run(
-            &Workload::new(&busy, 1),
-            &FleetSetup::new(2, H100, 512),
-            by_name("mooncake", 1).unwrap().as_mut()
-        )
-        .served[2]
-            .computed_tokens,
-        1
-    );
+    assert_eq!(served(&trace, 2).fetched_blocks, 0);
 }
 
 #[test]
@@ -263,47 +235,6 @@ fn memory_keeps_running_blocks_and_evicts_the_least_recently_used() {
 }
 
 #[test]
-fn equal_arguments_give_equal_reports_and_every_request_is_served_once() {
-    let workload = generated(600);
-    let setup = FleetSetup::new(4, H100, 512);
-    for name in BASELINES.iter().chain([&PRODUCTION]) {
-        let once = run(&workload, &setup, by_name(name, 7).unwrap().as_mut());
-        let again = run(&workload, &setup, by_name(name, 7).unwrap().as_mut());
-        assert_eq!(once, again, "{name}");
-        let mut served: Vec<_> = once.served.iter().map(|served| served.nth).collect();
-        served.sort_unstable();
-        assert!(
-            served.iter().copied().eq(0..workload.len()),
-            "{name} served {} of {}",
-            served.len(),
-            workload.len()
-        );
-        assert!(
-            once.served
-                .iter()
-                .all(|served| served.computed_tokens >= 1 && served.computed_tokens <= served.input_tokens)
-        );
-    }
-}
-
-#[test]
-fn comparisons_are_complete_and_reproducible() {
-    let workload = generated(400);
-    let setup = FleetSetup::new(2, H100, 512);
-    let capacity = capacity(&workload, &setup, 1);
-    let compared = compare(&workload, &setup, (0.5, capacity), &LoadDraw::all(3, 1));
-    assert_eq!(compared.baselines.len(), BASELINES.len());
-    let (mean, p90) = compared.ratios();
-    assert!(mean > 0.0 && mean.is_finite() && p90 > 0.0 && p90.is_finite());
-    assert!(compared.baselines.is_sorted_by(|one, other| one.ttft.mean_ms <= other.ttft.mean_ms));
-    let all: Vec<_> = compared.all_ratios().collect();
-    assert_eq!((all.len(), all[0]), (3, compared.ratios()), "the load itself comes first");
-    assert!(all[1] != all[0] && all[2] != all[1], "other rates, other runs: {all:?}");
-    let below = [LoadDraw { rate: 0.99, seed: 2 }];
-    assert_eq!(compare(&workload, &setup, (0.5, capacity), &below).ratios(), all[1]);
-}
-
-#[test]
 fn one_long_prompt_at_the_end_does_not_make_a_fleet_slower() {
     // Requests a tenth of a second apart with distinct prompts; the last prompt has this length.
     let of = |last_tokens: u32| {
@@ -311,43 +242,13 @@ fn one_long_prompt_at_the_end_does_not_make_a_fleet_slower() {
         let one =
             |nth: u64| request(nth * 100_000, &[3 * nth + 1, 3 * nth + 2, 3 * nth + 3], tokens(nth), 10);
         let trace: Vec<Request> = (0..400).map(one).collect();
-        capacity(&Workload::new(&trace, 1), &FleetSetup::new(2, H100, 512), 1)
+        capacity(&Workload::new(&trace, 1), &FleetSetup::new(2, H100, 512))
     };
     let (without, with) = (of(2_000), of(100_000));
     assert!(
         without > 10.0 && (0.95..1.05).contains(&(with / without)),
         "{with} instead of {without} per second"
     );
-}
-
-#[test]
-fn overload_rejects_requests_and_serves_the_others_in_time() {
-    let workload = generated(300);
-    let setup = FleetSetup { fetch_scope: FetchScope::Pool, ..FleetSetup::new(2, H100, 512) };
-    let capacity = capacity(&workload, &setup, 1);
-    let limits = LatencyLimits::Equal { ttft_ms: 2_000, tbt_ms: 100 };
-    let goodput = goodput(&workload, &setup, (3.0, capacity), limits, &LoadDraw::all(2, 1)).unwrap();
-    let production = &goodput.production;
-    assert!(production.rejected > 0.0, "{production:?}");
-    assert!(
-        production.in_time + production.rejected > 0.97,
-        "admitted requests must be in time: {production:?}"
-    );
-    assert!(production.long_in_time > 0.0, "long prompts must get their share: {production:?}");
-    assert_eq!(goodput.baselines.len(), BASELINES.len());
-    let best = &goodput.baselines[0];
-    assert!(goodput.baselines.iter().all(|one| one.in_time <= best.in_time), "the best is first");
-    assert!((goodput.ratio() - production.in_time / best.in_time).abs() < 1e-9);
-    assert!(goodput.ratio() > 0.9, "{production:?} against {best:?}");
-    let all: Vec<_> = goodput.all_ratios().collect();
-    assert_eq!((all.len(), all[0].0), (2, goodput.ratio()));
-    assert!(all[1].0 > 0.9, "{all:?}");
-    // Ratios of counts may be equal in two draws, but other results are not.
-    let second = [LoadDraw { rate: 1.01, seed: 2 }];
-    let second = crate::routers::goodput(&workload, &setup, (3.0, capacity), limits, &second).unwrap();
-    let ratios = (second.ratio(), second.ratio_by_ttft().unwrap_or_default());
-    assert_eq!(ratios, all[1]);
-    assert_ne!(second.production, *production);
 }
 
 #[test]
@@ -359,8 +260,7 @@ fn lookahead_predicts_the_actual_first_tokens() {
     // Nodes hold no blocks and there are no priority deadlines, so the requests alone determine the
     // result.
     let setup = FleetSetup { node_blocks: (0, 0), uses_priority_deadlines: false, ..setup };
-    let mut router = by_name(PRODUCTION, 1).unwrap();
-    let report = run(&workload, &setup, router.as_mut());
+    let report = run(&workload, &setup, &mut Production::default());
     let come = workload.requests.iter().enumerate().map(|(nth, request)| {
         let job = EngineJob {
             nth,
@@ -385,34 +285,14 @@ fn lookahead_predicts_the_actual_first_tokens() {
 }
 
 #[test]
-fn oracle_gap_separates_levels_of_knowledge_reproducibly() {
-    let workload = generated(300);
-    let setup = FleetSetup::new(2, H100, 512);
-    let capacity = capacity(&workload, &setup, 1);
-    let draws = LoadDraw::all(2, 1);
-    let once = oracle_gap(&workload, &setup, (0.9, capacity), 8, &draws).unwrap();
-    assert_eq!(Some(&once), oracle_gap(&workload, &setup, (0.9, capacity), 8, &draws).as_ref());
-    assert_eq!(once.drawn.len(), 1);
-    assert_eq!(once.knowing.iter().map(|one| one.knowledge).collect::<Vec<_>>(), Knowledge::ALL);
-    let [first, .., last] = &once.knowing[..] else { panic!("{once:?}") };
-    let lost = once.lost.delay + once.lost.prediction + once.lost.greed;
-    assert!((lost - (1.0 - last.ttft.mean_ms / first.ttft.mean_ms)).abs() < 1e-9, "{once:?}");
-    // Without delays in the baseline, staleness costs nothing, and without a window the future has
-    // no value.
-    let fresh = oracle_gap(&workload, &setup.with_fresh_state(), (0.9, capacity), 0, &draws[..1]).unwrap();
-    assert_eq!((fresh.lost.delay, fresh.lost.greed), (0.0, 0.0));
-    assert!(fresh.knowing[0].ttft.mean_ms > 0.0);
-}
-
-#[test]
 fn slower_instances_are_predicted_correctly_and_get_less_work() {
     // Two of four compute as slowly as an older GPU generation, without any configuration of that.
     let workload = generated(3_000);
     let setup = FleetSetup { fetch_scope: FetchScope::Pool, ..FleetSetup::new(4, H100, 512) };
     let alike = FleetSetup { slower: (0..4).map(|instance| (instance, 2.9)).collect(), ..setup.clone() };
-    let per_s = capacity(&workload, &alike, 1);
+    let per_s = capacity(&workload, &alike);
     let setup = FleetSetup { slower: vec![(2, 2.9), (3, 2.9)], ..setup };
-    let report = run(&workload.at_rate(1.5 * per_s), &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+    let report = run(&workload.at_rate(1.5 * per_s), &setup, &mut Production::default());
     // After the router's learning phase.
     let of = |slow: bool| {
         let served = report.served.iter().skip(1_000).filter(|served| (served.instance >= 2) == slow);
@@ -439,7 +319,7 @@ fn a_joining_instance_gets_a_growing_share() {
     let workload = Workload::new(&trace, 1);
     let join_ns = 10_000_000_000;
     let setup = FleetSetup { joins: vec![(3, join_ns)], ..FleetSetup::new(4, H100, 512) };
-    let report = run(&workload, &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+    let report = run(&workload, &setup, &mut Production::default());
     assert_eq!(report.served.len(), trace.len());
     // The joiner's share of requests that arrived in this range of seconds after its join.
     let share = |from_s: u64, to_s: u64| {
@@ -536,38 +416,10 @@ fn inter_token_latency_and_memory_waits_are_predicted() {
     // Memory for half of the requests that decode at once at this rate.
     let setup =
         FleetSetup { fetch_scope: FetchScope::Pool, gpu_blocks: 200, ..FleetSetup::new(2, H100, 512) };
-    let report = run(&workload.at_rate(2.5), &setup, by_name(PRODUCTION, 1).unwrap().as_mut());
+    let report = run(&workload.at_rate(2.5), &setup, &mut Production::default());
     let (median, bias) = report.tbt_prediction_error(100);
     assert!(median < 0.15 && bias.abs() < 0.15, "inter-token latency: {median} {bias}");
     let (median, bias) = report.ttft_prediction_error(100);
     assert!(report.ttft().mean_ms > 1_000.0, "requests must wait for memory: {:?}", report.ttft());
     assert!(median < 0.15 && bias.abs() < 0.4, "first tokens: {median} {bias}");
-}
-
-#[test]
-fn rejections_keep_inter_token_limits_under_decode_load() {
-    let workload = long_answers(400).at_rate(7.0);
-    let setup = FleetSetup { fetch_scope: FetchScope::Pool, ..FleetSetup::new(2, H100, 512) };
-    let setup = FleetSetup { batch: BatchLimits { chunk_tokens: 512, ..setup.batch }, ..setup };
-    // The limit is reached when about sixty requests decode at once; memory allows twice as many.
-    let (ttft_max_us, tbt_max_us) = (10_000_000, 12_000);
-    let in_time = |router: &mut dyn Router| {
-        let report = run(&workload, &setup, router);
-        let slow = report.ended.iter().filter(|(_, tbt_ns)| *tbt_ns > tbt_max_us * 1_000).count();
-        let in_time = report.within_limits(|_| (ttft_max_us, tbt_max_us)).len();
-        (in_time, slow as f64 / report.ended.len() as f64, report.rejected)
-    };
-    let of_all = |tbt_max_us| std::sync::Arc::from(vec![(ttft_max_us, tbt_max_us); workload.len()]);
-    let [(kept, slow, rejected), (ignored, ..)] =
-        [tbt_max_us, 0].map(|tbt_max_us| in_time(&mut AdmittingRouter::new(of_all(tbt_max_us))));
-    assert!(rejected > 40 && slow < 0.15, "{rejected} rejected, {slow} too slow");
-    assert!(kept * 10 > ignored * 11, "{kept} in time, and {ignored} without an inter-token limit");
-    // The same counts for another router that uses these predictions with a threshold.
-    let other = |pace: f64| ThresholdRouter {
-        inner: by_name("least-loaded", 1).unwrap(),
-        limits: of_all(tbt_max_us),
-        shares: [1.0, pace],
-    };
-    let [(paced, ..), (others, ..)] = [1.0, f64::INFINITY].map(|pace| in_time(&mut other(pace)));
-    assert!(kept * 10 > others * 11 && paced * 10 > others * 11, "{kept} and {paced}, and {others} without");
 }
