@@ -2,7 +2,7 @@
 //! two real nodes.
 //!
 //! Not here: the merging and effect of statistics (`kv_core::evict::statistics`), and the resulting
-//! hit rate (`kvfleet trace joins`).
+//! hit rate (`kvfleet-lab joins`).
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;

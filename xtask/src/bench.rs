@@ -318,7 +318,15 @@ const DOCUMENTS: [BenchDocument; 4] = [
         file: "benchmarks-router.md",
         theme: "router and gateway",
         benches: &[
-            "index", "snapshot", "choose", "decide", "events", "overload", "proxy", "failover", "prediction",
+            "index",
+            "snapshot",
+            "choose",
+            "decide",
+            "events",
+            "overload",
+            "proxy",
+            "failover",
+            "prediction",
             "routing",
         ],
     },
@@ -485,15 +493,14 @@ fn date(days: u64) -> String {
 }
 
 const INTRO: &str = "\
-Written by `cargo xtask bench --all`, or one section by `cargo xtask bench NAME --write`; do not edit. Both \
-sides of a row run in the same process in alternating
-order. *ours* and *theirs* are medians; the ratio (ours over theirs) is the median over runs, with the minimum
-and maximum run in brackets. On a shared machine only the ratios are meaningful. Sections that say so were \
-built with a profile that some of these
-benches recorded (`docs/adr/0071-profile-guided-release.md`).
+Written by `cargo xtask bench --all`, or one section by `cargo xtask bench NAME --write`; do not
+edit. Both sides of a row run in the same process in alternating order. *ours* and *theirs* are
+medians; the ratio (ours over theirs) is the median over runs, with the minimum and maximum run in
+brackets. On a shared machine only the ratios are meaningful. Sections that say so were built with
+a profile that some of these benches recorded (`docs/adr/0071-profile-guided-release.md`).
 
-Not here: other indexes and caches, and etcd. `cargo xtask bench --peers` builds them, runs ours beside them and
-compares each row with its target.\n";
+Not here: other indexes and caches, and etcd. `cargo xtask bench --peers` builds them, runs ours
+beside them and compares each row with its target.\n";
 
 fn measurement_note(date: &str, machine: &Machine) -> String {
     let Machine { cpu, cores, memory_gib, kernel } = machine;

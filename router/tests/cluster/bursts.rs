@@ -2,7 +2,7 @@
 //! second one counts on the prefix that the first one computes, while it may still come.
 //!
 //! Not here: the tracking of such prefixes (`kv_core::schedule::SentPrefixes`), and the gain
-//! (`kvfleet trace routers`).
+//! (`kvfleet-lab routers`).
 
 use std::cell::Cell;
 use std::time::Duration;

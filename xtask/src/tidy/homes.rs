@@ -15,7 +15,7 @@ const HOMES: &[(&str, &[&str])] = &[
     ("opentelemetry", &["cli/src/", "net/src/trace_context.rs"]),
     ("opentelemetry_sdk", &["cli/src/"]),
     ("opentelemetry_otlp", &["cli/src/"]),
-    ("plotters", &["cli/src/", "sim/src/"]),
+    ("plotters", &["cli/src/", "lab/src/"]),
     ("indicatif", &["cli/src/"]),
     ("axum", &["cli/src/", "engine/src/mock/", "gateway/", "benches/src/proxy"]),
     ("kube", &["gateway/src/endpoints/kubernetes/"]),

@@ -17,7 +17,7 @@ const DOCUMENTS: [&str; 8] = [
 ];
 
 /// Top-level folders; other words with a slash are not paths of this repository.
-const FOLDERS: [&str; 25] = [
+const FOLDERS: [&str; 26] = [
     "cpu",
     "core",
     "proto",
@@ -32,6 +32,7 @@ const FOLDERS: [&str; 25] = [
     "testkit",
     "client",
     "sim",
+    "lab",
     "cli",
     "chaos-tests",
     "benches",

@@ -26,8 +26,9 @@ what is published, fitted and assumed.
 ";
 
 /// Where the plots are, in the document without them.
-const WITHOUT_PLOTS: &str =
-    "\nPlots are not in the repository: `cargo xtask policies --full DIR` writes them with this document.\n";
+const WITHOUT_PLOTS: &str = "
+Plots are not in the repository: `cargo xtask policies --full DIR` writes them with this document.
+";
 
 /// The whole document.
 pub(super) fn render(evaluation: &Evaluation, judgement: &PolicyJudgement) -> String {

@@ -73,8 +73,30 @@ unavoidable compute and transfer: the mean there is close to the best that routi
 
 /// Where the rest is, in the summary.
 const WITHOUT_FLEETS: &str = "\
-This is the summary. `cargo xtask routers --full DIR` writes the document with all routers of each fleet and plots; it is not in the
-repository. The rows of all runs are in `lab/rows/`.
+This is the summary. `cargo xtask routers --full DIR` writes the document with all routers of each
+fleet and with plots; it is not in the repository. The rows of all runs are in `lab/rows/`.
+
+";
+
+/// Above the table of the summary.
+const POINTS: &str = "\
+## Against the best of the others at each point
+
+TTFT of the production scheduler over the least of the ten, for the mean and for P90. If a ratio has
+two more in brackets, it is the median of several runs, with the least and the greatest, at rates
+within a hundredth of the load and with other seeds of randomised routers. Times are of the load
+itself.
+
+";
+
+/// Above the table of overloads in the summary.
+const OVERLOADS: &str = "
+## Requests in time above the capacity
+
+Shares of the offered requests that met both limits: time to first token, and mean time between
+tokens. × means multiples of the times of a request alone on an instance without cached blocks. The
+other routers reject requests with predictions above the thresholds that are best for this load. The
+last column is the ratio to the best of those that limit TTFT alone.
 
 ";
 
@@ -105,7 +127,7 @@ fn head(terms: &RunSettings) -> String {
 pub(super) fn render_summary(rows: &[ComparisonRow], beyond: &[OverloadRow], terms: &RunSettings) -> String {
     let mut text = head(terms);
     text += WITHOUT_FLEETS;
-    text += "## Against the best of the others at each point\n\nTTFT of the production scheduler over the least of the ten, for the mean and for P90. Where a ratio has two more in brackets it is the median of several runs, with the least and the greatest, at rates within a hundredth of the load and with other seeds of routers that draw. Times are of the load itself.\n\n";
+    text += POINTS;
     text += "| traffic | requests | instances | others fetch from | load | mean | best other | ratio | P90 | ratio of P90 |\n";
     text += "| --- | ---: | ---: | --- | ---: | ---: | --- | ---: | ---: | ---: |\n";
     for ComparisonRow { traffic, requests, instances, plane: from, compared, .. } in rows {
@@ -129,7 +151,7 @@ pub(super) fn render_summary(rows: &[ComparisonRow], beyond: &[OverloadRow], ter
 }
 
 fn goodput_summary(text: &mut String, beyond: &[OverloadRow]) {
-    *text += "\n## Requests in time above the capacity\n\nShares of the offered requests that met both limits: time to first token, and mean time between tokens; × means multiples of the times of a request alone on an instance without cached blocks. The other routers reject requests with predictions above the thresholds that are best for this load. The last column is the ratio to the best of those that limit TTFT alone.\n\n";
+    *text += OVERLOADS;
     *text += "| traffic | requests | instances | load | limits | in time | turned away | best other | its share | ratio | by TTFT alone |\n";
     *text += "| --- | ---: | ---: | ---: | --- | ---: | ---: | --- | ---: | ---: | ---: |\n";
     for OverloadRow { traffic, requests, instances, goodput, .. } in beyond {
