@@ -12,7 +12,6 @@ mod prefetch_hints;
 pub mod queue;
 pub mod reuse_prob;
 pub mod reuse_stats;
-#[cfg(any(test, feature = "suite"))]
 pub mod suite;
 pub mod workload;
 

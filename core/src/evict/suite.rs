@@ -1,5 +1,5 @@
-//! The behaviour suite that every policy passes, and the notation of the policies' own tests. Built
-//! for tests, and with the feature `suite` for policies of other crates.
+//! The behaviour suite that every policy passes, and the notation of the policies' own tests. Public
+//! for policies of other crates.
 //!
 //! Not here: which block a given policy prefers (each policy's tests), and the generator of random
 //! numbers (the caller's).

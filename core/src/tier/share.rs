@@ -55,7 +55,7 @@ impl TenantShare {
     }
 
     fn has_victim(&self, yields_to: u32) -> bool {
-        self.queue.len() > 0 || self.last_resort(yields_to).is_some()
+        !self.queue.is_empty() || self.last_resort(yields_to).is_some()
     }
 }
 

@@ -63,7 +63,7 @@ impl RankedBlocks {
         let Some(queue) = self.queues.get_mut(&rank) else { return };
         how(&mut self.links, queue, key);
         self.queued -= 1;
-        if queue.len() == 0 {
+        if queue.is_empty() {
             self.queues.remove(&rank);
         }
     }

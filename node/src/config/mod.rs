@@ -407,6 +407,15 @@ mod tests {
     }
 
     #[test]
+    fn baseline_policies_are_refused_with_their_place() {
+        for name in ["fifo", "arc", "tinylfu", "workload-share"] {
+            let config = NodeConfig { policy: name.to_owned(), ..NodeConfig::default() };
+            let said = config.validate().unwrap_err().to_string();
+            assert!(said.contains("lru, workload, density") && said.contains("kvfleet-lab"), "{said}");
+        }
+    }
+
+    #[test]
     fn each_invalid_value_names_its_key() {
         let refused = |change: fn(&mut NodeConfig)| {
             let mut config = NodeConfig::default();

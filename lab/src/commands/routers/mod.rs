@@ -97,7 +97,7 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
     match &args.out {
         Some(folder) => write_document(folder, &rows, &overload_rows, &terms)?,
         None if !args.json && args.summary.is_none() => {
-            print!("{}", document::render(&rows, &overload_rows, &terms))
+            print!("{}", document::render(&rows, &overload_rows, &terms));
         }
         None => {}
     }
