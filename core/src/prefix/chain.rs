@@ -93,6 +93,11 @@ pub(super) struct HashWriter<'hashes> {
 }
 
 impl ImageSink for HashWriter<'_> {
+    #[inline(always)]
+    fn detach(&mut self) -> Self {
+        Self { hashes: std::mem::take(&mut self.hashes), position: self.position }
+    }
+
     /// Groups of four start at a block group or at its second half.
     #[inline]
     fn blocks_before_fours(&self) -> usize {
@@ -103,7 +108,7 @@ impl ImageSink for HashWriter<'_> {
     fn receive<const BLOCKS: usize>(&mut self, images: [[u8; 16]; BLOCKS]) {
         let hashes = std::mem::take(&mut self.hashes).split_first_chunk_mut::<BLOCKS>();
         let Some((next, rest)) = hashes else { return };
-        *next = images.map(BlockHash);
+        next.iter_mut().zip(&images).for_each(|(hash, image)| hash.0 = *image);
         self.position.apply_headers(next);
         self.hashes = rest;
     }

@@ -56,6 +56,7 @@ impl<'lines> BlockBatch<'lines> {
 
     /// The first `count` blocks, and the rest.
     #[cfg(target_arch = "x86_64")]
+    #[inline]
     fn split_at(self, count: usize) -> (Self, Self) {
         let (lines, rest) = self.lines.split_at(count * self.lines_per_block);
         (Self { lines, ..self }, Self { lines: rest, slot: self.slot + lines.len(), ..self })
@@ -63,7 +64,11 @@ impl<'lines> BlockBatch<'lines> {
 }
 
 /// Receives the images of blocks in chain order.
-pub trait ImageSink {
+pub trait ImageSink: Sized {
+    /// Moves the sink into a local variable of a kernel, so that it stays in registers. The kernel
+    /// assigns it back.
+    fn detach(&mut self) -> Self;
+
     /// Blocks until the sink can receive four images at a time.
     fn blocks_before_fours(&self) -> usize;
 

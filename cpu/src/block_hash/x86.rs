@@ -223,11 +223,13 @@ fn absorb_sequential(
     state: &mut [u8; 16],
     images: &mut impl ImageSink,
 ) {
+    let mut sink = images.detach();
     let mut now = load_state(state);
     for (slot, block) in blocks.slots() {
         now = _mm_xor_si128(now, sum(keys, slot, block));
-        images.receive([bytes(encipher(round_keys, now))]);
+        sink.receive([bytes(encipher(round_keys, now))]);
     }
+    *images = sink;
     *state = bytes(now);
 }
 
@@ -379,6 +381,7 @@ fn absorb_fours(
     state: &mut [u8; 16],
     images: &mut impl ImageSink,
 ) {
+    let mut sink = images.detach();
     let zero = _mm512_setzero_si512();
     let [whitening, middle @ .., last] = round_keys;
     // The state after the last block, in every lane.
@@ -394,8 +397,9 @@ fn absorb_fours(
         for key in middle {
             image = _mm512_aesenc_epi128(image, load_four(key));
         }
-        images.receive(bytes_of_four(_mm512_aesenclast_epi128(image, load_four(last))));
+        sink.receive(bytes_of_four(_mm512_aesenclast_epi128(image, load_four(last))));
     }
+    *images = sink;
     *state = bytes(_mm512_castsi512_si128(now));
 }
 
@@ -408,6 +412,7 @@ fn absorb_long(
     state: &mut [u8; 16],
     images: &mut impl ImageSink,
 ) {
+    let mut sink = images.detach();
     let mut now = load_state(state);
     for (slot, block) in blocks.slots() {
         let (twos, odd) = block.as_chunks::<2>();
@@ -423,8 +428,9 @@ fn absorb_long(
         if !odd.is_empty() {
             now = _mm_xor_si128(now, sum(keys, slot + 2 * twos.len(), odd));
         }
-        images.receive([bytes(encipher(round_keys, now))]);
+        sink.receive([bytes(encipher(round_keys, now))]);
     }
+    *images = sink;
     *state = bytes(now);
 }
 
