@@ -18,7 +18,7 @@ use crate::config::EngineConfig;
 use crate::engines::{EngineFollowers, FollowError};
 use crate::groups::Group;
 use crate::server::route::RouteHints;
-use crate::server::{ServerState, decode, moved_requests, route, why};
+use crate::server::{ServerState, decode, feedback, moved_requests, route};
 use crate::view::decision_log::AnswerStats;
 
 /// Longest silence of a leader at which a replica still counts as up to date: several election
@@ -113,7 +113,7 @@ impl RouterHandle {
     /// Records the time from the decision to the first token, which corrects TTFT predictions. Has
     /// no effect for an unknown request, for another instance, or if the instance reported itself.
     pub fn record_first_token(&self, request: u64, instance: InstanceId, after: Duration) {
-        why::record_first_token(&self.shared, request, instance, after);
+        feedback::record_first_token(&self.shared, request, instance, after);
     }
 
     /// Records the end of an answer: its number of tokens (0 if unknown) and the mean time between
@@ -121,14 +121,14 @@ impl RouterHandle {
     /// report of the instance takes precedence.
     pub fn record_end(&self, request: u64, instance: InstanceId, output_tokens: u32, tbt: Option<Duration>) {
         let tbt_us = tbt.map_or(0, |tbt| u64::try_from(tbt.as_micros()).unwrap_or(u64::MAX));
-        why::record_end(&self.shared, (request, instance), AnswerStats { output_tokens, tbt_us });
-        why::stop_waiting(&self.shared, request);
+        feedback::record_end(&self.shared, request, instance, AnswerStats { output_tokens, tbt_us });
+        feedback::stop_waiting(&self.shared, request);
     }
 
     /// Records that a request ended without a complete answer: the client disconnected or the
     /// engine failed. It leaves the queue, and its output length is not learned from.
     pub fn record_abort(&self, request: u64) {
-        why::record_abort(&self.shared, request);
+        feedback::record_abort(&self.shared, request);
     }
 
     /// Takes the load of an instance that does not report itself.
@@ -155,7 +155,7 @@ impl RouterHandle {
     /// another voter stays here and is not returned.
     pub async fn hand_over_leadership(&self, within: Duration) -> Vec<u16> {
         let begun = Instant::now();
-        self.shared.draining.cancel();
+        self.shared.lifecycle.start_drain();
         let all = self.shared.groups.all();
         all.iter().for_each(|group| group.consensus.stop_campaigning());
         loop {
@@ -180,7 +180,7 @@ impl RouterHandle {
     /// One line that names the missing part.
     pub fn ready(&self) -> Result<(), String> {
         // Reported before the process stops, so that load balancers can react.
-        if self.shared.draining.is_cancelled() {
+        if self.shared.lifecycle.is_draining() {
             return Err("this router is draining: it was asked to let go of its work".to_owned());
         }
         for group in self.shared.groups.all() {

@@ -48,6 +48,10 @@ use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
 use crate::raft::{CONTROL, ClusterIdentity};
 use crate::retire;
+use crate::server::history::RequestHistory;
+use crate::server::lifecycle::Lifecycle;
+use crate::server::limits::CallLimits;
+use crate::server::node_intake::NodeIntake;
 use crate::server::{RouterService, ServerState};
 use crate::view::fleet::FleetView;
 use crate::view::residency::{RESIDENT_BLOCKS_MAX, Residency};
@@ -316,36 +320,37 @@ impl RouterParts<'_> {
             config: self.config.anti_entropy.clone(),
         };
         tokio::spawn(meter.run(self.stop.clone()));
-        let queued = self.start_window_publisher(&peers, clock);
-        let hot = self.start_hot_copies((&fleet, &copies), clock);
+        let history = RequestHistory::new(
+            self.start_window_publisher(&peers, clock),
+            self.start_hot_copies((&fleet, &copies), clock),
+        );
+        let nodes = NodeIntake::new(
+            silence,
+            self.groups.shards().iter().map(|shard| self.start_ingest(shard, clock)).collect(),
+            truth,
+            directives::start(Arc::clone(&control.published), self.stop.clone()),
+            self.start_reuse_stats(clock),
+        );
+        let admission = &self.config.admission;
         Arc::new(ServerState {
-            anti_entropy: truth,
             cluster,
             manifests: self.manifests(&peers, clock),
             peers,
             groups: self.groups.clone(),
             fleet,
             residency,
-            silence,
-            ingests: self.groups.shards().iter().map(|shard| self.start_ingest(shard, clock)).collect(),
-            ttft_max_ms: self.config.admission.ttft_max_ms,
-            tbt_max_us: self.config.admission.tbt_max_us,
-            decision_log: Mutex::default(),
-            in_flight_prefixes: Mutex::default(),
-            inferred_prefixes: Mutex::default(),
-            queued_requests: queued,
-            copies,
-            remote_reads: hot,
-            fresh_shares: Mutex::default(),
-            reuse_stats: self.start_reuse_stats(clock),
-            directives: directives::start(Arc::clone(&control.published), self.stop.clone()),
             metrics: self.metrics.clone(),
             clock,
             unix,
-            reports_due: clock.now().after(self.reports_grace()),
-            announce_blocks_max: self.config.announce.blocks_max,
-            draining: self.stop.child_token(),
-            stop: self.stop.clone(),
+            copies,
+            nodes,
+            history,
+            limits: CallLimits::new(
+                admission.ttft_max_ms,
+                admission.tbt_max_us,
+                self.config.announce.blocks_max,
+            ),
+            lifecycle: Lifecycle::new(clock.now().after(self.reports_grace()), self.stop.clone()),
         })
     }
 

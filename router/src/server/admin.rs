@@ -65,15 +65,15 @@ pub(super) async fn join(
     match applied {
         Applied::Joined(epoch) => {
             tracing::info!(%node, %epoch, address = request.data_address, "joined");
-            shared.silence.lock().record_heard(node, epoch, shared.clock.now());
+            shared.nodes.record_heard(node, epoch, shared.clock.now());
             shared.manifests.record_node(identity, request.manifest.as_ref());
-            let directives = at_time(&shared.directives.borrow(), shared.unix.now_ms());
+            let directives = at_time(&shared.nodes.directives().borrow(), shared.unix.now_ms());
             let shards = shared.cluster.shards.into();
             // Possibly from a state after the join: then the epoch is over, and the node joins
             // again.
             let generation = shared.control().published.read().index.generation().0;
             // Before it evicts anything: all its blocks come later.
-            let fleet = shared.reuse_stats.published.borrow().as_deref().cloned();
+            let fleet = shared.nodes.reuse_stats().published.borrow().as_deref().cloned();
             Ok(pb::JoinReply { epoch: epoch.0, directives: Some(directives), shards, generation, fleet })
         }
         Applied::Refused(refusal @ Refusal::Identity { .. }) => {
@@ -106,7 +106,7 @@ fn rival_node(shared: &ServerState, record: &NodeRecord) -> Option<Status> {
             reading.index.node(record.node).filter(|state| state.live && state.record.host != record.host)?;
         (state.record.host.clone(), state.epoch)
     };
-    let silent = shared.silence.lock().silence_of(record.node, epoch, shared.clock.now())?;
+    let silent = shared.nodes.silence_of(record.node, epoch, shared.clock.now())?;
     (silent < RIVAL_SILENCE_MAX).then(|| {
         Status::already_exists(format!(
             "{} serves on host {state_host:?} already, and this process says that it is on {:?}: give each node an id of its own",

@@ -105,7 +105,7 @@ enum StreamEnd {
 
 impl NodeStream {
     async fn run(mut self, first: pb::AnnounceRequest, words: Streaming<pb::AnnounceRequest>) {
-        let stop = self.shared.stop.clone();
+        let stop = self.shared.lifecycle.stop().clone();
         let end = stop.run_until_cancelled(self.serve(first, words)).await.unwrap_or(StreamEnd::Closed);
         let last = match end {
             StreamEnd::Reply(reply) => Ok(pb::AnnounceReply { body: Some(reply) }),
@@ -130,9 +130,9 @@ impl NodeStream {
         if let Err(end) = self.handle(first).await {
             return end;
         }
-        let mut directives = self.shared.directives.clone();
+        let mut directives = self.shared.nodes.directives().clone();
         directives.mark_changed();
-        let mut fleet = self.shared.reuse_stats.published.clone();
+        let mut fleet = self.shared.nodes.reuse_stats().published.clone();
         fleet.mark_changed();
         let mut look = tokio::time::interval(CHECK_INTERVAL);
         let is_control = self.ingest().is_none();
@@ -167,7 +167,7 @@ impl NodeStream {
 
     /// Queue of this stream's batches; `None` for the control group, which takes none.
     fn ingest(&self) -> Option<&Ingest> {
-        self.shared.ingests.get(usize::from(self.group.number().checked_sub(1)?))
+        self.shared.nodes.ingest(self.group.number())
     }
 
     fn still_leads(&self) -> Result<(), StreamEnd> {
@@ -188,7 +188,7 @@ impl NodeStream {
     /// Requests a full announcement if the index was found wrong about the node. Batches in flight
     /// keep their numbers; the announcement comes after them.
     async fn request_resync(&self) -> Result<(), StreamEnd> {
-        if self.shared.anti_entropy.take_resync_request(self.group.number(), self.identity.node) {
+        if self.shared.nodes.anti_entropy().take_resync_request(self.group.number(), self.identity.node) {
             return self.send(Reply::Resync(pb::Resync { expected: 0 })).await;
         }
         Ok(())
@@ -265,21 +265,18 @@ impl NodeStream {
             Some(Word::Batch(batch)) => self.take_batch(&batch).await,
             Some(Word::Heartbeat(beat)) => {
                 if self.group.number() == CONTROL {
-                    self.shared.silence.lock().record_heard(
-                        identity.node,
-                        identity.epoch,
-                        self.shared.clock.now(),
-                    );
+                    self.shared.nodes.record_heard(identity.node, identity.epoch, self.shared.clock.now());
                     // An invalid report does not end the stream, since it may come from another
                     // release.
                     if let Some(seen) = &beat.block_stats {
-                        let took = self.shared.reuse_stats.record(identity.node, identity.epoch, seen);
+                        let took =
+                            self.shared.nodes.reuse_stats().record(identity.node, identity.epoch, seen);
                         self.shared.metrics.record_reuse_report(took);
                     }
                 } else {
                     let digest = own_digest(&beat.digest)?;
                     let group = self.group.number();
-                    self.shared.anti_entropy.record_heartbeat(
+                    self.shared.nodes.anti_entropy().record_heartbeat(
                         group,
                         identity.node,
                         identity.epoch,
@@ -312,7 +309,7 @@ impl NodeStream {
         let digest = own_digest(&batch.digest)?;
         let Ok(place) = self.results.clone().try_reserve_owned() else { return self.refuse_batch(seq).await };
         // Recorded before it can be applied, so that the comparison has a value then.
-        self.shared.anti_entropy.record_announcement(self.group.number(), &announcement, digest);
+        self.shared.nodes.anti_entropy().record_announcement(self.group.number(), &announcement, digest);
         match ingest.offer(announcement) {
             Ok(verdict) => {
                 self.busy_from = None;
@@ -324,7 +321,7 @@ impl NodeStream {
     }
 
     fn within_limits(&self, announcement: Announcement) -> Result<Announcement, Status> {
-        let (blocks, limit) = (announcement_weight(&announcement), self.shared.announce_blocks_max);
+        let (blocks, limit) = (announcement_weight(&announcement), self.shared.limits.announce_blocks_max());
         check::at_most("number of blocks in one announcement", blocks, limit)?;
         let limits = *self.group.published.read().index.limits();
         match check::within_limits(&limits, Command::Announce(vec![announcement]))? {

@@ -14,7 +14,7 @@ pub(super) fn admit(shared: &ServerState, asked: pb::AdmitDecodeRequest) -> pb::
     let instance = InstanceId(instance);
     // The router's own limit was applied at the decision; an unknown request has no limit.
     let limit_us = match tbt_max_us {
-        0 => shared.decision_log.lock().tbt_limit_us(request, instance),
+        0 => shared.history.decisions().tbt_limit_us(request, instance),
         said => said,
     };
     answer(shared, (instance, true), limit_us)
@@ -23,7 +23,7 @@ pub(super) fn admit(shared: &ServerState, asked: pb::AdmitDecodeRequest) -> pb::
 /// Answers a caller that wants to send a routed request to another instance, under the limit of its
 /// decision.
 pub(crate) fn admit_on(shared: &ServerState, request: u64, instance: InstanceId) -> pb::AdmitDecodeReply {
-    let limit_us = shared.decision_log.lock().get(request).map_or(0, |decided| decided.tbt_max_us);
+    let limit_us = shared.history.decisions().get(request).map_or(0, |decided| decided.tbt_max_us);
     answer(shared, (instance, false), limit_us)
 }
 

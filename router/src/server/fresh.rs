@@ -31,7 +31,7 @@ const ASK_INTERVAL: Duration = Duration::from_millis(20);
 pub(super) fn check_allowed(shared: &ServerState, caller: &Caller, is_fresh: bool) -> Result<(), Status> {
     let Some(tenant) = caller.share_tenant().filter(|_| is_fresh) else { return Ok(()) };
     let now = shared.clock.now();
-    if shared.fresh_shares.lock().take(tenant, now) {
+    if shared.limits.take_fresh_read(tenant, now) {
         return Ok(());
     }
     Err(Status::resource_exhausted(format!(
@@ -74,7 +74,7 @@ async fn wait_caught_up(shared: &ServerState, group: &Group) -> Result<(), Strin
 
 /// Catches up every replica once, without a time limit, so that later plain reads need not wait.
 pub(super) async fn catch_up_all(shared: Arc<ServerState>) {
-    let stop = shared.stop.clone();
+    let stop = shared.lifecycle.stop().clone();
     let last = Mutex::new(String::new());
     let all = shared.groups.all().iter().map(|group| catch_up(&shared, group, &last));
     // Cancelled when the router stops.

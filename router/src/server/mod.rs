@@ -1,7 +1,8 @@
 //! The router's control calls: validate the request, query view and consensus, build the reply.
 //!
 //! One file per task: `route`, `stream`, `lookup`, `residency` and `drain` (any replica),
-//! `announce` (a node's stream, leader only), `admin` and `members` (leader only), `status`. Not
+//! `announce` (a node's stream, leader only), `admin` and `members` (leader only), `status`.
+//! `history`, `limits`, `lifecycle` and `node_intake` are the parts of their shared state. Not
 //! here: decisions (`kv_core`) and the Raft calls (`crate::raft::service`).
 
 mod admin;
@@ -9,49 +10,46 @@ mod announce;
 mod check;
 pub(crate) mod decode;
 mod drain;
+pub(crate) mod feedback;
 mod fresh;
+pub(crate) mod history;
+pub(crate) mod lifecycle;
+pub(crate) mod limits;
 mod lookup;
 mod members;
 pub(crate) mod moved_requests;
+pub(crate) mod node_intake;
 mod residency;
 pub(crate) mod route;
 mod status;
 mod stream;
-pub(crate) mod why;
+mod why;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kv_core::id::Timestamp;
 use kvfleet_net::tls::callers::{Caller, MembersOnlyService};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::RouterServer;
-use parking_lot::{Mutex, RwLock};
-use tokio::sync::watch;
+use parking_lot::RwLock;
 use tokio_stream::wrappers::ReceiverStream;
-use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status, Streaming};
 
+use self::history::RequestHistory;
+use self::lifecycle::Lifecycle;
+use self::limits::CallLimits;
+use self::node_intake::NodeIntake;
 use self::route::RouteHints;
-use crate::anti_entropy::AntiEntropy;
 use crate::clock::{Clock, UnixClock};
 use crate::copies::CopyDispatcher;
-use crate::copies::hot::RemoteReadQueue;
-use crate::fleet_reuse_stats::FleetReuseStats;
 use crate::groups::{Group, Groups};
-use crate::ingest::Ingest;
-use crate::liveness::SilenceTracker;
 use crate::manifests::Manifests;
 use crate::metrics::Metrics;
 use crate::raft::ClusterIdentity;
 use crate::raft::handle::{LeaderAddress, ProposeError};
 use crate::raft::network::Peers;
-use crate::tenant_shares::FreshReadShares;
-use crate::view::decision_log::DecisionLog;
 use crate::view::fleet::FleetView;
 use crate::view::residency::Residency;
-use crate::windows::QueuedRequests;
-use kv_core::schedule::{InFlightPrefixes, InferredPrefixes};
 
 /// Metadata key of the leader's address in a "not the leader" answer.
 pub(crate) const LEADER_KEY: &str = "kvfleet-leader";
@@ -66,46 +64,17 @@ pub(crate) struct ServerState {
     pub(crate) groups: Groups,
     pub(crate) fleet: Arc<FleetView>,
     pub(crate) residency: Arc<RwLock<Residency>>,
-    pub(crate) silence: Arc<Mutex<SilenceTracker>>,
-    /// One per shard; the first belongs to shard 1.
-    pub(crate) ingests: Vec<Ingest>,
-    pub(crate) anti_entropy: Arc<AntiEntropy>,
     pub(crate) metrics: Metrics,
     pub(crate) clock: Clock,
     pub(crate) unix: UnixClock,
-    /// End of the grace period after a restart: missing instances are then a fault of the cluster,
-    /// and not of this router.
-    pub(crate) reports_due: Timestamp,
-    /// TTFT limit of requests that name none, milliseconds; 0 for none.
-    pub(crate) ttft_max_ms: u64,
-    /// Limit on the time between tokens of requests that name none, microseconds; 0 for none.
-    pub(crate) tbt_max_us: u64,
-    /// Recent decisions and their outcomes.
-    pub(crate) decision_log: Mutex<DecisionLog>,
     /// Manifests of instances and nodes, to explain identity mismatches.
     pub(crate) manifests: Arc<Manifests>,
-    /// Prefixes that instances are computing and have not reported yet.
-    pub(crate) in_flight_prefixes: Mutex<InFlightPrefixes>,
-    /// Prefixes sent to instances that do not report residency.
-    pub(crate) inferred_prefixes: Mutex<InferredPrefixes>,
-    /// Requests queued at instances; `None` if prefetch windows are disabled.
-    pub(crate) queued_requests: Option<Arc<Mutex<QueuedRequests>>>,
     /// Copies between nodes, and draining nodes.
     pub(crate) copies: Arc<CopyDispatcher>,
-    /// Remote reads of decisions; `None` if hot copies are disabled.
-    pub(crate) remote_reads: Option<RemoteReadQueue>,
-    /// Fresh reads per tenant.
-    pub(crate) fresh_shares: Mutex<FreshReadShares>,
-    /// Directives that every node must respect, newest version.
-    pub(crate) directives: watch::Receiver<Arc<pb::Directives>>,
-    /// Reuse statistics of nodes and of the fleet.
-    pub(crate) reuse_stats: FleetReuseStats,
-    /// Most blocks of one announcement.
-    pub(crate) announce_blocks_max: usize,
-    /// Ends streams that callers can reopen elsewhere; cancelled before `stop`, and at the latest
-    /// with it.
-    pub(crate) draining: CancellationToken,
-    pub(crate) stop: CancellationToken,
+    pub(crate) nodes: NodeIntake,
+    pub(crate) history: RequestHistory,
+    pub(crate) limits: CallLimits,
+    pub(crate) lifecycle: Lifecycle,
 }
 
 impl ServerState {

@@ -9,7 +9,7 @@ use kv_core::id::{BlockHash, InstanceId, Timestamp};
 use kv_core::schedule::{self, Fleet, InstanceFilter, PrefixLocations, RouteRecord, RouteRequest};
 use kvfleet_proto::pb;
 
-use super::{ServerState, check, route, why};
+use super::{ServerState, check, route};
 use crate::view::decision_log::Placement;
 use crate::view::holders;
 
@@ -20,15 +20,10 @@ pub(super) fn uncount(
     is_text: bool,
     now: Timestamp,
 ) {
-    let counted = shared.decision_log.lock().take_counted(asked.request.0);
+    let counted = shared.history.decisions().take_counted(asked.request.0);
     let Some(counted) = counted else { return };
     shared.fleet.uncount(&counted, now);
-    // Has no effect for a prefix that was not recorded.
-    shared.in_flight_prefixes.lock().retract(asked, hashes, &counted);
-    if is_text {
-        shared.inferred_prefixes.lock().retract(asked, hashes, &counted);
-    }
-    why::stop_waiting(shared, asked.request.0);
+    shared.history.retract(asked, hashes, &counted, is_text);
 }
 
 /// Records that a routed request runs on `to.0`, and continues on `to.1` if one is named. The
@@ -39,7 +34,7 @@ pub(crate) fn record_move(
     to: (InstanceId, Option<InstanceId>),
 ) {
     let number = request.request;
-    if !shared.decision_log.lock().is_move(number, to) {
+    if !shared.history.decisions().is_move(number, to) {
         return;
     }
     let Ok(hashes) = check::hashes("hashes", &request.hashes) else { return };
@@ -63,7 +58,7 @@ pub(crate) fn record_move(
     let counted = decision.as_ref().map(|decision| RouteRecord::of(decision, now));
     // An unknown instance has no prediction.
     let there = Placement { instance: to.0, decode_instance: to.1, ..Placement::default() };
-    shared.decision_log.lock().record_move(
+    shared.history.decisions().record_move(
         number,
         decision.as_ref().map_or(there, Placement::from_decision),
         counted,

@@ -23,7 +23,7 @@ use tracing::Instrument;
 
 use super::lookup::{data_address, freshness, holder_to_pb, ready, resident};
 use super::why::{self, DecisionContext};
-use super::{ServerState, check, fresh, millis, moved_requests};
+use super::{ServerState, check, feedback, fresh, millis, moved_requests};
 use crate::metrics::RouteOutcome;
 use crate::view::fleet::{Claim, DecisionAddresses, INSTANCES_MAX, LoadReport, Receipt};
 use crate::view::holders;
@@ -147,7 +147,7 @@ fn answer(
             }
             Ok(pb::route_reply::Answer::Decision(decision))
         }
-        Err(Rejection { reason: RejectReason::NoInstance, .. }) if now < shared.reports_due => {
+        Err(Rejection { reason: RejectReason::NoInstance, .. }) if shared.lifecycle.awaits_reports(now) => {
             Err(Status::unavailable(
                 "no instance has reported to this router since it came back; ask another one",
             ))
@@ -172,9 +172,7 @@ fn record_sent(
     let from_own = decision.sources.iter().filter(|source| Some(source.node) == own);
     let own_blocks = from_own.map(|source| source.len_blocks).sum::<u32>();
     shared.metrics.record_planned_fetches(own_blocks, decision.fetch_blocks.saturating_sub(own_blocks));
-    if let Some(hot) = &shared.remote_reads {
-        hot.record(asked, hashes, decision, held_blocks);
-    }
+    shared.history.record_remote_reads(asked, hashes, decision, held_blocks);
 }
 
 /// Records the prefixes expected on the instance, and the queued request.
@@ -187,16 +185,14 @@ pub(super) fn record_expected(
 ) {
     if is_text {
         // Nodes hold no text blocks.
-        shared.in_flight_prefixes.lock().record(asked, hashes, decision, now);
-        let told = (decision, kv_capacity_tokens(shared, decision.instance));
-        return shared.inferred_prefixes.lock().record(asked, hashes, told, now);
+        shared.history.record_in_flight(asked, hashes, decision, now);
+        let capacity_tokens = kv_capacity_tokens(shared, decision.instance);
+        return shared.history.record_inferred(asked, hashes, decision, capacity_tokens, now);
     }
     if reports_residency(shared, decision.instance, now) {
-        shared.in_flight_prefixes.lock().record(asked, hashes, decision, now);
+        shared.history.record_in_flight(asked, hashes, decision, now);
     }
-    if let Some(waits) = &shared.queued_requests {
-        waits.lock().record(asked.tenant, decision, hashes, now);
-    }
+    shared.history.record_queued(asked, hashes, decision, now);
 }
 
 /// Leading blocks of a prompt that instances have in GPU memory: as reported, or inferred if the
@@ -226,7 +222,7 @@ fn in_flight_prefixes(
     hashes: &[BlockHash],
     now: Timestamp,
 ) -> SmallVec<[InFlightPrefix; 4]> {
-    let mut all = shared.in_flight_prefixes.lock().lookup(asked, hashes, now);
+    let mut all = shared.history.in_flight(asked, hashes, now);
     all.retain(|in_flight| is_text || reports_residency(shared, in_flight.instance, now));
     all
 }
@@ -238,12 +234,7 @@ fn inferred_prefixes(
     hashes: &[BlockHash],
     now: Timestamp,
 ) -> Vec<ResidentPrefix> {
-    shared.inferred_prefixes.lock().lookup(
-        asked,
-        hashes,
-        |instance| kv_capacity_tokens(shared, instance),
-        now,
-    )
+    shared.history.inferred(asked, hashes, |instance| kv_capacity_tokens(shared, instance), now)
 }
 
 /// KV capacity of an instance in tokens; 0 if unknown.
@@ -265,14 +256,12 @@ fn claim(caller: &Caller, request: &pb::RouteRequest, ttft_max_us: u64) -> Claim
 
 /// TTFT limit of a request: the tighter of its own and the router's.
 fn ttft_max_us(shared: &ServerState, request: &pb::RouteRequest) -> u64 {
-    let limits = [request.ttft_max_ms, shared.ttft_max_ms].into_iter().filter(|limit| *limit > 0);
-    limits.min().unwrap_or_default().saturating_mul(1_000)
+    shared.limits.ttft_max_ms(request.ttft_max_ms).saturating_mul(1_000)
 }
 
 /// The same for the time between tokens.
 fn tbt_max_us(shared: &ServerState, request: &pb::RouteRequest) -> u64 {
-    let limits = [request.tbt_max_us, shared.tbt_max_us].into_iter().filter(|limit| *limit > 0);
-    limits.min().unwrap_or_default()
+    shared.limits.tbt_max_us(request.tbt_max_us)
 }
 
 /// Instances that a tenant's request may exclude, after failures.
@@ -513,9 +502,9 @@ pub(crate) fn report(shared: &ServerState, request: pb::ReportRequest) -> Result
             )));
         }
         Receipt::Accepted => {
-            shared.inferred_prefixes.lock().set_incarnation(instance, counts_from, now);
+            shared.history.set_incarnation(instance, counts_from, now);
             shared.manifests.record_instance(instance, manifest.filter(|_| !request.leaving));
-            why::record_outcomes(shared, instance, &request.outcomes);
+            feedback::record_outcomes(shared, instance, &request.outcomes);
             let status = shared.residency.read().status(instance, now);
             if status.is_some_and(|standing| standing.epoch < counts_from) {
                 shared.residency.write().observe_start(instance, counts_from, now);

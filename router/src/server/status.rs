@@ -105,13 +105,13 @@ fn group_status(shared: &ServerState, group: &Group) -> pb::GroupStatus {
         age_ms: group.consensus.contact_age().map_or(u64::MAX, millis),
         agreed_index: group.agreed_index(),
         diverged: group.has_diverged(),
-        drifts: shared.anti_entropy.drifts(group.number()),
+        drifts: shared.nodes.anti_entropy().drifts(group.number()),
         repairs_failed: group.repairs_failed(),
     }
 }
 
 fn node_status(shared: &ServerState, state: &NodeState) -> pb::NodeStatus {
-    let silent = shared.silence.lock().silence_of(state.record.node, state.epoch, shared.clock.now());
+    let silent = shared.nodes.silence_of(state.record.node, state.epoch, shared.clock.now());
     pb::NodeStatus {
         node: state.record.node.0,
         epoch: state.epoch.0,
@@ -121,7 +121,7 @@ fn node_status(shared: &ServerState, state: &NodeState) -> pb::NodeStatus {
         blocks: holders::node_blocks(&shared.groups, state),
         silent_ms: silent.map_or(0, millis),
         host: state.record.host.clone(),
-        audit: shared.anti_entropy.score(state.record.node).map(|score| pb::AuditStats {
+        audit: shared.nodes.anti_entropy().score(state.record.node).map(|score| pb::AuditStats {
             claimed_blocks: score.claimed,
             claimed_wrong: score.claimed_wrong,
             held_blocks: score.held,

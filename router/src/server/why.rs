@@ -1,28 +1,23 @@
-//! Explains where a request ran and why blocks were missing; records outcomes that instances
-//! report.
+//! Records decisions; explains where a request ran and why blocks were missing.
 //!
-//! Not here: the reasons (`kv_core::schedule::missing`) and the records
-//! (`crate::view::decision_log`).
+//! Not here: the reasons (`kv_core::schedule::missing`), the records (`crate::view::decision_log`),
+//! and outcomes of requests (`feedback.rs`).
 
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, InstanceId, NodeId, Timestamp};
+use kv_core::id::{BlockHash, NodeId, Timestamp};
 use kv_core::index::Index;
 use kv_core::schedule::{
-    Decision, DecodeObservation, FetchFailure, MissReason, MissingRun, PrefixCoverage, Rejection,
-    RouteRecord, RouteRequest, explain_missing,
+    Decision, FetchFailure, MissReason, MissingRun, PrefixCoverage, Rejection, RouteRecord, RouteRequest,
+    explain_missing,
 };
 use kvfleet_proto::pb;
 
+use super::feedback::learned_limit_us;
 use super::{ServerState, millis};
-use crate::view::decision_log::{
-    AnswerStats, DecisionRecord, EndUpdate, OutcomeUpdate, Placement, RouteAnswer, SentRequest, ServedOutcome,
-};
+use crate::view::decision_log::{AnswerStats, DecisionRecord, Placement, RouteAnswer, SentRequest};
 use crate::view::fleet::DecisionAddresses;
 use crate::view::holders;
-
-/// Limit on outcomes of one report, and on misses of one outcome.
-const OUTCOMES_MAX: usize = 256;
 
 /// Facts known at a decision.
 pub(super) struct DecisionContext<'a> {
@@ -38,17 +33,6 @@ pub(super) struct DecisionContext<'a> {
     pub(super) is_foreign: bool,
     /// Whether its caller has a tenant certificate.
     pub(super) is_tenants: bool,
-}
-
-/// The TBT limit that the end of a request teaches about: the looser of its own and the router's. 0
-/// for none, and for a tenant's limit without one of the router: it may be impossible to meet and
-/// would cost all others capacity.
-fn learned_limit_us(asked_us: u64, own_us: u64, is_tenant: bool) -> u64 {
-    match asked_us {
-        0 => 0,
-        _ if is_tenant && own_us == 0 => 0,
-        asked_us => asked_us.max(own_us),
-    }
 }
 
 /// Records a decision and the time it was counted, if it was; counts missing blocks.
@@ -75,12 +59,12 @@ pub(super) fn record(
     };
     let RouteRequest { request, tenant, category, blocks, tbt_max_us, .. } = *known.request;
     let (request, at) = (request.0, shared.clock.now());
-    shared.decision_log.lock().insert(DecisionRecord {
+    shared.history.decisions().insert(DecisionRecord {
         request,
         tenant,
         category,
         tbt_max_us,
-        learned_limit_us: learned_limit_us(tbt_max_us, shared.tbt_max_us, known.is_tenants),
+        learned_limit_us: learned_limit_us(tbt_max_us, shared.limits.own_tbt_max_us(), known.is_tenants),
         at,
         blocks,
         answer,
@@ -116,87 +100,9 @@ fn missing_of(shared: &ServerState, known: &DecisionContext<'_>, decision: &Deci
     explain_missing(found, lost, left)
 }
 
-/// Records the outcomes that an instance reports.
-pub(super) fn record_outcomes(shared: &ServerState, instance: InstanceId, outcomes: &[pb::Outcome]) {
-    for told in outcomes.iter().take(OUTCOMES_MAX) {
-        let misses = told.misses.iter().take(OUTCOMES_MAX).filter_map(|miss| {
-            Some((NodeId(miss.node), miss.start_blocks, FetchFailure::from_number(miss.reason)?))
-        });
-        let outcome =
-            ServedOutcome { hit_blocks: told.hit_blocks, ttft_us: told.ttft_us, misses: misses.collect() };
-        let ttft_us = outcome.ttft_us;
-        record_end(
-            shared,
-            (told.request, instance),
-            AnswerStats { output_tokens: told.output_tokens, tbt_us: told.tbt_us },
-        );
-        let update = shared.decision_log.lock().record_outcome(told.request, instance, outcome);
-        if update.is_some() {
-            stop_waiting(shared, told.request);
-        }
-        if let Some(OutcomeUpdate { predicted, added }) = update {
-            shared.metrics.record_missing(&added);
-            if let Some((predicted, parts)) = predicted.filter(|_| ttft_us > 0) {
-                shared.metrics.record_ttft_error(predicted.ttft_us(), ttft_us);
-                shared.fleet.record_first_token(instance, &parts, ttft_us, shared.clock.now());
-            }
-        }
-    }
-}
-
-/// Records output length and time between tokens, from the instance or from the gateway.
-pub(crate) fn record_end(shared: &ServerState, (request, instance): (u64, InstanceId), said: AnswerStats) {
-    let ended = shared.decision_log.lock().record_end(request, instance, said);
-    if let Some(EndUpdate {
-        category,
-        predicted,
-        uncorrected: parts,
-        learned_limit_us: taught_us,
-        tokens,
-        new_stats: news,
-    }) = ended
-    {
-        if news.tbt_us > 0 {
-            shared.metrics.record_tbt_error(predicted.tbt_us, news.tbt_us);
-        }
-        let paced = DecodeObservation {
-            uncorrected: &parts,
-            predicted_us: predicted.tbt_us,
-            tokens,
-            tbt_us: news.tbt_us,
-            limit_us: taught_us,
-        };
-        shared.fleet.record_end(category, news.output_tokens, paced, shared.clock.now());
-    }
-}
-
-/// Records a request that ended before its answer did; its output length is not representative.
-pub(crate) fn record_abort(shared: &ServerState, request: u64) {
-    shared.decision_log.lock().record_abort(request);
-    stop_waiting(shared, request);
-}
-
-/// Removes a request from the prefetch windows.
-pub(crate) fn stop_waiting(shared: &ServerState, request: u64) {
-    if let Some(waits) = &shared.queued_requests {
-        waits.lock().remove(request);
-    }
-}
-
-/// Records the time of a first token, as the gateway saw it.
-pub(crate) fn record_first_token(shared: &ServerState, request: u64, instance: InstanceId, after: Duration) {
-    let timed = shared.decision_log.lock().record_first_token(request, instance);
-    if let Some((predicted, parts)) = timed {
-        stop_waiting(shared, request);
-        let ttft_us = u64::try_from(after.as_micros()).unwrap_or(u64::MAX).max(1);
-        shared.metrics.record_ttft_error(predicted.ttft_us(), ttft_us);
-        shared.fleet.record_first_token(instance, &parts, ttft_us, shared.clock.now());
-    }
-}
-
 /// Answers `kvfleet why` for a request.
 pub(super) async fn why(shared: &ServerState, request: &pb::WhyRequest) -> pb::WhyReply {
-    let known = shared.decision_log.lock().get(request.request).cloned();
+    let known = shared.history.decisions().get(request.request).cloned();
     let Some(decided) = known else { return pb::WhyReply::default() };
     let age: Duration = shared.clock.now().since(decided.at);
     let reply = pb::WhyReply {
@@ -267,24 +173,5 @@ fn missing_block_to_pb(missing: &MissingRun) -> pb::MissingBlocks {
         len_blocks: missing.len_blocks,
         reason: missing.reason.name().to_owned(),
         text: missing.reason.to_string(),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_tenants_own_limit_is_not_learned_from() {
-        for is_tenants in [false, true] {
-            assert_eq!(learned_limit_us(0, 0, is_tenants), 0);
-            assert_eq!(learned_limit_us(8_000, 8_000, is_tenants), 8_000, "the router's own");
-            assert_eq!(learned_limit_us(5_000, 8_000, is_tenants), 8_000, "tighter than it");
-        }
-        assert_eq!(
-            (learned_limit_us(5_000, 0, false), learned_limit_us(5_000, 0, true)),
-            (5_000, 0),
-            "the caller's own"
-        );
     }
 }

@@ -87,11 +87,7 @@ pub(super) fn open<Q>(
     caller: Caller,
     questions: Q,
 ) -> RouteAnswers<Q, CallerRouter> {
-    let closing = match shared.draining.is_cancelled() {
-        // A caller that connects during a drain has no other router, and is served until the stop.
-        true => shared.stop.clone(),
-        false => shared.draining.clone(),
-    };
+    let closing = shared.lifecycle.end_of_streams();
     RouteAnswers::new(
         questions,
         CallerRouter { shared: Arc::clone(shared), caller: Arc::new(caller) },
