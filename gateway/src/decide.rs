@@ -269,8 +269,9 @@ impl Decider {
 
     /// Reports that a placed request runs at `target` instead of the endpoint that was chosen.
     pub(crate) fn report_reroute(&self, prompt: &Prompt, terms: &RequestContext, target: &RouteTarget) {
-        let goes_on = target.partner.as_ref().map(|partner| partner.instance);
-        self.router.record_move(&self.route_request(prompt, terms), (target.endpoint.instance, goes_on));
+        let decode_instance = target.partner.as_ref().map(|partner| partner.instance);
+        let request = self.route_request(prompt, terms);
+        self.router.record_move(&request, target.endpoint.instance, decode_instance);
     }
 
     fn handle_reply(&self, reply: pb::RouteReply, terms: &RequestContext) -> Result<RouteChoice, Refusal> {

@@ -102,12 +102,17 @@ impl RouterHandle {
         answer
     }
 
-    /// Records that a routed request runs on `to.0` instead of its chosen instance, and continues
-    /// on `to.1` if one is given. The request must equal the routed one. Load accounted to the
-    /// request moves along, reports of the new instance count from then on, and `kvfleet why` names
-    /// it. Has no effect for an unknown or finished request.
-    pub fn record_move(&self, request: &pb::RouteRequest, to: (InstanceId, Option<InstanceId>)) {
-        moved_requests::record_move(&self.shared, request, to);
+    /// Records that a routed request runs on `instance` instead of its chosen one, and continues on
+    /// `decode_instance` if one is given. The request must equal the routed one. Load accounted to
+    /// the request moves along, reports of the new instance count from then on, and `kvfleet why`
+    /// names it. Has no effect for an unknown or finished request.
+    pub fn record_move(
+        &self,
+        request: &pb::RouteRequest,
+        instance: InstanceId,
+        decode_instance: Option<InstanceId>,
+    ) {
+        moved_requests::record_move(&self.shared, request, (instance, decode_instance));
     }
 
     /// Records the time from the decision to the first token, which corrects TTFT predictions. Has

@@ -309,7 +309,7 @@ impl RouterParts<'_> {
             tokio::spawn(balance::run(self.groups.clone(), every, clock, self.stop.clone()));
         }
         let copies = Arc::new(CopyDispatcher::new(peers.clone(), self.metrics.clone()));
-        self.spawn_background((&fleet, &residency, &copies), clock);
+        self.spawn_background(&fleet, &residency, &copies, clock);
         let truth = Arc::new(AntiEntropy::new(self.config.id << 32 ^ u64::from(std::process::id())));
         let meter = AntiEntropyTask {
             groups: self.groups.clone(),
@@ -322,7 +322,7 @@ impl RouterParts<'_> {
         tokio::spawn(meter.run(self.stop.clone()));
         let history = RequestHistory::new(
             self.start_window_publisher(&peers, clock),
-            self.start_hot_copies((&fleet, &copies), clock),
+            self.start_hot_copies(&fleet, &copies, clock),
         );
         let nodes = NodeIntake::new(
             silence,
@@ -361,7 +361,9 @@ impl RouterParts<'_> {
 
     fn spawn_background(
         &self,
-        (fleet, residency, copies): (&Arc<FleetView>, &Arc<RwLock<Residency>>, &Arc<CopyDispatcher>),
+        fleet: &Arc<FleetView>,
+        residency: &Arc<RwLock<Residency>>,
+        copies: &Arc<CopyDispatcher>,
         clock: Clock,
     ) {
         let background = Background {
@@ -379,7 +381,8 @@ impl RouterParts<'_> {
     /// Starts hot-prefix copies if they have a budget.
     fn start_hot_copies(
         &self,
-        (fleet, copies): (&Arc<FleetView>, &Arc<CopyDispatcher>),
+        fleet: &Arc<FleetView>,
+        copies: &Arc<CopyDispatcher>,
         clock: Clock,
     ) -> Option<RemoteReadQueue> {
         let copier = HotCopier {

@@ -145,7 +145,8 @@ impl StartedResponse {
 impl Forwarder {
     pub(super) fn new(
         decider: Decider,
-        (config, priorities): (OpenAiConfig, PriorityOrder),
+        config: OpenAiConfig,
+        priorities: PriorityOrder,
         metrics: OpenAiMetrics,
         seed: u64,
     ) -> Forwarder {
@@ -188,7 +189,7 @@ impl Forwarder {
         let in_flight = InFlightGuard::new(self.decider.router(), request.context.request);
         let (mut attempts, mut request_faults) = (1, 0);
         loop {
-            let outcome = self.try_target(target, &request, (&alternatives, attempts)).await;
+            let outcome = self.try_target(target, &request, &alternatives, attempts).await;
             let cause = match &outcome.response {
                 Ok(begun) if !RETRYABLE_STATUSES.contains(&begun.status()) => None,
                 Ok(_) => Some("status"),
@@ -217,7 +218,7 @@ impl Forwarder {
                     _ => {}
                 }
                 self.report_first_token(&outcome, attempts, &request, &alternatives);
-                return self.to_response(outcome, &request, (running, in_flight));
+                return self.to_response(outcome, &request, running, in_flight);
             };
             // Drop the failed attempt before the next one.
             tracing::debug!(instance = outcome.by.instance.0, cause, "retrying on another engine");
@@ -335,7 +336,8 @@ impl Forwarder {
         &self,
         place: ClaimedTarget,
         sending: &ForwardRequest,
-        (others, tries): (&Alternatives, u32),
+        others: &Alternatives,
+        tries: u32,
     ) -> AttemptOutcome {
         let ClaimedTarget {
             target: RouteTarget { endpoint, partner },
@@ -346,7 +348,7 @@ impl Forwarder {
         let partner = partner.filter(|_| !sending.is_embedding());
         let whole = AttemptBody { body: &sending.body, stream: sending.stream, is_prefill: false };
         let Some((partner, partner_claim)) = partner.zip(partner_claim) else {
-            let begun = self.attempt(&endpoint, claim, (sending, others.priority_deadline_ms, whole)).await;
+            let begun = self.attempt(&endpoint, claim, sending, others.priority_deadline_ms, whole).await;
             return AttemptOutcome { response: begun, by: endpoint, prefill: None, is_prefill: false };
         };
         let is_chat = sending.path_and_query.starts_with("/v1/chat/");
@@ -354,7 +356,7 @@ impl Forwarder {
         let first = pair::prefill_body(&sending.body, is_chat).unwrap_or_else(|_| sending.body.clone());
         let first = AttemptBody { body: &first, stream: true, is_prefill: true };
         // One token takes as long as the first token of a stream, so silence counts as a failure.
-        let begun = self.attempt(&endpoint, claim, (sending, others.priority_deadline_ms, first)).await;
+        let begun = self.attempt(&endpoint, claim, sending, others.priority_deadline_ms, first).await;
         let begun = match begun {
             Ok(begun) if begun.response.status().is_success() => begun,
             other => return AttemptOutcome::of_prefill(other, endpoint),
@@ -387,8 +389,7 @@ impl Forwarder {
             };
         }
         let second = AttemptBody { body: &second, ..whole };
-        let begun =
-            self.attempt(&partner, partner_claim, (sending, others.priority_deadline_ms, second)).await;
+        let begun = self.attempt(&partner, partner_claim, sending, others.priority_deadline_ms, second).await;
         AttemptOutcome { response: begun, by: partner, prefill: Some(endpoint), is_prefill: false }
     }
 
@@ -422,9 +423,11 @@ impl Forwarder {
         &self,
         endpoint: &Endpoint,
         claim: AttemptGuard,
-        (sending, priority_deadline_ms, share): (&ForwardRequest, u64, AttemptBody<'_>),
+        sending: &ForwardRequest,
+        priority_deadline_ms: u64,
+        share: AttemptBody<'_>,
     ) -> Result<StartedResponse, UpstreamError> {
-        let (response, first) = match self.send_once(endpoint, (sending, share), priority_deadline_ms).await {
+        let (response, first) = match self.send_once(endpoint, sending, share, priority_deadline_ms).await {
             Ok(begun) => begun,
             Err(failure) => {
                 tracing::debug!(instance = endpoint.instance.0, %failure, "an engine failed before its answer began");
@@ -450,7 +453,8 @@ impl Forwarder {
     async fn send_once(
         &self,
         endpoint: &Endpoint,
-        (sending, share): (&ForwardRequest, AttemptBody<'_>),
+        sending: &ForwardRequest,
+        share: AttemptBody<'_>,
         priority_deadline_ms: u64,
     ) -> Result<(Response<Incoming>, Option<Frame<Bytes>>), UpstreamError> {
         let body = match sending.has_priority {
@@ -501,7 +505,8 @@ impl Forwarder {
         &self,
         tried: AttemptOutcome,
         sending: &ForwardRequest,
-        (running, under_way): (RequestGuard, InFlightGuard),
+        running: RequestGuard,
+        under_way: InFlightGuard,
     ) -> Response<Body> {
         let AttemptOutcome { response: begun, by, prefill, .. } = tried;
         self.breakers.forget_unknown();
@@ -511,7 +516,7 @@ impl Forwarder {
                 let (mut parts, rest) = response.into_parts();
                 headers::strip_answer_headers(&mut parts.headers);
                 parts.version = Version::HTTP_11;
-                let seen = response_scan(&parts, sending, (under_way, by.instance));
+                let seen = response_scan(&parts, sending, under_way, by.instance);
                 let still = IdleTimer::new(self.config.idle_timeout());
                 let relay = RelayBody {
                     first,
@@ -554,7 +559,8 @@ impl Forwarder {
 fn response_scan(
     head: &response::Parts,
     sending: &ForwardRequest,
-    sent: (InFlightGuard, InstanceId),
+    under_way: InFlightGuard,
+    instance: InstanceId,
 ) -> ResponseScan {
     if !head.status.is_success() {
         return ResponseScan {
@@ -574,7 +580,7 @@ fn response_scan(
         scanner: tally,
         is_awaited: true,
         expected_prompt_tokens: sending.expected_prompt_tokens,
-        in_flight: Some(sent),
+        in_flight: Some((under_way, instance)),
     }
 }
 

@@ -67,7 +67,8 @@ fn remove_hop_by_hop(headers: &mut HeaderMap) {
 /// engines use in calls to it.
 pub(super) fn engine_headers(
     mut headers: HeaderMap,
-    (request_id, number): (&HeaderValue, u64),
+    request_id: &HeaderValue,
+    number: u64,
     traceparent: &str,
 ) -> HeaderMap {
     remove_hop_by_hop(&mut headers);
@@ -150,7 +151,7 @@ mod tests {
             ("x-kvfleet-request", "of a caller"),
         ]);
         let id = HeaderValue::from_static("a");
-        let sent = engine_headers(came, (&id, 7), "00-t-s-01");
+        let sent = engine_headers(came, &id, 7, "00-t-s-01");
         let expected = headers(&[
             ("authorization", "Bearer secret"),
             ("x-data-parallel-rank", "3"),

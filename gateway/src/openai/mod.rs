@@ -70,7 +70,7 @@ impl OpenAiServer {
         let seed = || RandomState::new().hash_one(address);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let first_number = seed() >> (u64::BITS - FIRST_NUMBER_BITS);
-        let forward = Forwarder::new(decider, (openai.clone(), config.priorities), metrics.clone(), seed());
+        let forward = Forwarder::new(decider, openai.clone(), config.priorities, metrics.clone(), seed());
         let door = Arc::new(ApiState::new(config, forward, reader, metrics, first_number, created));
         let orders = ServerControl::default();
         let limits = ConnectionLimits {

@@ -231,7 +231,7 @@ async fn process(
     let wishes = headers::request_slo(&parts.headers, door.trusts_callers);
     let need = asked.requirements(parts.uri.path());
     let sending = ForwardRequest {
-        headers: headers::engine_headers(parts.headers, (id, number), &traceparent),
+        headers: headers::engine_headers(parts.headers, id, number, &traceparent),
         method: parts.method,
         path_and_query: parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned(),
         body,

@@ -309,7 +309,8 @@ impl ExtProcExchange {
     /// is the endpoint that computes the prompt, if another one decodes.
     pub(crate) fn forward(
         &mut self,
-        (destination, prefill): (&str, Option<&str>),
+        destination: &str,
+        prefill: Option<&str>,
         request: u64,
     ) -> Vec<ProcessingResponse> {
         let Phase::Picking(ending) = self.phase else { return Vec::new() };

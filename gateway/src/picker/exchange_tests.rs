@@ -147,7 +147,7 @@ fn forwards_headers_and_body_after_the_whole_body_arrived() {
     assert_eq!(question.head.path, "/v1/completions");
     assert_eq!(question.body.unwrap(), bytes);
     assert_eq!(exchange.held_bytes(), bytes.len());
-    let answers = exchange.forward(("10.0.0.1:8000,10.0.0.2:8000", None), 7);
+    let answers = exchange.forward("10.0.0.1:8000,10.0.0.2:8000", None, 7);
     let both = "10.0.0.1:8000,10.0.0.2:8000".to_owned();
     assert_eq!(destination(&answers[0]).unwrap(), (both.clone(), both, true));
     assert_eq!(answers.len(), 1 + 3, "headers, and chunks of 62,000 bytes");
@@ -161,7 +161,7 @@ fn sets_or_removes_the_prefill_header() {
     for prefill in [Some("p:1"), None] {
         let (mut exchange, _) = start(RULES, DUPLEX, post());
         exchange.handle(body("", true)).unwrap();
-        let answers = exchange.forward(("a:1", prefill), 7);
+        let answers = exchange.forward("a:1", prefill, 7);
         let Some(Response::RequestHeaders(headers)) = &answers[0].response else { panic!("{answers:?}") };
         let mutation = headers.response.as_ref().unwrap().header_mutation.as_ref().unwrap();
         let set = mutation.set_headers.iter().filter_map(|set| set.header.as_ref());
@@ -178,24 +178,24 @@ fn accepts_every_end_of_a_request() {
     let (mut exchange, _) = start(RULES, DUPLEX, post());
     let asked = exchange.handle(body("", true)).unwrap();
     assert_eq!(asked.pick_request.unwrap().body, None);
-    assert_eq!(echo(&exchange.forward(("a:1", None), 7)), (vec![], true));
+    assert_eq!(echo(&exchange.forward("a:1", None, 7)), (vec![], true));
     // An end in a message of its own.
     let (mut exchange, _) = start(RULES, DUPLEX, post());
     exchange.handle(body("some", false)).unwrap();
     assert_eq!(exchange.handle(body("", true)).unwrap().pick_request.unwrap().body.unwrap(), "some");
-    assert_eq!(echo(&exchange.forward(("a:1", None), 7)), (b"some".to_vec(), true));
+    assert_eq!(echo(&exchange.forward("a:1", None, 7)), (b"some".to_vec(), true));
     // Trailers instead of an end.
     let (mut exchange, _) = start(RULES, DUPLEX, post());
     exchange.handle(body("some", false)).unwrap();
     assert_eq!(exchange.handle(trailers()).unwrap().pick_request.unwrap().body.unwrap(), "some");
-    let answers = exchange.forward(("a:1", None), 7);
+    let answers = exchange.forward("a:1", None, 7);
     assert_eq!(echo(&answers), (b"some".to_vec(), false));
     assert!(matches!(answers.last().unwrap().response, Some(Response::RequestTrailers(_))));
     assert_eq!(exchange.handle(trailers()), Err(ProtocolError::Late("request_trailers")));
     // Headers only.
     let (mut exchange, heard) = start(RULES, DUPLEX, headers(&[(":path", "/v1/models")], true));
     assert_eq!(heard.unwrap().pick_request.unwrap().body, None);
-    let answers = exchange.forward(("a:1", None), 7);
+    let answers = exchange.forward("a:1", None, 7);
     assert_eq!((answers.len(), destination(&answers[0]).is_some()), (1, true));
 }
 
@@ -207,7 +207,7 @@ fn buffered_bodies_are_not_echoed() {
     assert!(matches!(&answers[..], [one] if matches!(one.response, Some(Response::RequestHeaders(_)))));
     assert!(answers[0].dynamic_metadata.is_none());
     assert_eq!(exchange.handle(body("whole", false)).unwrap().pick_request.unwrap().body.unwrap(), "whole");
-    let answers = exchange.forward(("a:1", None), 7);
+    let answers = exchange.forward("a:1", None, 7);
     assert!(matches!(&answers[..], [one] if matches!(one.response, Some(Response::RequestBody(_)))));
     assert!(destination(&answers[0]).is_some() && streamed(&answers[0]).is_none());
     let heard = exchange.handle(trailers()).unwrap();
@@ -220,7 +220,7 @@ fn buffered_bodies_are_not_echoed() {
     // A body that Envoy does not send.
     let (mut exchange, heard) = start(RULES, [BodySendMode::None; 2], post());
     assert_eq!(heard.unwrap().pick_request.unwrap().body, None);
-    assert_eq!(exchange.forward(("a:1", None), 7).len(), 1);
+    assert_eq!(exchange.forward("a:1", None, 7).len(), 1);
 }
 
 #[test]
@@ -370,7 +370,7 @@ fn reads_the_served_endpoint_from_metadata_or_attributes() {
 fn echoes_the_response_unchanged() {
     let modes = [BodySendMode::FullDuplexStreamed; 2];
     let (mut exchange, _) = start(RULES, modes, headers(&[], true));
-    exchange.forward(("a:1", None), 7);
+    exchange.forward("a:1", None, 7);
     assert!(!exchange.may_close(), "its response passes through here");
     exchange.handle(response_headers(false)).unwrap();
     let first = exchange.handle(response_body("data: 1\n\n", false)).unwrap().answers;
@@ -382,7 +382,7 @@ fn echoes_the_response_unchanged() {
     // Modes without echo get a plain answer.
     for mode in [BodySendMode::Streamed, BodySendMode::Buffered, BodySendMode::BufferedPartial] {
         let (mut exchange, _) = start(RULES, [BodySendMode::None, mode], headers(&[], true));
-        exchange.forward(("a:1", None), 7);
+        exchange.forward("a:1", None, 7);
         exchange.handle(response_headers(false)).unwrap();
         let answers = exchange.handle(response_body("x", false)).unwrap().answers;
         assert!(matches!(&answers[..], [one] if streamed(one).is_none()));
@@ -395,7 +395,7 @@ fn out_of_order_messages_are_protocol_errors() {
     let headed = || start(RULES, DUPLEX, post()).0;
     let ended = || {
         let mut exchange = start(RULES, DUPLEX, headers(&[], true)).0;
-        exchange.forward(("a:1", None), 7);
+        exchange.forward("a:1", None, 7);
         exchange
     };
     let answered = || {
@@ -452,7 +452,7 @@ fn random_messages_respect_the_memory_limit_and_echo_whole_bodies() {
                 Err(_) => break,
                 Ok(ExchangeOutput { pick_request: Some(question), .. }) => {
                     assert_eq!(question.body.as_deref().unwrap_or_default(), sent);
-                    let answers = exchange.forward(("a:1", None), 7);
+                    let answers = exchange.forward("a:1", None, 7);
                     if chosen[0] == BodySendMode::FullDuplexStreamed {
                         assert_eq!(echo(&answers).0, sent);
                     }

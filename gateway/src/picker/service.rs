@@ -232,8 +232,8 @@ impl RequestStream {
             Ok(picked) => {
                 self.shared.metrics.picked.inc();
                 let (destination, prefill) = (picked.destination(), picked.prefill.as_deref());
-                let to = (destination.as_str(), prefill.map(|one| one.authority.as_str()));
-                self.outgoing.extend(self.exchange.forward(to, picked.request));
+                let prefill = prefill.map(|one| one.authority.as_str());
+                self.outgoing.extend(self.exchange.forward(&destination, prefill, picked.request));
                 // If Envoy does not send the response body through here, the end of the answer is
                 // not visible.
                 self.in_flight = self.exchange.sees_response_body().then(|| {

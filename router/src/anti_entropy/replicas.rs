@@ -54,10 +54,10 @@ impl AntiEntropyTask {
             Judgement::Pending => {}
             Judgement::Wrong(routers) => {
                 record_agreement(group, voters, &reports);
-                self.notify(group, &compared, (&routers, pb::Verdict::Wrong)).await;
+                self.notify(group, &compared, &routers, pb::Verdict::Wrong).await;
             }
             Judgement::Unclear(routers) => {
-                self.notify(group, &compared, (&routers, pb::Verdict::Unclear)).await;
+                self.notify(group, &compared, &routers, pb::Verdict::Unclear).await;
             }
             Judgement::LeaderWrong(right) => self.hand_over_lead(group, &reports, &right).await,
         }
@@ -68,7 +68,8 @@ impl AntiEntropyTask {
         &self,
         group: &Group,
         compared: &[ComparedReplica],
-        (routers, verdict): (&[u64], pb::Verdict),
+        routers: &[u64],
+        verdict: pb::Verdict,
     ) {
         for ComparedReplica { other, heard, known } in
             compared.iter().filter(|one| routers.contains(&one.other.router))

@@ -35,7 +35,7 @@ pub(super) async fn run(
             connection.subscribe(topic.as_bytes()).await?;
             tracing::debug!(%endpoint, "connected to an engine's events");
             let since = Instant::now();
-            let ended = relay((nth, connection), None, &events, &metrics).await;
+            let ended = relay(nth, connection, None, &events, &metrics).await;
             // A connection that closes at once does not reset the backoff.
             if since.elapsed() >= RETRY_MAX {
                 (retry_after, logged_error) = (RETRY_MIN, None);
@@ -60,7 +60,8 @@ pub(super) async fn run(
 
 /// Forwards `first` and then all messages of a connection until it ends; returns the reason.
 pub(super) async fn relay(
-    (nth, mut connection): (u64, Connection<TcpStream>),
+    nth: u64,
+    mut connection: Connection<TcpStream>,
     first: Option<EngineMessage>,
     events: &mpsc::Sender<ConnectionEvent>,
     metrics: &RankMetrics,

@@ -155,7 +155,8 @@ impl SilentConnections {
     /// Waits for the first message, or until another connection needs the place.
     async fn wait_for_first<T>(
         &self,
-        (number, token): (u64, CancellationToken),
+        number: u64,
+        token: CancellationToken,
         heard: impl Future<Output = Result<T, RejectedConnection>>,
     ) -> Result<T, RejectedConnection> {
         let heard = token.run_until_cancelled(heard).await;
@@ -191,11 +192,11 @@ pub(super) async fn run(listener: TcpListener, directory: Arc<TopicDirectory>, s
             Some(Ok((stream, peer))) => {
                 let place = stop.run_until_cancelled(silent.make_room(&places)).await;
                 let Some(Some(place)) = place else { return };
-                let known = (number, silent.enter(number));
+                let token = silent.enter(number);
                 let (directory, silent, stop) = (Arc::clone(&directory), Arc::clone(&silent), stop.clone());
                 tokio::spawn(async move {
                     let _place = place;
-                    let served = serve((stream, peer), known, &directory, &silent);
+                    let served = serve(stream, peer, number, token, &directory, &silent);
                     let _ = stop.run_until_cancelled(served).await; // cancelled by shutdown
                 });
             }
@@ -208,8 +209,10 @@ pub(super) async fn run(listener: TcpListener, directory: Arc<TopicDirectory>, s
 }
 
 async fn serve(
-    (stream, peer): (TcpStream, SocketAddr),
-    known: (u64, CancellationToken),
+    stream: TcpStream,
+    peer: SocketAddr,
+    number: u64,
+    token: CancellationToken,
     directory: &TopicDirectory,
     silent: &SilentConnections,
 ) {
@@ -219,7 +222,7 @@ async fn serve(
         let first = connection.receive().await?;
         Ok((connection, first))
     };
-    let followed = match silent.wait_for_first(known, first).await {
+    let followed = match silent.wait_for_first(number, token, first).await {
         Ok((connection, first)) => follow(connection, &first, directory).await,
         Err(error) => Err(error),
     };
@@ -235,7 +238,7 @@ async fn follow(
 ) -> Result<(), RejectedConnection> {
     let followed = directory.resolve(first)?;
     let (nth, over) = followed.take_over();
-    let relayed = relay((nth, connection), parse_live(first), &followed.events, &followed.metrics);
+    let relayed = relay(nth, connection, parse_live(first), &followed.events, &followed.metrics);
     let Some(ended) = over.run_until_cancelled(relayed).await else {
         return Err(RejectedConnection::TakenOver);
     };

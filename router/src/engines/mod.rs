@@ -176,7 +176,7 @@ impl FollowContext {
         let at =
             |text: &str| text.parse::<Endpoint>().ok().and_then(|endpoint| endpoint.offset_port(further));
         let follower = Follower {
-            rank: RankState::new((dialect, number), aliases, reporter, metrics.clone()),
+            rank: RankState::new(dialect, number, aliases, reporter, metrics.clone()),
             replay: at(&engine.replay),
             metrics: metrics.clone(),
             last_error: None,

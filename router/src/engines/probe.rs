@@ -40,7 +40,7 @@ impl RankProbe {
         let tenants = Tenants { manifest, secrets_by_salt: [].into(), default_secret: [0; 32] };
         let metrics = EngineMetrics::register(&Registry::new())?.for_rank(instance);
         let reporter = ResidencyReporter::new(Arc::clone(&residency), instance, clock, UnixClock::start());
-        let rank = RankState::new((Dialect::Vllm, 0), Aliases::new(Arc::new(tenants)), reporter, metrics);
+        let rank = RankState::new(Dialect::Vllm, 0, Aliases::new(Arc::new(tenants)), reporter, metrics);
         Ok(RankProbe { rank, residency, clock })
     }
 

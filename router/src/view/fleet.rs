@@ -167,7 +167,7 @@ impl FleetView {
             };
             soft.fleet.put_instance(instance_now);
             soft.fleet.set_placement(instance, part);
-            soft.links.record((instance, node), &report.links, now);
+            soft.links.record(instance, node, &report.links, now);
             let paths = soft.links.paths(instance, now);
             soft.fleet.set_paths(instance, &paths);
         }

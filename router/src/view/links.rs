@@ -83,7 +83,8 @@ impl LinkTable {
     /// [`LinkTable::forget_aged`] and not here, since routing waits meanwhile.
     pub(crate) fn record(
         &mut self,
-        (instance, own): (InstanceId, Option<NodeId>),
+        instance: InstanceId,
+        own: Option<NodeId>,
         all: &[LinkMeasurement],
         now: Timestamp,
     ) {
@@ -91,7 +92,7 @@ impl LinkTable {
         let mut nodes = self.nodes_of(instance);
         for LinkMeasurement { node, epoch, sample, key } in all {
             let is_own = own == Some(*node);
-            self.add_sample((*node, instance, EstimateKey { is_own, key: *key }), *epoch, sample, now);
+            self.add_sample(*node, instance, EstimateKey { is_own, key: *key }, *epoch, sample, now);
             let at = (instance, *node);
             let Some(path) = key.path else { continue };
             let is_room = self.paths.len() < PATHS_MAX && nodes < NODES_OF_INSTANCE_MAX;
@@ -111,18 +112,20 @@ impl LinkTable {
 
     fn add_sample(
         &mut self,
-        at: (NodeId, InstanceId, EstimateKey),
+        node: NodeId,
+        instance: InstanceId,
+        key: EstimateKey,
         epoch: Epoch,
         sample: &LinkSample,
         now: Timestamp,
     ) {
-        let (node, instance, of) = at;
+        let at = (node, instance, key);
         if !self.estimates.contains_key(&at) {
             let keys = self.keys.get(&instance).map_or(0, BTreeSet::len);
             if self.estimates.len() >= ESTIMATES_MAX || keys >= ESTIMATES_OF_INSTANCE_MAX {
                 return;
             }
-            self.keys.entry(instance).or_default().insert((node, of));
+            self.keys.entry(instance).or_default().insert((node, key));
         }
         let known = &mut self.estimates;
         let is_full = EpochEstimate { epoch, estimate: LinkEstimate::default() };
@@ -230,7 +233,7 @@ mod tests {
     }
 
     fn record(links: &mut LinkTable, instance: u32, all: &[LinkMeasurement]) {
-        links.record((InstanceId(instance), None), all, NOW);
+        links.record(InstanceId(instance), None, all, NOW);
     }
 
     /// Remote price of a tier over a path, in gigabytes per second, and its source.
@@ -283,13 +286,13 @@ mod tests {
         let mut links = LinkTable::default();
         let (quic, tcp) =
             (over(QUIC, Tier::Dram, measurement(1, 1, 1)), over(TCP, Tier::Dram, measurement(2, 1, 2)));
-        links.record((InstanceId(1), Some(NodeId(1))), &[quic, tcp, measurement(3, 1, 1)], NOW);
+        links.record(InstanceId(1), Some(NodeId(1)), &[quic, tcp, measurement(3, 1, 1)], NOW);
         assert!(links.node_stats(NodeId(1), Epoch(1), NOW).local.is_some());
         assert_eq!(links.node_stats(NodeId(1), Epoch(1), NOW).remote, None);
         assert_eq!(links.node_stats(NodeId(2), Epoch(1), NOW).local, None);
         let later = NOW.after(LINK_AGED_AFTER / 2);
         let moved = over(TCP, Tier::Dram, measurement(1, 1, 1));
-        links.record((InstanceId(1), Some(NodeId(1))), &[moved], later);
+        links.record(InstanceId(1), Some(NodeId(1)), &[moved], later);
         let paths = |links: &LinkTable, now| links.paths(InstanceId(1), now);
         assert_eq!(paths(&links, later), [(NodeId(1), LinkPath::Tcp), (NodeId(2), LinkPath::Tcp)]);
         let later = NOW.after(LINK_AGED_AFTER);
@@ -311,7 +314,7 @@ mod tests {
         ];
         record(&mut links, 1, &all);
         record(&mut links, 2, &[over(TCP, Tier::Dram, measurement(1, 1, 4)), measurement(1, 1, 5)]);
-        links.record((InstanceId(3), Some(NodeId(1))), &[over(TCP, Tier::Dram, measurement(1, 1, 9))], NOW);
+        links.record(InstanceId(3), Some(NodeId(1)), &[over(TCP, Tier::Dram, measurement(1, 1, 9))], NOW);
         let shown = |links: &LinkTable, epoch, now| {
             let live = |node| (node == NodeId(1)).then_some(Epoch(epoch));
             let rate = |rate: LinkRate| (rate.is_own, rate.key.path, rate.key.tier, rate.stats.bytes_per_s);
@@ -341,7 +344,7 @@ mod tests {
         assert_eq!(rate(&links, 199_999, 1, NOW), None);
         let later = NOW.after(LINK_AGED_AFTER);
         links.forget_aged(later);
-        links.record((InstanceId(1), None), &all[199_999..], later);
+        links.record(InstanceId(1), None, &all[199_999..], later);
         assert_eq!((links.estimates.len(), rate(&links, 199_999, 1, later)), (1, Some(1)));
         let mut links = LinkTable::default();
         let absurd =

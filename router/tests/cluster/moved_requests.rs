@@ -74,14 +74,13 @@ async fn counted_load_moves_with_its_request() {
     assert_eq!(decided(&handle, asked.clone(), RouteHints::default()).await.instance, 1);
     assert_eq!(busy(&handle).await, [1]);
     // Invalid, unknown or repeated moves have no effect.
-    let to = |instance| (InstanceId(instance), None);
-    handle.record_move(&request(9, &[1]), to(2));
-    handle.record_move(&asked, to(1));
-    handle.record_move(&pb::RouteRequest { hashes: vec![1], ..asked.clone() }, to(2));
+    handle.record_move(&request(9, &[1]), InstanceId(2), None);
+    handle.record_move(&asked, InstanceId(1), None);
+    handle.record_move(&pb::RouteRequest { hashes: vec![1], ..asked.clone() }, InstanceId(2), None);
     assert_eq!(busy(&handle).await, [1]);
     assert_eq!(why(&cluster, 7).await.answered_by, None);
 
-    handle.record_move(&asked, to(2));
+    handle.record_move(&asked, InstanceId(2), None);
     assert_eq!(busy(&handle).await, [2]);
     let record = why(&cluster, 7).await;
     assert_eq!((record.instance, record.answered_by), (1, Some(2)));
@@ -99,7 +98,7 @@ async fn counted_load_moves_with_its_request() {
     };
     assert_eq!(observed(&cluster.registries[0].gather()), observed(&learned));
     // After its end it does not move.
-    handle.record_move(&asked, to(3));
+    handle.record_move(&asked, InstanceId(3), None);
     assert_eq!(why(&cluster, 7).await.answered_by, Some(2));
     cluster.shutdown().await;
 }
@@ -109,7 +108,7 @@ async fn a_prefix_is_expected_where_it_was_computed() {
     let (cluster, handle) = cluster().await;
     let short = pb::RouteRequest { hashes: prefix(5, 64).concat(), input_tokens: 1_024, ..request(5, &[1]) };
     decided(&handle, short.clone(), RouteHints::default()).await;
-    handle.record_move(&short, (InstanceId(2), None));
+    handle.record_move(&short, InstanceId(2), None);
     until("its prompt", || async { (expected_blocks(&handle, &short, 2).await == 64).then_some(()) }).await;
     assert_eq!(expected_blocks(&handle, &short, 1).await, 0);
     cluster.shutdown().await;
@@ -132,7 +131,7 @@ async fn a_rerouted_request_is_counted_once() {
     assert_eq!(busy(&handle).await, Vec::<u32>::new());
     // A move to an unknown instance removes the counted load and is still recorded.
     decided(&handle, request(9, &[3]), RouteHints::default()).await;
-    handle.record_move(&request(9, &[3]), (InstanceId(77), Some(InstanceId(78))));
+    handle.record_move(&request(9, &[3]), InstanceId(77), Some(InstanceId(78)));
     assert_eq!(busy(&handle).await, Vec::<u32>::new());
     assert_eq!(why(&cluster, 9).await.answered_by, Some(78), "the decoding instance");
     cluster.shutdown().await;

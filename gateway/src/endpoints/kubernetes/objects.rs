@@ -84,7 +84,7 @@ pub(super) fn read_pod(object: &Pod, config: &KubernetesConfig) -> Vec<Discovere
     let name = format!("Pod {}/{}", object.namespace().unwrap_or_default(), object.name_any());
     let made_s = object.creation_timestamp().map_or(i64::MAX, |made| made.0.as_second());
     let identifier = object.uid().unwrap_or_else(|| name.clone());
-    let engine = pod_engine(object, config, (&name, &spec, &status, ip));
+    let engine = pod_engine(object, config, &name, &spec, &status, ip);
     let others = match &engine {
         Ok(engine) => other_ranks(engine, object.annotations(), &name),
         Err(_) => Vec::new(),
@@ -132,7 +132,10 @@ fn other_ranks(
 fn pod_engine(
     object: &Pod,
     config: &KubernetesConfig,
-    (name, spec, status, ip): (&str, &PodSpec, &PodStatus, &str),
+    name: &str,
+    spec: &PodSpec,
+    status: &PodStatus,
+    ip: &str,
 ) -> Result<EngineSpec, String> {
     let address: IpAddr = ip.parse().map_err(|_| format!("{name} has the invalid address {ip:?}"))?;
     let ports = spec.containers.iter().flat_map(|container| container.ports.iter().flatten());
@@ -267,7 +270,7 @@ pub(super) fn read_slice(slice: &EndpointSlice, config: &KubernetesConfig) -> Ve
         let name = target_name
             .map_or_else(|| format!("{ip} of EndpointSlice {whose}"), |name| format!("Pod {name}"));
         let identifier = target.and_then(|target| target.uid.clone()).unwrap_or_else(|| ip.clone());
-        let engine = slice_engine(endpoint, config, (&name, &identifier, ip, port));
+        let engine = slice_engine(endpoint, config, &name, &identifier, ip, port);
         Some(DiscoveredEngine { identifier, name, created_s: made_s, engine })
     };
     slice.endpoints.iter().take(ENGINES_PER_OBJECT_MAX).filter_map(of_one).collect()
@@ -276,7 +279,10 @@ pub(super) fn read_slice(slice: &EndpointSlice, config: &KubernetesConfig) -> Ve
 fn slice_engine(
     endpoint: &SliceEndpoint,
     config: &KubernetesConfig,
-    (name, identifier, ip, port): (&str, &str, &str, Option<u16>),
+    name: &str,
+    identifier: &str,
+    ip: &str,
+    port: Option<u16>,
 ) -> Result<EngineSpec, String> {
     let address: IpAddr = ip.parse().map_err(|_| format!("{name} has the invalid address {ip:?}"))?;
     let port = port.ok_or_else(|| {

@@ -39,9 +39,17 @@ pub(crate) struct ProberPool {
     previous: BTreeMap<InstanceId, ProcessIdentity>,
 }
 
-/// The prober task of one endpoint, and the endpoint's address and kind of reporting.
+/// What a prober probes. A prober of an endpoint that differs in it is replaced.
+#[derive(PartialEq, Eq)]
+struct ProbeTarget {
+    authority: String,
+    /// Whether the engine reports its own load to the router.
+    reports_itself: bool,
+}
+
+/// The prober task of one endpoint.
 struct ProberTask {
-    key: (String, bool),
+    target: ProbeTarget,
     stop: CancellationToken,
     task: JoinHandle<ProcessIdentity>,
 }
@@ -90,14 +98,14 @@ impl ProberPool {
     /// Stops probers of changed and removed endpoints, and starts those of new ones.
     async fn reconcile(&mut self) {
         let endpoints = self.context.endpoints.clone();
-        let key = |instance| {
-            let endpoint = endpoints.get(instance)?;
-            Some((endpoint.authority.clone(), endpoints.reports_itself(instance)))
+        let target = |instance| {
+            let authority = endpoints.get(instance)?.authority.clone();
+            Some(ProbeTarget { authority, reports_itself: endpoints.reports_itself(instance) })
         };
         let obsolete: Vec<_> = self
             .tasks
             .iter()
-            .filter(|(instance, kept)| key(**instance).as_ref() != Some(&kept.key))
+            .filter(|(instance, kept)| target(**instance).as_ref() != Some(&kept.target))
             .map(|(instance, _)| *instance)
             .collect();
         for instance in obsolete {
@@ -105,23 +113,27 @@ impl ProberPool {
         }
         for endpoint in endpoints.list() {
             let instance = endpoint.instance;
-            if let Some(key) = key(instance).filter(|_| !self.tasks.contains_key(&instance)) {
-                self.start(instance, key);
+            if let Some(target) = target(instance).filter(|_| !self.tasks.contains_key(&instance)) {
+                self.start(instance, target);
             }
         }
         self.metrics.count_endpoints(&endpoints);
     }
 
-    fn start(&mut self, instance: InstanceId, key: (String, bool)) {
+    fn start(&mut self, instance: InstanceId, target: ProbeTarget) {
         let process =
             self.previous.remove(&instance).map_or_else(ProcessIdentity::default, ProcessIdentity::successor);
-        let (authority, reports_itself) = key.clone();
-        let what = (instance, authority, reports_itself);
-        let prober =
-            EndpointProber::new(self.context.clone(), what, process, self.metrics.instance(instance));
+        let prober = EndpointProber::new(
+            self.context.clone(),
+            instance,
+            target.authority.clone(),
+            target.reports_itself,
+            process,
+            self.metrics.instance(instance),
+        );
         let stop = CancellationToken::new();
         let task = tokio::spawn(prober.run(stop.clone()));
-        self.tasks.insert(instance, ProberTask { key, stop, task });
+        self.tasks.insert(instance, ProberTask { target, stop, task });
     }
 
     /// Stops a prober and waits for its end, so that its last report precedes the first one of its

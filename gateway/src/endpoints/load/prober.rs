@@ -125,7 +125,9 @@ impl ModelsProbeError {
 impl EndpointProber {
     pub(super) fn new(
         context: ProbeContext,
-        (instance, authority, reports_itself): (InstanceId, String, bool),
+        instance: InstanceId,
+        authority: String,
+        reports_itself: bool,
         process: ProcessIdentity,
         metrics: InstanceMetrics,
     ) -> EndpointProber {

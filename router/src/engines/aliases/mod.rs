@@ -345,7 +345,7 @@ impl Aliases {
                 place = next.map_err(|why| (at, why))?;
             } else {
                 let tokens = &tokens[at * theirs..][..theirs];
-                place = self.learn((names[at], tags[at]), tokens, place, changes).map_err(|why| (at, why))?;
+                place = self.learn(names[at], tags[at], tokens, place, changes).map_err(|why| (at, why))?;
                 at += 1;
             }
         }
@@ -396,7 +396,7 @@ impl Aliases {
                 why = Some::<UnmappedCounter>(|unmapped| &mut unmapped.over_limit);
                 break;
             }
-            let Some(slot) = self.insert((*name, *tag), place, *chain, OurBlocks::One(*block)) else { break };
+            let Some(slot) = self.insert(*name, *tag, place, *chain, OurBlocks::One(*block)) else { break };
             (place.chain, place.before) = (*chain, Some(*block));
             (place.parent, place.parent_slot) = (Some(*name), slot);
             learned += 1;
@@ -409,7 +409,8 @@ impl Aliases {
     /// Learns an unknown block. Returns the next position or the reason of a failure.
     fn learn(
         &mut self,
-        name: (EngineHash, Tag),
+        name: EngineHash,
+        tag: Tag,
         tokens: &[u32],
         place: ChainPosition,
         changes: &mut Changes,
@@ -419,11 +420,11 @@ impl Aliases {
             return Err(|unmapped| &mut unmapped.over_limit);
         }
         if place.filled == 0 && tokens.len().is_multiple_of(ours) {
-            Ok(self.learn_several(name, tokens, place, changes))
+            Ok(self.learn_several(name, tag, tokens, place, changes))
         } else if place.filled + tokens.len() < ours {
-            Ok(self.learn_part(name, tokens, place))
+            Ok(self.learn_part(name, tag, tokens, place))
         } else if place.filled + tokens.len() == ours {
-            self.learn_last_part(name, tokens, place, changes)
+            self.learn_last_part(name, tag, tokens, place, changes)
         } else {
             Err(|unmapped| &mut unmapped.odd_size)
         }
@@ -432,7 +433,8 @@ impl Aliases {
     /// Learns an engine block that holds several of ours.
     fn learn_several(
         &mut self,
-        name: (EngineHash, Tag),
+        name: EngineHash,
+        tag: Tag,
         tokens: &[u32],
         place: ChainPosition,
         changes: &mut Changes,
@@ -441,27 +443,28 @@ impl Aliases {
         let mut blocks = Vec::with_capacity(tokens.len() / self.hashers.block_tokens());
         self.hashers.hasher(place.hasher).extend(&mut chain, tokens, &mut blocks);
         let before = blocks.last().copied();
-        count_shared(&mut self.shared, true, (place.before, &blocks), changes);
-        let slot = self.insert(name, place, chain, OurBlocks::Several(blocks.into()));
-        ChainPosition {
-            chain,
-            before,
-            parent: Some(name.0),
-            parent_slot: slot.unwrap_or(Slot::NONE),
-            ..place
-        }
+        count_shared(&mut self.shared, true, place.before, &blocks, changes);
+        let slot = self.insert(name, tag, place, chain, OurBlocks::Several(blocks.into()));
+        ChainPosition { chain, before, parent: Some(name), parent_slot: slot.unwrap_or(Slot::NONE), ..place }
     }
 
-    fn learn_part(&mut self, name: (EngineHash, Tag), tokens: &[u32], place: ChainPosition) -> ChainPosition {
+    fn learn_part(
+        &mut self,
+        name: EngineHash,
+        tag: Tag,
+        tokens: &[u32],
+        place: ChainPosition,
+    ) -> ChainPosition {
         let filled = place.filled + tokens.len();
-        let slot = self.insert(name, place, place.chain, OurBlocks::Part(Part::early(tokens, filled)));
-        ChainPosition { filled, parent: Some(name.0), parent_slot: slot.unwrap_or(Slot::NONE), ..place }
+        let slot = self.insert(name, tag, place, place.chain, OurBlocks::Part(Part::early(tokens, filled)));
+        ChainPosition { filled, parent: Some(name), parent_slot: slot.unwrap_or(Slot::NONE), ..place }
     }
 
     /// Learns the part that completes one of our blocks.
     fn learn_last_part(
         &mut self,
-        name: (EngineHash, Tag),
+        name: EngineHash,
+        tag: Tag,
         tokens: &[u32],
         place: ChainPosition,
         changes: &mut Changes,
@@ -499,11 +502,11 @@ impl Aliases {
             }
         }
         let part = Part::last(tokens.len(), ours, whole);
-        let slot = self.insert(name, place, chain, OurBlocks::Part(part)).unwrap_or(Slot::NONE);
+        let slot = self.insert(name, tag, place, chain, OurBlocks::Part(part)).unwrap_or(Slot::NONE);
         if let Some(whole) = self.split_blocks.get_mut(whole) {
             whole.last_part = slot;
         }
-        Ok(ChainPosition { chain, before: made, filled: 0, parent: Some(name.0), parent_slot: slot, ..place })
+        Ok(ChainPosition { chain, before: made, filled: 0, parent: Some(name), parent_slot: slot, ..place })
     }
 
     fn parent_at(&self, place: &ChainPosition) -> Option<Slot> {
@@ -529,7 +532,8 @@ impl Aliases {
     #[inline]
     fn insert(
         &mut self,
-        (name, tag): (EngineHash, Tag),
+        name: EngineHash,
+        tag: Tag,
         place: ChainPosition,
         chain: Chain,
         ours: OurBlocks,
@@ -564,7 +568,7 @@ impl Aliases {
             // The parent matters only for arrivals, and is on the other cache line.
             OurBlocks::One(block) => changes.push(to, if to { alias.before() } else { None }, &[*block]),
             OurBlocks::Several(blocks) => {
-                count_shared(&mut self.shared, to, (alias.before(), blocks), changes);
+                count_shared(&mut self.shared, to, alias.before(), blocks, changes);
             }
             OurBlocks::Part(part) => {
                 for whole in part.split_blocks() {
@@ -666,7 +670,8 @@ impl Aliases {
 fn count_shared(
     shared: &mut HashMap<BlockHash, u32, KeyedBuildHasher>,
     is_stored: bool,
-    (mut before, blocks): (Option<BlockHash>, &[BlockHash]),
+    mut before: Option<BlockHash>,
+    blocks: &[BlockHash],
     changes: &mut Changes,
 ) {
     for block in blocks {

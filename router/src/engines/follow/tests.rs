@@ -56,7 +56,7 @@ impl FollowerBench {
         let metrics = EngineMetrics::register(&registry).unwrap().for_rank(INSTANCE);
         let reporter = ResidencyReporter::new(Arc::clone(&residency), INSTANCE, clock, UnixClock::start());
         let aliases = Aliases::new(Arc::new(tenants));
-        let rank = RankState::new((Dialect::Vllm, 0), aliases, reporter, metrics.clone());
+        let rank = RankState::new(Dialect::Vllm, 0, aliases, reporter, metrics.clone());
         let follower = Follower { rank, replay, metrics, last_error: None };
         FollowerBench { follower, known: FollowerState { residency, registry, clock } }
     }

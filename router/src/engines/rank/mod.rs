@@ -57,7 +57,8 @@ pub(super) struct RankState {
 
 impl RankState {
     pub(super) fn new(
-        (dialect, rank): (Dialect, u32),
+        dialect: Dialect,
+        rank: u32,
         aliases: Aliases,
         reporter: ResidencyReporter,
         metrics: RankMetrics,

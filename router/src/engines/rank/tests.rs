@@ -32,7 +32,7 @@ impl RankBench {
         let tenants = Tenants { manifest, secrets_by_salt: [].into(), default_secret: [0; 32] };
         let metrics = EngineMetrics::register(&registry).unwrap().for_rank(INSTANCE);
         let reporter = ResidencyReporter::new(Arc::clone(&residency), INSTANCE, clock, UnixClock::start());
-        let rank = RankState::new((Dialect::Vllm, 0), Aliases::new(Arc::new(tenants)), reporter, metrics);
+        let rank = RankState::new(Dialect::Vllm, 0, Aliases::new(Arc::new(tenants)), reporter, metrics);
         RankBench { rank, residency, registry, clock }
     }
 
