@@ -162,7 +162,7 @@ impl Client {
         let mut running = JoinSet::new();
         for (position, source) in call.sources.iter().enumerate() {
             let all = source.start_blocks..source.start_blocks + source.len_blocks;
-            let one = SourceFetch::new(&call, source, all, (deadline, &self.links));
+            let one = SourceFetch::new(&call, source, all, deadline, &self.links);
             let paths = self.paths.clone();
             let (identity, hashes) = (call.identity, one.request.hashes.clone());
             let mut proving = FrameReceiver {
@@ -345,7 +345,8 @@ impl SourceFetch {
         call: &FetchCall,
         source: &pb::Source,
         blocks: Range<u32>,
-        (deadline, links): (Instant, &LinkStats),
+        deadline: Instant,
+        links: &LinkStats,
     ) -> SourceFetch {
         SourceFetch {
             address: source.address.clone(),
@@ -432,7 +433,7 @@ impl SourceFetch {
         }
         if class == TrafficClass::Fetch && came.wrong_blocks == 0 {
             let tier = common_tier(&came.tiers, self.request.hashes.len(), self.planned);
-            self.links.record_fetch((self.node, self.request.epoch), progress.kind(), tier, &timed);
+            self.links.record_fetch(self.node, self.request.epoch, progress.kind(), tier, &timed);
         }
         (came, None)
     }

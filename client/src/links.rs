@@ -132,7 +132,8 @@ impl LinkStats {
     /// Adds a fetch; `tier` is the tier of all its blocks, or `None` if they came from several.
     pub(crate) fn record_fetch(
         &self,
-        (node, epoch): (NodeId, Epoch),
+        node: NodeId,
+        epoch: Epoch,
         path: Option<PathKind>,
         tier: Option<Tier>,
         timed: &TransferTiming,
@@ -232,7 +233,8 @@ impl LinkReader {
         }
         let told = news.iter().map(|(key, sums, _)| (*key, *sums)).collect();
         let known = now.into_keys().collect();
-        (news.into_iter().map(sample).collect(), PeekedSums { sums: told, known })
+        let samples = news.into_iter().map(|(key, sums, seen)| sample(key, sums, seen)).collect();
+        (samples, PeekedSums { sums: told, known })
     }
 
     /// Marks the samples of a `peek` as delivered.
@@ -250,7 +252,7 @@ pub(crate) struct PeekedSums {
 }
 
 /// Difference between two states of an entry.
-fn sample((key, sums, seen): (LinkKey, LinkSums, LinkSums)) -> pb::LinkSample {
+fn sample(key: LinkKey, sums: LinkSums, seen: LinkSums) -> pb::LinkSample {
     let micros = |span: Duration| u64::try_from(span.as_micros()).unwrap_or(u64::MAX);
     pb::LinkSample {
         node: key.node.0,
@@ -269,7 +271,8 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
 
-    const NODE: (NodeId, Epoch) = (NodeId(1), Epoch(2));
+    const NODE: NodeId = NodeId(1);
+    const EPOCH: Epoch = Epoch(2);
 
     /// A fetch of frames of 1,000 bytes, the first after 5 ms and each further one after 1 ms.
     fn timed(frames: u64) -> TransferTiming {
@@ -288,10 +291,10 @@ mod tests {
     fn every_reader_gets_each_fetch_once_per_tier_and_path() {
         let links = LinkStats::default();
         let mut readers = [LinkReader::new(links.clone()), LinkReader::new(links.clone())];
-        links.record_fetch(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(4));
-        links.record_fetch(NODE, Some(PathKind::Tcp), None, &timed(2));
-        links.record_fetch(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(1));
-        links.record_fetch(NODE, Some(PathKind::Tcp), None, &timed(0));
+        links.record_fetch(NODE, EPOCH, Some(PathKind::Tcp), Some(Tier::Dram), &timed(4));
+        links.record_fetch(NODE, EPOCH, Some(PathKind::Tcp), None, &timed(2));
+        links.record_fetch(NODE, EPOCH, Some(PathKind::Tcp), Some(Tier::Dram), &timed(1));
+        links.record_fetch(NODE, EPOCH, Some(PathKind::Tcp), None, &timed(0));
         let sample = |fetches: u32, bytes, stream_us, path, tier| pb::LinkSample {
             node: 1,
             epoch: 2,
@@ -305,8 +308,8 @@ mod tests {
         // A single block gives no throughput; blocks of several tiers count for none of them.
         assert_eq!(readers[0].take(), [sample(1, 1_000, 1_000, 4, 0), sample(1, 3_000, 3_000, 4, 2)]);
         assert_eq!(readers[0].take(), []);
-        links.record_fetch(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(3));
-        links.record_fetch(NODE, None, Some(Tier::Ssd), &timed(2));
+        links.record_fetch(NODE, EPOCH, Some(PathKind::Tcp), Some(Tier::Dram), &timed(3));
+        links.record_fetch(NODE, EPOCH, None, Some(Tier::Ssd), &timed(2));
         assert_eq!(readers[0].take(), [sample(1, 1_000, 1_000, 0, 1), sample(1, 2_000, 2_000, 4, 2)]);
         let all = readers[1].take();
         assert_eq!(all.iter().map(|sample| sample.fetches).collect::<Vec<_>>(), [1, 1, 2]);
@@ -316,16 +319,16 @@ mod tests {
     fn unacknowledged_samples_are_resent_with_newer_ones() {
         let links = LinkStats::default();
         let mut reader = LinkReader::new(links.clone());
-        links.record_fetch(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(4));
+        links.record_fetch(NODE, EPOCH, Some(PathKind::Tcp), Some(Tier::Dram), &timed(4));
         let lost = reader.peek();
         assert_eq!(lost.0.len(), 1);
-        links.record_fetch(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(3));
+        links.record_fetch(NODE, EPOCH, Some(PathKind::Tcp), Some(Tier::Dram), &timed(3));
         let (again, told) = reader.peek();
         assert_eq!(
             again.iter().map(|sample| (sample.fetches, sample.bytes)).collect::<Vec<_>>(),
             [(2, 5_000)]
         );
-        links.record_fetch(NODE, Some(PathKind::Tcp), Some(Tier::Dram), &timed(2));
+        links.record_fetch(NODE, EPOCH, Some(PathKind::Tcp), Some(Tier::Dram), &timed(2));
         reader.acknowledge(told);
         let rest = reader.take();
         assert_eq!(
@@ -340,7 +343,7 @@ mod tests {
         let mut reader = LinkReader::new(links.clone());
         let two = timed(2);
         for node in 0..3_000 {
-            links.record_fetch((NodeId(node), Epoch(1)), None, Some(Tier::Dram), &two);
+            links.record_fetch(NodeId(node), Epoch(1), None, Some(Tier::Dram), &two);
         }
         assert_eq!(links.lock().sums.len(), SUMS_MAX);
         let told: Vec<u32> = (0..5).flat_map(|_| reader.take()).map(|sample| sample.node).collect();
@@ -351,13 +354,13 @@ mod tests {
         let each: BTreeSet<u32> = told.iter().copied().collect();
         assert_eq!((told.len(), each.len()), (SUMS_MAX, SUMS_MAX), "all others follow later, once each");
         // A dropped entry that reappears counts from there.
-        links.record_fetch((NodeId(0), Epoch(1)), None, Some(Tier::Dram), &two);
-        links.record_fetch((NodeId(2999), Epoch(2)), None, Some(Tier::Dram), &two);
-        links.record_fetch((NodeId(2999), Epoch(1)), None, Some(Tier::Dram), &two);
+        links.record_fetch(NodeId(0), Epoch(1), None, Some(Tier::Dram), &two);
+        links.record_fetch(NodeId(2999), Epoch(2), None, Some(Tier::Dram), &two);
+        links.record_fetch(NodeId(2999), Epoch(1), None, Some(Tier::Dram), &two);
         let said: Vec<_> =
             reader.take().iter().map(|sample| (sample.node, sample.epoch, sample.fetches)).collect();
         assert_eq!(said, [(0, 1, 1), (2999, 1, 1), (2999, 2, 1)]);
-        links.record_fetch((NodeId(2999), Epoch(3)), None, Some(Tier::Dram), &two);
+        links.record_fetch(NodeId(2999), Epoch(3), None, Some(Tier::Dram), &two);
         assert!(links.lock().sums.keys().all(|key| key.node != NodeId(2999) || key.epoch == Epoch(3)));
     }
 
@@ -374,7 +377,7 @@ mod tests {
         };
         let (dram, ssd) = (source(1, Tier::Dram), source(1, Tier::Ssd));
         assert_eq!((links.rate(&[]), links.rate(std::slice::from_ref(&dram))), (Some(0), None));
-        links.record_fetch(NODE, None, Some(Tier::Dram), &timed(11));
+        links.record_fetch(NODE, EPOCH, None, Some(Tier::Dram), &timed(11));
         let one = Some(1_000_000);
         assert_eq!(links.rate(&[dram.clone(), dram.clone()]), one);
         assert_eq!(
@@ -383,7 +386,7 @@ mod tests {
             "the node's link is known from its other tier"
         );
         assert_eq!(links.rate(std::slice::from_ref(&ssd)), None);
-        links.record_fetch((NodeId(3), Epoch(2)), None, Some(Tier::Dram), &timed(11));
+        links.record_fetch(NodeId(3), Epoch(2), None, Some(Tier::Dram), &timed(11));
         let apart = [dram.clone(), source(3, Tier::Dram), ssd, dram];
         assert_eq!(links.rate(&apart), Some(2_000_000), "two nodes have twice the throughput");
     }

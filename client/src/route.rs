@@ -135,7 +135,8 @@ impl Client {
     pub async fn plan(
         &self,
         call: RouteCall,
-        (instance, sent_by_router): (InstanceId, bool),
+        instance: InstanceId,
+        sent_by_router: bool,
     ) -> Result<RouteAnswer, RouteError> {
         let among = Some(pb::CandidateSet { instances: vec![instance.0] });
         let prior_instance = sent_by_router;

@@ -234,13 +234,13 @@ impl LocalCluster {
 
     /// Children that ended without a request.
     pub fn crashed_children(&mut self) -> Vec<String> {
-        self.crashed_now().into_iter().map(crash_text).collect()
+        self.crashed_now().into_iter().map(|(id, how)| crash_text(id, how)).collect()
     }
 
     /// Crashed children, including those that were restarted since.
     pub fn all_crashes(&mut self) -> Vec<String> {
         let now = self.crashed_now();
-        self.crashes.iter().copied().chain(now).map(crash_text).collect()
+        self.crashes.iter().copied().chain(now).map(|(id, how)| crash_text(id, how)).collect()
     }
 
     fn crashed_now(&mut self) -> Vec<(ChildId, std::process::ExitStatus)> {
@@ -299,7 +299,7 @@ impl Drop for LocalCluster {
     }
 }
 
-fn crash_text((id, how): (ChildId, std::process::ExitStatus)) -> String {
+fn crash_text(id: ChildId, how: std::process::ExitStatus) -> String {
     format!("{} ended: {how}", process_name(id))
 }
 

@@ -85,7 +85,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             settings.service.gateway.validate()?;
             let number = settings.service.router.id;
             let drain_time = settings.service.gateway.drain_timeout();
-            serve(role, number, args, (settings, drain_time), async |config, registry| {
+            serve(role, number, args, settings, drain_time, async |config, registry| {
                 let RouterProcessConfig { router: config, gateway } = config;
                 let engines = config.engines.clone();
                 let router = kvfleet_router::Router::start(config, registry).await?;
@@ -107,7 +107,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             let settings = settings::<kvfleet_node::NodeConfig>(args)?;
             settings.service.validate()?;
             let number = u64::from(settings.service.id);
-            serve(role, number, args, (settings, Duration::ZERO), async |config, registry| {
+            serve(role, number, args, settings, Duration::ZERO, async |config, registry| {
                 let node = kvfleet_node::Node::start(config, registry).await?;
                 let addresses = vec![("data", node.data_addr()), ("control", node.control_addr())];
                 Ok((RunningService::Node(Box::new(node)), addresses))
@@ -118,7 +118,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             let settings = settings::<InstanceConfig>(args)?;
             settings.service.validate().map_err(anyhow::Error::msg)?;
             let number = u64::from(settings.service.instance);
-            serve(role, number, args, (settings, Duration::ZERO), async |config, registry| {
+            serve(role, number, args, settings, Duration::ZERO, async |config, registry| {
                 let instance = Instance::start(config, registry).await?;
                 let openai = instance.openai_addr().map(|address| ("openai", address));
                 let addresses = std::iter::once(("grpc", instance.local_addr())).chain(openai).collect();
@@ -145,7 +145,8 @@ async fn serve<T>(
     role: Role,
     number: u64,
     args: &ProcessArgs,
-    (settings, drain_time): (Settings<T>, Duration),
+    settings: Settings<T>,
+    drain_time: Duration,
     start: impl AsyncFnOnce(T, &Registry) -> anyhow::Result<(RunningService, Vec<(&'static str, SocketAddr)>)>,
 ) -> anyhow::Result<()> {
     if args.check {

@@ -70,8 +70,7 @@ pub async fn run_replay(args: &ReplayArgs, stop: &Stop) -> anyhow::Result<Outcom
         Some(connect) => {
             let connection = Connection::open(&connect)?;
             wait_for_router(connection.all()?, stop).await?;
-            let target = (connection.routers, connection.identity);
-            (drive(args, &workload, target, None, stop).await?, None)
+            (drive(args, &workload, connection.routers, connection.identity, None, stop).await?, None)
         }
     };
     if let Some(why) = measured.refused.as_ref().filter(|_| measured.samples.is_empty()) {
@@ -167,8 +166,8 @@ async fn on_own_cluster(
             return Ok((measurements, Some(shape)));
         }
     };
-    let target = (cluster.router_addresses(), cluster.identity()?);
-    let measured = drive(args, workload, target, Some(&mut cluster), stop).await;
+    let (routers, identity) = (cluster.router_addresses(), cluster.identity()?);
+    let measured = drive(args, workload, routers, identity, Some(&mut cluster), stop).await;
     let (crashed, memory) = (cluster.all_crashes(), cluster.peak_memory());
     let carried = ReplayTraffic::collect(&cluster).await;
     cluster.stop().await;
@@ -178,14 +177,22 @@ async fn on_own_cluster(
 async fn drive(
     args: &ReplayArgs,
     workload: &Workload,
-    (routers, identity): (Vec<String>, Identity),
+    routers: Vec<String>,
+    identity: Identity,
     cluster: Option<&mut LocalCluster>,
     stop: &CancellationToken,
 ) -> anyhow::Result<ReplayMeasurements> {
     let watch = Arc::new(FailureWatch::default());
     let time_scale = cluster.as_ref().map_or(1.0, |cluster| cluster.shape().predicted_time_scale());
-    let workload_key = (args.seed, TenantId(args.tenant), workload.block_tokens);
-    let server = RequestDriver::new((routers, identity), workload_key, Arc::clone(&watch), time_scale)?;
+    let server = RequestDriver::new(
+        routers,
+        identity,
+        args.seed,
+        TenantId(args.tenant),
+        workload.block_tokens,
+        Arc::clone(&watch),
+        time_scale,
+    )?;
     let drive = ReplayDrive {
         requests: Arc::clone(&workload.requests),
         server: Arc::new(server),

@@ -115,8 +115,11 @@ fn explain_refusal(error: &str, block_tokens: u32) -> String {
 impl RequestDriver {
     /// Serves requests of `tenant` with blocks of `block_tokens` tokens.
     pub(super) fn new(
-        (routers, identity): (Vec<String>, Identity),
-        (seed, tenant, block_tokens): (u64, TenantId, u32),
+        routers: Vec<String>,
+        identity: Identity,
+        seed: u64,
+        tenant: TenantId,
+        block_tokens: u32,
         watch: Arc<FailureWatch>,
         time_scale: f64,
     ) -> anyhow::Result<RequestDriver> {
@@ -187,7 +190,7 @@ impl RequestDriver {
         let handover = decision.handover.clone();
         let mut reply = self.run(number, request, decision.clone()).await?;
         if let Some(handover) = handover {
-            let decode_reply = self.run_handover(number, request, (&handover, &reply)).await?;
+            let decode_reply = self.run_handover(number, request, &handover, &reply).await?;
             reply.fetched_bytes += decode_reply.fetched_bytes;
             reply.verified_bytes += decode_reply.verified_bytes;
             reply.wrong_bytes += decode_reply.wrong_bytes;
@@ -220,11 +223,11 @@ impl RequestDriver {
         &self,
         number: usize,
         request: &PreparedRequest,
-        (handover, before): (&pb::Handover, &pb::RunReply),
+        handover: &pb::Handover,
+        before: &pb::RunReply,
     ) -> Result<pb::RunReply, AttemptFailure> {
         let call = self.call(number, request, before.saved_at.clone());
-        let pinned = (InstanceId(handover.instance), true);
-        let mut decision = match self.client.plan(call, pinned).await {
+        let mut decision = match self.client.plan(call, InstanceId(handover.instance), true).await {
             Ok(RouteAnswer::Decided(decision)) => decision,
             Ok(RouteAnswer::Rejected { reason, retry_after }) => {
                 let kind = format!("route rejected: {}", kind_of(&reason));

@@ -163,7 +163,7 @@ pub unsafe extern "C" fn kvf_queue_poll(
 ) -> Status {
     // SAFETY: as the header requires.
     unsafe {
-        poll_entries(queue, (entries, entries_count, entry_bytes), count, |queue, into| Ok(queue.poll(into)))
+        poll_entries(queue, entries, entries_count, entry_bytes, count, |queue, into| Ok(queue.poll(into)))
     }
 }
 
@@ -179,7 +179,7 @@ pub unsafe extern "C" fn kvf_queue_wait(
     let timeout = Duration::from_micros(timeout_us);
     // SAFETY: as the header requires.
     unsafe {
-        poll_entries(queue, (entries, entries_count, entry_bytes), count, |queue, into| {
+        poll_entries(queue, entries, entries_count, entry_bytes, count, |queue, into| {
             let came = queue.wait(into, timeout);
             // A caller that waits in a loop must learn that no completion follows.
             if came == 0 && queue.is_finished() { Err(SubmitError::Closed.into()) } else { Ok(came) }
@@ -191,7 +191,9 @@ pub unsafe extern "C" fn kvf_queue_wait(
 /// further ones without waiting.
 unsafe fn poll_entries(
     queue: *mut QueueHandle,
-    (entries, entries_count, entry_bytes): (*mut abi::Completion, usize, usize),
+    entries: *mut abi::Completion,
+    entries_count: usize,
+    entry_bytes: usize,
     count: *mut usize,
     poll_first: impl Fn(&CompletionQueue<CallerBuffer>, &mut [Completion<CallerBuffer>]) -> Result<usize, Failure>,
 ) -> Status {
@@ -297,7 +299,9 @@ pub unsafe extern "C" fn kvf_prefill_begin(
     // SAFETY: as the header requires.
     guard(|| unsafe {
         check_writable(prefill, "prefill")?;
-        write(prefill, into_handle(reference(client, "client")?.prefill(calls::prefill(call)?)?), "prefill")
+        let client = reference(client, "client")?;
+        let (call, buffers, released) = calls::prefill(call)?;
+        write(prefill, into_handle(client.prefill(call, buffers, released)?), "prefill")
     })
 }
 

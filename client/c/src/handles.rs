@@ -163,9 +163,11 @@ impl ClientHandle {
     /// Starts to load the history of a prefill.
     pub(crate) fn prefill(
         &self,
-        call: (PrefillCall, Vec<CallerBuffer>, ReleaseSignal),
+        call: PrefillCall,
+        buffers: Vec<CallerBuffer>,
+        released: ReleaseSignal,
     ) -> Result<PrefillHandle, Failure> {
-        PrefillHandle::begin(&self.client_runtime, call)
+        PrefillHandle::begin(&self.client_runtime, call, buffers, released)
     }
 }
 

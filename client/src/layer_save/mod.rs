@@ -133,7 +133,7 @@ impl Client {
         let (finished, is_finished) = oneshot::channel();
         let (told, answered) = oneshot::channel();
         let layers = PutLayers::new(&call, layout.clone(), came);
-        tokio::spawn(run_save(self.clone(), call, layers, (is_finished, told)));
+        tokio::spawn(run_save(self.clone(), call, layers, is_finished, told));
         Ok(LayerSave { layout, blocks, next_layer: 0, puts, reservation: room, finished, answer: answered })
     }
 }

@@ -157,7 +157,8 @@ pub(super) async fn run_save(
     client: Client,
     call: LayerSaveCall,
     mut layers: PutLayers,
-    (mut finished, answer_sender): (FinishSignal, oneshot::Sender<Result<LayerSaveAnswer, SaveError>>),
+    mut finished: FinishSignal,
+    answer_sender: oneshot::Sender<Result<LayerSaveAnswer, SaveError>>,
 ) {
     let mut streaming = Box::pin(stream_slices(&client, &call, &mut layers));
     let early = tokio::select! {

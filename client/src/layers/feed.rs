@@ -326,8 +326,7 @@ impl<R: SliceBuffer> SourceFeed<R> {
                 most = self.plan.blocks_at_once();
             }
             let part = first..last.min(first.saturating_add(most));
-            let came =
-                self.fetch_part(part.clone(), (step.layers.clone(), step.arrival_order), paths).await?;
+            let came = self.fetch_part(part.clone(), step.layers.clone(), step.arrival_order, paths).await?;
             let proven = u32::try_from(came.proven).unwrap_or(u32::MAX);
             progress.totals.received_bytes += came.received_bytes;
             progress.totals.wrong_blocks += came.wrong_blocks;
@@ -405,7 +404,8 @@ impl<R: SliceBuffer> SourceFeed<R> {
     async fn fetch_part(
         &mut self,
         blocks: Range<u32>,
-        (layers, arrive): (Range<usize>, ArrivalOrder),
+        layers: Range<usize>,
+        arrive: ArrivalOrder,
         paths: &Paths,
     ) -> Option<SourceOutcome> {
         if self.buffers.events().is_closed() {
@@ -420,7 +420,7 @@ impl<R: SliceBuffer> SourceFeed<R> {
         let is_ahead = turn.borrow().is_none();
         let class = call.class.unwrap_or(if is_ahead { TrafficClass::Prefetch } else { TrafficClass::Fetch });
         let source = &call.sources[self.position];
-        let one = SourceFetch::new(call, source, blocks.clone(), (at_most, &self.links)).with_class(class);
+        let one = SourceFetch::new(call, source, blocks.clone(), at_most, &self.links).with_class(class);
         let mut filling = SliceReceiver {
             buffers: &mut self.buffers,
             first: blocks.start,
@@ -467,7 +467,7 @@ impl<R: SliceBuffer> SourceFeed<R> {
         timed.record_stall();
         let source = self.source();
         let planned = Tier::ALL.into_iter().find(|tier| *tier as u32 == source.tier);
-        self.links.record_fetch((NodeId(source.node), Epoch(source.epoch)), kind, planned, &timed);
+        self.links.record_fetch(NodeId(source.node), Epoch(source.epoch), kind, planned, &timed);
     }
 
     fn time_limit(&self) -> Duration {

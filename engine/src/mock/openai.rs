@@ -150,7 +150,8 @@ impl OpenAiService {
     async fn plan(
         &self,
         prompt: &ReadPrompt,
-        (request, is_sent): (u64, bool),
+        request: u64,
+        is_sent: bool,
         transfer: &KvTransferParams,
     ) -> pb::Decision {
         let call = RouteCall {
@@ -172,7 +173,7 @@ impl OpenAiService {
             fresh: false,
         };
         let here = InstanceId(self.engine.config.instance);
-        match self.engine.client.plan(call, (here, is_sent)).await {
+        match self.engine.client.plan(call, here, is_sent).await {
             Ok(RouteAnswer::Decided(decision)) => decision,
             Ok(RouteAnswer::Rejected { reason, .. }) => {
                 tracing::warn!(request, reason, "no plan for the request; computing all of it");
@@ -190,10 +191,11 @@ impl OpenAiService {
     async fn serve_prompt(
         &self,
         prompt: &ReadPrompt,
-        (request, is_sent): (u64, bool),
+        request: u64,
+        is_sent: bool,
         transfer: &KvTransferParams,
     ) -> Option<pb::RunReply> {
-        let decision = self.plan(prompt, (request, is_sent), transfer).await;
+        let decision = self.plan(prompt, request, is_sent, transfer).await;
         let job = Job {
             request: RequestId(request),
             tenant: TenantId(0),
@@ -259,7 +261,7 @@ async fn handle_request(State(service): State<Arc<OpenAiService>>, request: Requ
     let number = sent.unwrap_or_else(|| service.numbers.next());
     let options: RequestOptions = serde_json::from_slice(&body).unwrap_or_default();
     let transfer = options.kv_transfer_params.unwrap_or_default();
-    let Some(reply) = service.serve_prompt(&prompt, (number, sent.is_some()), &transfer).await else {
+    let Some(reply) = service.serve_prompt(&prompt, number, sent.is_some(), &transfer).await else {
         let text = "the request failed; see the log of the instance";
         return answer::error_response(StatusCode::INTERNAL_SERVER_ERROR, text, None);
     };

@@ -186,7 +186,10 @@ impl RatedCandidate {
 impl RunComparison {
     pub(super) fn new(
         args: &CrosscheckArgs,
-        (traffic, seed, block_tokens, per_s): (String, u64, u32, Option<f64>),
+        traffic: String,
+        seed: u64,
+        block_tokens: u32,
+        per_s: Option<f64>,
         sides: &CrosscheckSides,
     ) -> RunComparison {
         let real: Vec<Option<(DecidedRequest, Vec<RatedCandidate>)>> =

@@ -49,14 +49,15 @@ pub(super) fn setup(cluster: &LocalCluster) -> anyhow::Result<FleetSetup> {
     let (node, instance) =
         (cluster.configuration((Role::Node, 1))?, cluster.configuration((Role::Instance, 1))?);
     let shape = cluster.shape();
-    mirror_setup(&router, &node, &instance, (shape.instances, shape.nodes))
+    mirror_setup(&router, &node, &instance, shape.instances, shape.nodes)
 }
 
 fn mirror_setup(
     router: &RouterConfig,
     node: &NodeConfig,
     instance: &InstanceConfig,
-    counts: (u32, u32),
+    instances: u32,
+    nodes: u32,
 ) -> anyhow::Result<FleetSetup> {
     let takes_time = instance.time_scale > 0.0;
     let scale = if takes_time { instance.time_scale } else { 1.0 };
@@ -102,7 +103,7 @@ fn mirror_setup(
         watermarks: (node.watermark_high, node.watermark_low),
         ssd_reuse_min: node.ssd_reuse_min,
         report_every_ns: instance.report_ms.saturating_mul(1_000_000),
-        ..FleetSetup::mock_engines(counts, profile, takes_time, node_blocks)
+        ..FleetSetup::mock_engines((instances, nodes), profile, takes_time, node_blocks)
     })
 }
 
@@ -214,7 +215,7 @@ mod tests {
         let (router, mut node, mut instance) = configured();
         (node.policy, node.watermark_high, node.watermark_low) = ("lru".into(), 0.9, 0.8);
         instance.report_ms = 50;
-        let setup = mirror_setup(&router, &node, &instance, (3, 2)).unwrap();
+        let setup = mirror_setup(&router, &node, &instance, 3, 2).unwrap();
         assert_eq!((setup.instances, setup.nodes, setup.first), (3, 2, 1));
         assert_eq!((setup.node_blocks, setup.policy.as_str(), setup.watermarks), ((7, 5), "lru", (0.9, 0.8)));
         assert_eq!(setup.report_every_ns, 50_000_000);
@@ -222,7 +223,7 @@ mod tests {
         assert!(setup.uses_priority_deadlines, "compute takes time");
         let timeless = InstanceConfig { time_scale: 0.0, ..instance };
         let router = RouterConfig { time_scale: 1.0, ..router };
-        assert!(!mirror_setup(&router, &node, &timeless, (3, 2)).unwrap().uses_priority_deadlines);
+        assert!(!mirror_setup(&router, &node, &timeless, 3, 2).unwrap().uses_priority_deadlines);
     }
 
     #[test]
@@ -230,7 +231,7 @@ mod tests {
         let refused = |change: fn(&mut RouterConfig, &mut NodeConfig)| {
             let (mut router, mut node, instance) = configured();
             change(&mut router, &mut node);
-            mirror_setup(&router, &node, &instance, (1, 1)).unwrap_err().to_string()
+            mirror_setup(&router, &node, &instance, 1, 1).unwrap_err().to_string()
         };
         says("a crosscheck with windows", &refused(|router, _| router.windows = true), &[]);
         says("a crosscheck of two time scales", &refused(|router, _| router.time_scale = 1.0), &[]);

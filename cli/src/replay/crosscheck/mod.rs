@@ -81,13 +81,13 @@ async fn run_once(
         cluster = LocalCluster::start(shape) => cluster?,
         () = stop.cancelled() => anyhow::bail!("stopped before the cluster served"),
     };
-    let served = serve(args, &cluster, &workload, (seed, stop)).await;
+    let served = serve(args, &cluster, &workload, seed, stop).await;
     cluster.stop().await;
     let (setup, recorded, per_s) = served?;
     let block_tokens = workload.block_tokens;
     let sides =
         tokio::task::spawn_blocking(move || mirror::simulate_both(&workload, &setup, recorded)).await?;
-    Ok(RunComparison::new(args, (traffic, seed, block_tokens, per_s), &sides))
+    Ok(RunComparison::new(args, traffic, seed, block_tokens, per_s, &sides))
 }
 
 /// Settings that both sides share and that differ from the defaults of a cluster.
@@ -112,7 +112,8 @@ async fn serve(
     args: &CrosscheckArgs,
     cluster: &LocalCluster,
     workload: &Workload,
-    (seed, stop): (u64, &CancellationToken),
+    seed: u64,
+    stop: &CancellationToken,
 ) -> anyhow::Result<(kvfleet_sim::fleet::FleetSetup, RealRun, Option<f64>)> {
     let setup = mirror::setup(cluster)?;
     let driver = real::ClusterDriver::new(cluster, workload, seed)?;
@@ -123,7 +124,7 @@ async fn serve(
     let capacity = tokio::task::spawn_blocking(move || mirror::capacity(&of, &sized)).await?;
     let per_s = args.load * capacity;
     let report_every = Duration::from_nanos(setup.report_every_ns);
-    Ok((setup, driver.timed((per_s, report_every), stop).await?, Some(per_s)))
+    Ok((setup, driver.timed(per_s, report_every, stop).await?, Some(per_s)))
 }
 
 /// The requests of one run and a name for them.
@@ -134,14 +135,14 @@ async fn read_workload(args: &CrosscheckArgs, seed: u64) -> anyhow::Result<(Work
         match &args.trace {
             Some(path) => {
                 let name = path.file_stem().map(|stem| stem.to_string_lossy().into_owned());
-                let workload = load_trace(&args, path, (args.format, limit))?;
+                let workload = load_trace(&args, path, args.format, limit)?;
                 Ok((workload, name.unwrap_or_else(|| "trace".to_owned())))
             }
             None => {
                 let directory = tempfile::Builder::new().prefix("kvfleet-crosscheck-").tempdir()?;
                 let path: PathBuf = directory.path().join("trace.jsonl");
                 write_generated(args.kind, seed, args.requests as usize, &path)?;
-                Ok((load_trace(&args, &path, (TraceFormat::Mooncake, limit))?, args.kind.name().to_owned()))
+                Ok((load_trace(&args, &path, TraceFormat::Mooncake, limit)?, args.kind.name().to_owned()))
             }
         }
     });
@@ -151,7 +152,8 @@ async fn read_workload(args: &CrosscheckArgs, seed: u64) -> anyhow::Result<(Work
 fn load_trace(
     args: &CrosscheckArgs,
     path: &Path,
-    (format, limit): (TraceFormat, Option<usize>),
+    format: TraceFormat,
+    limit: Option<usize>,
 ) -> anyhow::Result<Workload> {
     let block_tokens = args.block_tokens;
     load_workload(&TraceSource {

@@ -68,10 +68,16 @@ impl ClusterDriver {
         seed: u64,
     ) -> anyhow::Result<ClusterDriver> {
         let (addresses, identity) = (cluster.router_addresses(), cluster.identity()?);
-        let of = (seed, TenantId(0), workload.block_tokens);
         let time_scale = cluster.shape().predicted_time_scale();
-        let server =
-            RequestDriver::new((addresses.clone(), identity.clone()), of, Arc::default(), time_scale)?;
+        let server = RequestDriver::new(
+            addresses.clone(),
+            identity.clone(),
+            seed,
+            TenantId(0),
+            workload.block_tokens,
+            Arc::default(),
+            time_scale,
+        )?;
         let nodes = cluster.children().filter(|((role, _), _)| *role == Role::Node);
         let nodes = nodes.filter_map(|(_, child)| child.ready()).map(|ready| ready.address("control"));
         Ok(ClusterDriver {
@@ -107,21 +113,23 @@ impl ClusterDriver {
     /// `report_every`.
     pub(super) async fn timed(
         &self,
-        (per_s, report_every): (f64, Duration),
+        per_s: f64,
+        report_every: Duration,
         stop: &CancellationToken,
     ) -> anyhow::Result<RealRun> {
         let begun = Instant::now();
         let mut reports = BTreeMap::new();
         let sent = tokio::select! {
-            sent = self.send_all((per_s, begun), stop) => sent?,
-            failure = self.watch_reports((begun, report_every), &mut reports) => return Err(failure),
+            sent = self.send_all(per_s, begun, stop) => sent?,
+            failure = self.watch_reports(begun, report_every, &mut reports) => return Err(failure),
         };
         Ok(RealRun { reports: reports.into_values().collect(), ..sent })
     }
 
     async fn send_all(
         &self,
-        (per_s, begun): (f64, Instant),
+        per_s: f64,
+        begun: Instant,
         stop: &CancellationToken,
     ) -> anyhow::Result<RealRun> {
         let mut tasks: JoinSet<(usize, Duration, RequestResult)> = JoinSet::new();
@@ -186,7 +194,8 @@ impl ClusterDriver {
     /// only on failure.
     async fn watch_reports(
         &self,
-        (begun, every): (Instant, Duration),
+        begun: Instant,
+        every: Duration,
         reports: &mut BTreeMap<u32, Vec<Duration>>,
     ) -> anyhow::Error {
         let Some(router) = self.routers.first() else { return anyhow::anyhow!("there is no router") };
@@ -201,7 +210,7 @@ impl ClusterDriver {
             for instance in &status.instances {
                 let all = reports.entry(instance.instance).or_default();
                 let age = Duration::from_millis(instance.report_age_ms);
-                record_report(all, (at, age), every);
+                record_report(all, at, age, every);
             }
             tokio::time::sleep(every / POLLS_PER_REPORT).await;
         }
@@ -222,7 +231,7 @@ impl ClusterDriver {
 
 /// Records a report that had the given age at time `at`, unless it is the last recorded one: ages
 /// are exact to a few milliseconds, and reports are at least half an interval apart.
-fn record_report(all: &mut Vec<Duration>, (at, age): (Duration, Duration), every: Duration) {
+fn record_report(all: &mut Vec<Duration>, at: Duration, age: Duration, every: Duration) {
     let Some(received_at) = at.checked_sub(age) else { return };
     if all.last().is_none_or(|last| received_at.saturating_sub(*last) > every / 2) {
         all.push(received_at);
@@ -260,7 +269,7 @@ mod tests {
         let ms = Duration::from_millis;
         let mut all = Vec::new();
         for (at, age) in [(20, 30), (70, 80), (120, 10), (170, 62), (220, 109), (340, 31)] {
-            record_report(&mut all, (ms(at), ms(age)), ms(200));
+            record_report(&mut all, ms(at), ms(age), ms(200));
         }
         assert_eq!(all, [110, 309].map(ms));
     }

@@ -55,19 +55,21 @@ impl PrefillHandle {
     /// Starts to fill the read buffer.
     pub(crate) fn begin(
         threads: &Arc<ClientRuntime>,
-        (call, rooms, gone): (PrefillCall, Vec<CallerBuffer>, ReleaseSignal),
+        call: PrefillCall,
+        buffers: Vec<CallerBuffer>,
+        released: ReleaseSignal,
     ) -> Result<PrefillHandle, Failure> {
         let (client, runtime) = threads.for_owner()?;
         let _inside = runtime.enter();
         let (first, layers) = (call.fetch.resident_blocks, call.costs.layers);
-        let blocks = first..first.saturating_add(u32::try_from(rooms.len()).unwrap_or(u32::MAX));
-        let prefill = client.prefill(call, rooms).map_err(|error| Failure::Failed(error.to_string()))?;
+        let blocks = first..first.saturating_add(u32::try_from(buffers.len()).unwrap_or(u32::MAX));
+        let prefill = client.prefill(call, buffers).map_err(|error| Failure::Failed(error.to_string()))?;
         let read_buffer_bytes = prefill.read_buffer_bytes();
         let state = PrefillState {
             running: Some(Box::new(prefill)),
             returned: VecDeque::new(),
             pending: None,
-            released: gone,
+            released,
         };
         Ok(PrefillHandle {
             state: Mutex::new(state),

@@ -158,7 +158,7 @@ fn begin_prefill(node: &PartialNode) -> PrefillHandle {
         in_flight_bytes_max: u64::MAX,
     };
     let (rooms, gone) = leaked_buffers(BLOCKS as usize, &SLICES);
-    PrefillHandle::begin(&ClientRuntime::with_dialer(Arc::new(node.clone())), (call, rooms, gone)).unwrap()
+    PrefillHandle::begin(&ClientRuntime::with_dialer(Arc::new(node.clone())), call, rooms, gone).unwrap()
 }
 
 /// All steps until all layers are computed: kind, layer, blocks.
