@@ -86,7 +86,7 @@ fn kill_one(run: u64) -> anyhow::Result<FailoverResult> {
     wait_until_up(&gateway)?;
     let is_over = Arc::new(AtomicBool::new(false));
     let calling: Vec<_> = (0..CALLERS)
-        .map(|caller| ends.spawn(call_repeatedly(gateway.address, (run, caller), Arc::clone(&is_over))))
+        .map(|caller| ends.spawn(call_repeatedly(gateway.address, run, caller, Arc::clone(&is_over))))
         .collect();
     std::thread::sleep(KILL_AFTER);
     let died = Instant::now();
@@ -153,7 +153,8 @@ impl MockEngine {
 /// Sends requests until `is_over`, each on a new connection.
 async fn call_repeatedly(
     door: SocketAddr,
-    (run, caller): (u64, u64),
+    run: u64,
+    caller: u64,
     is_over: Arc<AtomicBool>,
 ) -> Vec<RequestResult> {
     let mut all = Vec::new();

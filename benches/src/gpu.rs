@@ -31,7 +31,10 @@ const ROUNDS: u64 = 8;
 const SHAPES: [(usize, u32); 2] = [(32, 64 << 10), (60, 18 << 10)];
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
-    let rows = SHAPES.iter().map(|shape| compare(effort, *shape)).collect::<anyhow::Result<Vec<_>>>()?;
+    let rows = SHAPES
+        .iter()
+        .map(|(layers, slice_bytes)| compare(effort, *layers, *slice_bytes))
+        .collect::<anyhow::Result<Vec<_>>>()?;
     Ok(rows.concat())
 }
 
@@ -52,7 +55,7 @@ fn rates(run: usize, bytes: u64, ours: GpuRun<'_>, theirs: GpuRun<'_>) -> anyhow
     Ok((timed(ours)?, first))
 }
 
-fn compare(effort: &Effort, (layers, slice_bytes): (usize, u32)) -> anyhow::Result<Vec<BenchRow>> {
+fn compare(effort: &Effort, layers: usize, slice_bytes: u32) -> anyhow::Result<Vec<BenchRow>> {
     let rounds = effort.scaled(ROUNDS);
     let mut ours = GpuTierBench::open(layers, slice_bytes, device()?)?;
     let mut one_by_one = GpuTierBench::open(layers, slice_bytes, device()?.without_kernels())?;

@@ -75,7 +75,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
         eprintln!("overload: seed {seed}");
         let dir = tempfile::tempdir()?;
         let trace = dir.path().join("requests.jsonl");
-        program.generate(("consumer", effort.scaled(REQUESTS), seed), &trace)?;
+        program.generate("consumer", effort.scaled(REQUESTS), seed, &trace)?;
         let capacity =
             replay(&program, &trace, &dir.path().join("capacity"), &["--concurrency=256".to_owned()])?;
         let times = OVERLOAD * capacity.requests_per_s / arrivals_per_s(&trace)?;

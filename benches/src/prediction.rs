@@ -52,7 +52,7 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
         let trace = dir.path().join("requests.jsonl");
         // With fewer requests than routers learn from, there is no prediction to judge.
         let requests = if effort.quick { REQUESTS / 2 } else { REQUESTS };
-        program.generate(("business", requests, seed), &trace)?;
+        program.generate("business", requests, seed, &trace)?;
         let shape = SHAPE.iter().map(|option| (*option).to_owned());
         let report: PredictionReport = program.replay(&trace, &dir.path().join("report"), shape)?;
         let prediction = report.prediction.context("the report has no predictions")?;

@@ -25,11 +25,7 @@ impl Program {
     }
 
     /// Writes a generated trace of this kind, length and seed.
-    pub(crate) fn generate(
-        &self,
-        (kind, requests, seed): (&str, u64, u64),
-        trace: &Path,
-    ) -> anyhow::Result<()> {
+    pub(crate) fn generate(&self, kind: &str, requests: u64, seed: u64, trace: &Path) -> anyhow::Result<()> {
         let mut command = Command::new(&self.0);
         command.args(["trace", "gen", "--kind", kind]);
         command.args(["--requests", &requests.to_string(), "--seed", &seed.to_string()]);

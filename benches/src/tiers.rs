@@ -37,19 +37,19 @@ struct TierOutcomes {
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let mut rows = Vec::new();
     for kind in TrafficKind::ALL {
-        for size in SIZES {
-            eprintln!("tiers: {}, {} and {} of the blocks", kind.name(), size.0, size.1);
+        for (dram, ssd) in SIZES {
+            eprintln!("tiers: {}, {dram} and {ssd} of the blocks", kind.name());
             let seen: Vec<TierOutcomes> = (SEED..)
                 .take(effort.runs)
-                .map(|seed| replay_kind(kind, size, seed, effort.scaled(10_000)))
+                .map(|seed| replay_kind(kind, dram, ssd, seed, effort.scaled(10_000)))
                 .collect::<Result<_, _>>()?;
-            rows.extend(rows_of(kind, size, &seen));
+            rows.extend(rows_of(kind, dram, ssd, &seen));
         }
     }
     Ok(rows)
 }
 
-fn rows_of(kind: TrafficKind, (dram, ssd): (f64, f64), seen: &[TierOutcomes]) -> [BenchRow; 3] {
+fn rows_of(kind: TrafficKind, dram: f64, ssd: f64, seen: &[TierOutcomes]) -> [BenchRow; 3] {
     let of = |ours: &dyn Fn(&TierOutcomes) -> f64, theirs: &dyn Fn(&TierOutcomes) -> f64| -> Outcome {
         let pairs: Vec<_> = seen.iter().map(|seen| (ours(seen), theirs(seen))).collect();
         outcome(&pairs)
@@ -76,14 +76,15 @@ fn rows_of(kind: TrafficKind, (dram, ssd): (f64, f64), seen: &[TierOutcomes]) ->
 
 fn replay_kind(
     kind: TrafficKind,
-    size: (f64, f64),
+    dram: f64,
+    ssd: f64,
     seed: u64,
     requests: u64,
 ) -> anyhow::Result<TierOutcomes> {
     let spec = TraceSpec { block_tokens: BLOCK_TOKENS, ..TraceSpec::new(kind, seed, requests) };
     let requests: Vec<Request> = TraceGenerator::new(spec).collect();
     let unique = Traffic::recorded(kind.name(), requests.clone()).unique_blocks() as f64;
-    let (dram, ssd) = ((size.0 * unique) as u64, (size.1 * unique) as u64);
+    let (dram, ssd) = ((dram * unique) as u64, (ssd * unique) as u64);
     let replay = |dram: u64, ssd: (u64, &str), reuse_min: f64| -> anyhow::Result<TiersOutcome> {
         let policy = |name| by_name(name, seed).ok_or_else(|| anyhow::anyhow!("no policy named {name}"));
         let mut tiers = TwoTierReplay::new((dram, policy(DEFAULT)?), (ssd.0, policy(ssd.1)?), reuse_min);

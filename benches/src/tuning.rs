@@ -53,10 +53,10 @@ fn tunings() -> Vec<(&'static str, Tuning)> {
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let identities = identities()?;
+    let (server, client) = identities()?;
     let mut rows = Vec::new();
     for shape in SHAPES.iter().filter(|shape| effort.is_selected(shape.name)) {
-        rows.extend(compare(effort, &runtime, &identities, shape)?);
+        rows.extend(compare(effort, &runtime, &server, &client, shape)?);
     }
     Ok(rows)
 }
@@ -64,7 +64,8 @@ pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
 fn compare(
     effort: &Effort,
     runtime: &Runtime,
-    (server, client): &(Identity, Identity),
+    server: &Identity,
+    client: &Identity,
     shape: &TuningShape,
 ) -> anyhow::Result<Vec<BenchRow>> {
     let tunings = tunings();

@@ -226,7 +226,10 @@ fn write_all(options: &[String]) -> anyhow::Result<()> {
     // Fails before hours of measuring if a bench has no document.
     listed.iter().try_for_each(|(name, _)| BenchDocument::of(name).map(drop))?;
     let sections: Vec<Section> =
-        listed.into_iter().map(|bench| run_bench(bench, options)).collect::<anyhow::Result<_>>()?;
+        listed
+            .into_iter()
+            .map(|(name, about)| run_bench(name, about, options))
+            .collect::<anyhow::Result<_>>()?;
     for document in &DOCUMENTS {
         let own: Vec<&Section> =
             sections.iter().filter(|section| document.benches.contains(&&section.name[..])).collect();
@@ -239,14 +242,14 @@ fn write_all(options: &[String]) -> anyhow::Result<()> {
 /// Runs one bench and replaces its section; other sections stay.
 fn write_one(name: &str, options: &[String]) -> anyhow::Result<()> {
     let listed = list_benches()?;
-    let Some(bench) = listed.iter().find(|(listed, _)| listed == name) else {
+    let Some((_, about)) = listed.iter().find(|(listed, _)| listed == name) else {
         bail!("unknown bench {name:?}: `cargo xtask bench` lists the benches");
     };
     let document = BenchDocument::of(name)?;
     if name == "ssd" {
         install_tools()?;
     }
-    let section = run_bench(bench.clone(), options)?;
+    let section = run_bench(name.to_owned(), about.clone(), options)?;
     let path = root().join(FOLDER).join(document.file);
     let before = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     write_document(document, &replace_section(&before, &section, document.benches), &[&section])
@@ -275,7 +278,7 @@ fn list_benches() -> anyhow::Result<Vec<(String, String)>> {
 }
 
 /// Runs a bench.
-fn run_bench((name, about): (String, String), options: &[String]) -> anyhow::Result<Section> {
+fn run_bench(name: String, about: String, options: &[String]) -> anyhow::Result<Section> {
     eprintln!("running {name}");
     let own = [name.clone(), "--json".to_owned()];
     let rows = parse_rows(&capture(&[&own[..], options].concat())?)?;

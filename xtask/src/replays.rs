@@ -211,7 +211,7 @@ fn run_parts(args: &RoutersArgs, program: &Path, folder: &Path) -> anyhow::Resul
     let jobs = args.jobs.or_else(|| std::thread::available_parallelism().ok().map(usize::from)).unwrap_or(1);
     let work = || {
         while let Some(part) = next() {
-            run_part(part, (program, trace.as_deref()), folder)?;
+            run_part(part, program, trace.as_deref(), folder)?;
         }
         Ok(())
     };
@@ -253,11 +253,7 @@ fn rows_file(folder: &Path, part: &ReplayPart) -> PathBuf {
     folder.join(format!("{}.jsonl", part.name))
 }
 
-fn run_part(
-    part: &ReplayPart,
-    (program, trace): (&Path, Option<&Path>),
-    folder: &Path,
-) -> anyhow::Result<()> {
+fn run_part(part: &ReplayPart, program: &Path, trace: Option<&Path>, folder: &Path) -> anyhow::Result<()> {
     let path = rows_file(folder, part);
     // Rows get their final name only when complete. Concurrent calls write separate files.
     let begun = path.with_extension(format!("{}.begun", std::process::id()));

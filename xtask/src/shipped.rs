@@ -131,7 +131,7 @@ pub(crate) fn build(programs: &[&str], features: &str, by: ProfileMode) -> anyho
             flags_of(&profile(features, by == ProfileMode::Rebuild)?)
         }
     };
-    compile(programs, features, (&target(), &flags))
+    compile(programs, features, &target(), &flags)
 }
 
 /// Path of a program built by [`build`].
@@ -139,7 +139,7 @@ pub(crate) fn program(name: &str) -> PathBuf {
     target().join(PROFILE).join(name)
 }
 
-fn compile(programs: &[&str], features: &str, (folder, flags): (&Path, &[String])) -> anyhow::Result<()> {
+fn compile(programs: &[&str], features: &str, folder: &Path, flags: &[String]) -> anyhow::Result<()> {
     let mut command = cargo();
     command.args(["build", "--locked", "--profile", PROFILE]).env("CARGO_TARGET_DIR", folder);
     // Builds for the host machine, into the given folder.
@@ -212,7 +212,7 @@ fn profile(features: &str, is_anew: bool) -> anyhow::Result<PathBuf> {
         std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
     }
     let counted = target().join("counted");
-    compile(&["benches"], features, (&counted, &["-Cprofile-generate".to_owned()]))?;
+    compile(&["benches"], features, &counted, &["-Cprofile-generate".to_owned()])?;
     for training in &TRAINING {
         train(&counted.join(PROFILE).join("benches"), training, &folder)?;
     }

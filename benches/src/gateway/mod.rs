@@ -48,7 +48,7 @@ impl GatewayThread {
         let (opened, address) = oneshot::channel();
         let (config, registry) = (router_config(dir)?, prometheus::Registry::new());
         let (engines, own) = (engines.to_vec(), registry.clone());
-        let serve = move || serve(&runtime, &own, (config, &engines, loads), opened, asked);
+        let serve = move || serve(&runtime, &own, config, &engines, loads, opened, asked);
         let thread = std::thread::spawn(serve);
         match address.blocking_recv() {
             Ok(address) => Ok(GatewayThread { address, registry, commands: words, thread }),
@@ -100,7 +100,9 @@ fn router_config(dir: &Path) -> anyhow::Result<RouterConfig> {
 fn serve(
     runtime: &Runtime,
     registry: &prometheus::Registry,
-    (config, engines, loads): (RouterConfig, &[SocketAddr], LoadSource),
+    config: RouterConfig,
+    engines: &[SocketAddr],
+    loads: LoadSource,
     opened: oneshot::Sender<SocketAddr>,
     mut commands: mpsc::Receiver<GatewayCommand>,
 ) -> anyhow::Result<()> {

@@ -105,13 +105,13 @@ const RATES: [(&str, RateFn); 2] = [
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let identities = identities()?;
+    let (server, client) = identities()?;
     let mut rows = Vec::new();
     for shape in SHAPES.iter().filter(|shape| effort.is_selected(shape.name)) {
-        let sides = runtime.block_on(NetworkSides::start(&identities, shape))?;
+        let sides = runtime.block_on(NetworkSides::start(&server, &client, shape))?;
         rows.extend(compare(effort, &runtime, shape, &sides)?);
     }
-    rows.extend(node::rows(effort, &runtime, &identities)?);
+    rows.extend(node::rows(effort, &runtime, &server, &client)?);
     rows.extend(bound::rows(effort, &runtime)?);
     Ok(rows)
 }
@@ -130,7 +130,7 @@ struct NetworkSides {
 }
 
 impl NetworkSides {
-    async fn start((server, client): &(Identity, Identity), shape: &FetchShape) -> anyhow::Result<Self> {
+    async fn start(server: &Identity, client: &Identity, shape: &FetchShape) -> anyhow::Result<Self> {
         let bytes = shape.fetch_bytes();
         Ok(Self {
             async_sides: [

@@ -58,7 +58,8 @@ impl FetchSide for NodeFetch {
 pub(super) fn rows(
     effort: &Effort,
     runtime: &Runtime,
-    identities: &(Identity, Identity),
+    server: &Identity,
+    client: &Identity,
 ) -> anyhow::Result<Vec<BenchRow>> {
     let name = |shape: &FetchShape| format!("{}, {TLS}, of a node", shape.name);
     let wanted =
@@ -81,8 +82,8 @@ pub(super) fn rows(
         let in_flight = shape.in_flight as u64;
         let of_node: Arc<dyn FetchSide> = Arc::new(NodeFetch { path, size, in_flight });
         let ready: Arc<dyn FetchSide> =
-            Arc::new(runtime.block_on(OwnPath::start_tls(&identities.0, &identities.1, shape))?);
-        rows.extend(compare(effort, runtime, &serving, (shape, &name(shape)), [&of_node, &ready])?);
+            Arc::new(runtime.block_on(OwnPath::start_tls(server, client, shape))?);
+        rows.extend(compare(effort, runtime, &serving, shape, &name(shape), [&of_node, &ready])?);
     }
     serving.stop()?;
     Ok(rows)
@@ -92,7 +93,8 @@ fn compare(
     effort: &Effort,
     runtime: &Runtime,
     serving: &NodeProcess,
-    (shape, name): (&FetchShape, &str),
+    shape: &FetchShape,
+    name: &str,
     [of_node, ready]: [&Arc<dyn FetchSide>; 2],
 ) -> anyhow::Result<Vec<BenchRow>> {
     let (bytes, at_once) = (shape.fetch_bytes(), shape.in_flight as u64);

@@ -137,7 +137,7 @@ impl Saver {
     }
 
     /// A save of whole frames, which are built on demand.
-    fn frame_save_call(&self, (asker, hashes): (RequestContext, Vec<BlockHash>)) -> SaveCall {
+    fn frame_save_call(&self, asker: RequestContext, hashes: Vec<BlockHash>) -> SaveCall {
         let (payload, identity, of) = (self.payload.clone(), self.identity, hashes.clone());
         SaveCall {
             asker,
@@ -154,7 +154,8 @@ impl Saver {
 
     /// Waits for a save of whole frames.
     fn save_frames(&self) -> anyhow::Result<()> {
-        let call = self.frame_save_call(self.next_blocks());
+        let (asker, hashes) = self.next_blocks();
+        let call = self.frame_save_call(asker, hashes);
         let answer = self.runtime.block_on(async {
             let answer = self.client.save(&call).await;
             self.client.release(&[call.lease()]).await;
@@ -203,7 +204,7 @@ impl Saver {
     /// Asserts that the node has these blocks, so that the measurement covered a real save.
     fn assert_saved(&self, hashes: Vec<BlockHash>) -> anyhow::Result<()> {
         let (asker, _) = self.next_blocks();
-        let call = self.frame_save_call((asker, hashes));
+        let call = self.frame_save_call(asker, hashes);
         let answer = self.runtime.block_on(self.client.save(&call))?;
         self.runtime.block_on(self.client.release(&[call.lease()]));
         ensure!(
@@ -324,8 +325,9 @@ fn completion_row(
         timed(&|| {
             (0..LAYERS).for_each(|_| job.device.compute(job.layer));
             let _inside = saver.runtime.enter();
-            let save =
-                BackgroundSave { call: saver.frame_save_call(saver.next_blocks()), then_release: Vec::new() };
+            let (asker, hashes) = saver.next_blocks();
+            let call = saver.frame_save_call(asker, hashes);
+            let save = BackgroundSave { call, then_release: Vec::new() };
             Ok(saver.client.save_in_background(save)?)
         })
     };

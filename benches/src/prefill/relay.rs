@@ -153,15 +153,15 @@ fn connect_both(client: TcpStream, node: SocketAddr, shared: &Arc<RelayState>) -
         socket.set_nodelay(true)?;
         shared.sockets.lock().push(socket.try_clone()?);
     }
-    let (up, down) = ((client.try_clone()?, node.try_clone()?), (node, client));
-    std::thread::spawn(move || copy(up, |_| true));
+    let (from_client, to_node) = (client.try_clone()?, node.try_clone()?);
+    std::thread::spawn(move || copy(from_client, to_node, |_| true));
     let shared = shared.clone();
-    std::thread::spawn(move || copy(down, |bytes| shared.may_pass(bytes)));
+    std::thread::spawn(move || copy(node, client, |bytes| shared.may_pass(bytes)));
     Ok(())
 }
 
 /// Copies until one side closes or may not continue.
-fn copy((mut from, mut to): (TcpStream, TcpStream), may_pass: impl Fn(usize) -> bool) {
+fn copy(mut from: TcpStream, mut to: TcpStream, may_pass: impl Fn(usize) -> bool) {
     let mut chunk = vec![0; CHUNK_BYTES];
     while let Ok(bytes @ 1..) = from.read(&mut chunk) {
         if !may_pass(bytes) || to.write_all(&chunk[..bytes]).is_err() {

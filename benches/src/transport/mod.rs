@@ -55,10 +55,10 @@ pub(crate) const ANY: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(Ipv4Addr
 
 pub(crate) fn run(effort: &Effort) -> anyhow::Result<Vec<BenchRow>> {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let identities = identities()?;
+    let (server, client) = identities()?;
     let mut rows = Vec::new();
     for shape in SHAPES {
-        let sides = runtime.block_on(TransportSides::start(&identities, shape))?;
+        let sides = runtime.block_on(TransportSides::start(&server, &client, shape))?;
         rows.extend(compare(effort, &runtime, shape, &sides)?);
     }
     Ok(rows)
@@ -72,7 +72,7 @@ struct TransportSides {
 }
 
 impl TransportSides {
-    async fn start((server, client): &(Identity, Identity), shape: &TransportShape) -> anyhow::Result<Self> {
+    async fn start(server: &Identity, client: &Identity, shape: &TransportShape) -> anyhow::Result<Self> {
         Ok(Self {
             ours: OwnQuicPath::start(server, client, shape).await?,
             quic: RawQuic::start(server, client).await?,

@@ -24,7 +24,7 @@ pub(crate) fn run(effort: &Effort, data: &Path, printer: Printer) -> anyhow::Res
     printer.header();
     for (number, shape) in SHAPES.iter().enumerate() {
         let dir = tempfile::tempdir_in(data)?;
-        compare(effort, (number, shape), dir.path(), printer).with_context(|| shape.name)?;
+        compare(effort, number, shape, dir.path(), printer).with_context(|| shape.name)?;
     }
     Ok(())
 }
@@ -40,7 +40,8 @@ fn targets(shape: &Shape) -> (Target, Target) {
 
 fn compare(
     effort: &Effort,
-    (number, shape): (usize, &Shape),
+    number: usize,
+    shape: &Shape,
     dir: &Path,
     printer: Printer,
 ) -> anyhow::Result<()> {

@@ -83,8 +83,10 @@ async fn join(contacts: &RouterClients, node: u32) -> u64 {
 async fn run_phase(
     cluster: &Cluster,
     announcers: Vec<Announcer>,
-    (pace, batch_events): (Pace, u64),
-    (warm_up, seconds): (Duration, u64),
+    pace: Pace,
+    batch_events: u64,
+    warm_up: Duration,
+    seconds: u64,
 ) -> (Vec<Announcer>, PhaseFigures) {
     let from = Instant::now() + warm_up;
     let until = from + Duration::from_secs(seconds);
@@ -198,13 +200,13 @@ async fn main() -> Result<(), SuiteError> {
     // same way.
     let pins =
         tokio::spawn(pins::call_times(contacts.clone(), Duration::from_secs(seconds.div_ceil(2)))).await??;
-    let full = (Pace::InFlight(usize::try_from(under_way)?), BATCH_EVENTS);
-    let (announcers, full) = run_phase(&cluster, announcers, full, (WARM_UP, seconds)).await;
+    let pace = Pace::InFlight(usize::try_from(under_way)?);
+    let (announcers, full) = run_phase(&cluster, announcers, pace, BATCH_EVENTS, WARM_UP, seconds).await;
     let streams = f64::from(nodes) * f64::from(shards);
     let events_per_second = full.report.events as f64 / full.seconds / 2.0 / streams;
     let half_events = (events_per_second * HALF_LOAD_INTERVAL.as_secs_f64()).round().max(1.0) as u64;
-    let half = (Pace::Every(HALF_LOAD_INTERVAL), half_events);
-    let (_, half) = run_phase(&cluster, announcers, half, (HALF_LOAD_WARM_UP, seconds)).await;
+    let pace = Pace::Every(HALF_LOAD_INTERVAL);
+    let (_, half) = run_phase(&cluster, announcers, pace, half_events, HALF_LOAD_WARM_UP, seconds).await;
     drop(cluster);
     print(&full, &half, &pins, unreplicated(nodes));
     Ok(())
