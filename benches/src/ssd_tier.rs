@@ -13,6 +13,7 @@ use kv_core::evict::BlockTraits;
 use kv_core::id::{BlockHash, Generation, IdentityDigest, TenantId};
 use kv_core::tier::Capacity;
 use kvfleet_node::arena::{Arena, ArenaShape, Purpose};
+use kvfleet_node::tiers::BlockVersion;
 use kvfleet_node::tiers::ssd::{Depth, RecordHeader, Report, SsdCompletion, SsdConfig, SsdRecord, SsdTier};
 use kvfleet_proto::frame::{KeyForm, seal};
 use rand::{Rng, SeedableRng};
@@ -171,7 +172,8 @@ impl SsdTierBench {
                 let Some(&(record, number)) = self.stock.get(nth) else { bail!("the tier is empty") };
                 let Some((header, frame)) = self.frames.get(number) else { bail!("no frames") };
                 let into = self.arena.take(frame.len(), Purpose::Load).context("no slot")?;
-                self.ssd.read(0, record, (header.hash, header.generation), into)?;
+                let block = BlockVersion { hash: header.hash, generation: header.generation };
+                self.ssd.read(0, record, block, into)?;
                 (open, left) = (open + 1, left - 1);
             }
             match self.next_completion()? {

@@ -253,7 +253,7 @@ impl Copier {
         let is_wanted = |(answer, _): &(&OfferOutcome, &BlockHash)| matches!(answer, OfferOutcome::Wanted(_));
         let wanted = answers.iter().zip(&part.hashes).take(taken).filter(is_wanted);
         let wanted: Vec<BlockHash> = wanted.map(|(_, hash)| *hash).collect();
-        let fetched = self.fetch(order, request.context.clone(), (&wanted, part.frame_bytes), until).await;
+        let fetched = self.fetch(order, request.context.clone(), &wanted, part.frame_bytes, until).await;
         let (frames, reason) = match fetched {
             PieceFetch::Frames { frames, reason } => (frames, reason),
             PieceFetch::Retry(wait) => {
@@ -296,7 +296,8 @@ impl Copier {
         &self,
         order: &CopyRequest,
         asker: RequestContext,
-        (hashes, frame_bytes): (&[BlockHash], u64),
+        hashes: &[BlockHash],
+        frame_bytes: u64,
         until: Instant,
     ) -> PieceFetch {
         let ended = |end| PieceFetch::Frames { frames: Vec::new(), reason: Some(end) };

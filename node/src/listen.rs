@@ -59,7 +59,7 @@ impl DataServers {
             }
             let at = quic.local_addr();
             tries += 1;
-            match rdma::bind((&room, offer.as_ref()), at, identity, Arc::clone(service)) {
+            match rdma::bind(&room, offer.as_ref(), at, identity, Arc::clone(service)) {
                 Ok(tcp) => return Ok(DataServers { room, quic, tcp: Some(tcp), offer }),
                 Err(error) if may_try_another(address, &error, tries) => {}
                 Err(error) => return Err(error.into()),

@@ -89,7 +89,8 @@ pub(crate) async fn publish_epochs(offer: RdmaOfferHandle, _: watch::Receiver<Ep
 
 /// Listens for TCP, with the RDMA offer if there is one.
 pub(crate) fn bind(
-    (room, offer): (&Capacity, Option<&RdmaOfferHandle>),
+    room: &Capacity,
+    offer: Option<&RdmaOfferHandle>,
     address: SocketAddr,
     identity: &Identity,
     service: Arc<dyn BlockService>,

@@ -203,7 +203,7 @@ impl Node {
             tasks.push(tokio::spawn(until_stopped(stop.clone(), epochs)));
         }
         let takes_no_copies = stop.child_token();
-        let calls = control_calls(&config, &service, (&store, &identity), &metrics, &takes_no_copies);
+        let calls = control_calls(&config, &service, &store, &identity, &metrics, &takes_no_copies);
         tasks.push(serve_control(control, calls, &stop));
         let (record, manifest) = (record(&config, data_addr, control_addr), manifest(&config));
         let host = match &quick {
@@ -575,7 +575,8 @@ pub(crate) fn service(config: &NodeConfig, store: StoreHandle, arena: Arena, met
 fn control_calls(
     config: &NodeConfig,
     service: &Arc<Service>,
-    (store, identity): (&StoreHandle, &Identity),
+    store: &StoreHandle,
+    identity: &Identity,
     metrics: &Metrics,
     takes_no_copies: &CancellationToken,
 ) -> ControlService {

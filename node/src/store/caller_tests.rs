@@ -336,7 +336,8 @@ async fn loaded_bytes_go_to_readers_of_their_tenant_only() {
     let [OfferOutcome::Wanted(key)] = offered[..] else { panic!("{offered:?}") };
     let mut waiting = [TenantId(1), TenantId(2)].map(|tenant| {
         let (tell, told) = oneshot::channel();
-        store.loads.entry((hash(0), Generation(0))).or_default().waiting.push((tenant, tell));
+        let block = BlockVersion { hash: hash(0), generation: Generation(0) };
+        store.loads.entry(block).or_default().waiting.push((tenant, tell));
         told
     });
     let slot = store.parts.arena.take(100, Purpose::Load).unwrap();

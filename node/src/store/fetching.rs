@@ -9,6 +9,7 @@ use kvfleet_transport::MissReason;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use super::Store;
+use crate::tiers::BlockVersion;
 
 /// Unit of the load budget in bytes, so that large limits fit the counter.
 const PERMIT_BYTES: u64 = 1024;
@@ -104,7 +105,7 @@ impl Store {
             (Tier::Dram, Some(held)) => PlannedBytes::Ready(held.share()),
             _ => {
                 let (tell, told) = oneshot::channel();
-                let block = (hash, self.parts.book.generation());
+                let block = BlockVersion { hash, generation: self.parts.book.generation() };
                 self.loads.entry(block).or_default().waiting.push((tenant, tell));
                 PlannedBytes::Loading(told)
             }

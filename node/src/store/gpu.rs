@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use kv_core::evict::BlockKey;
-use kv_core::id::{BlockHash, Generation, Tier};
+use kv_core::id::{BlockHash, Tier};
 use kv_core::tier::GPU_PROMOTIONS_MAX;
 use kvfleet_transport::MissReason;
 
@@ -18,6 +18,7 @@ use super::Store;
 use super::compaction::DramBlock;
 use super::moving::{SSD_RETRY, TierOutage, next_wait};
 use crate::arena::{Purpose, SlotMut};
+use crate::tiers::BlockVersion;
 use crate::tiers::gpu::device::DeviceError;
 use crate::tiers::gpu::thread::{GpuReport, GpuRequest, GpuThread};
 use crate::tiers::gpu::{GpuFault, GpuRecord, JOBS_MAX};
@@ -182,7 +183,7 @@ impl Store {
 
     /// Starts a read-back from GPU to DRAM.
     pub(super) fn read_back_from_gpu(&mut self, key: BlockKey, hash: BlockHash) {
-        let is_read = self.loads.contains_key(&(hash, self.generation_of(key)));
+        let is_read = self.loads.contains_key(&self.version_of(key, hash));
         let record = self.locations_mut(key).gpu;
         let len = self.parts.book.meta(key).map(|meta| meta.traits.bytes as usize);
         let is_ready = self.parts.gpu.as_ref().is_some_and(|gpu| gpu.phase == Phase::Ready);
@@ -214,13 +215,13 @@ impl Store {
         is_sent
     }
 
-    pub(super) fn drop_gpu(&mut self, key: BlockKey, block: (BlockHash, Generation)) {
+    pub(super) fn drop_gpu(&mut self, key: BlockKey, block: BlockVersion) {
         if let (Some(record), Some(gpu)) = (self.locations_mut(key).gpu.take(), &self.parts.gpu) {
             gpu.thread.send(GpuRequest::Free { record });
         }
         // Readers of a dropped block must learn that it will not arrive; a block that continues
         // elsewhere still arrives.
-        let (hash, generation) = block;
+        let BlockVersion { hash, generation } = block;
         let goes_on = if generation == self.parts.book.generation() {
             self.parts.book.tier_of(&hash).is_some()
         } else {

@@ -59,6 +59,7 @@ use tokio_util::sync::CancellationToken;
 use crate::announce::outboxes::{Outboxes, ShardPositions};
 use crate::arena::Arena;
 use crate::metrics::Metrics;
+use crate::tiers::BlockVersion;
 use crate::tiers::gpu::GpuRecord;
 use crate::tiers::gpu::thread::GpuReport;
 use crate::tiers::ssd::budget::WriteBudget;
@@ -222,7 +223,7 @@ pub(crate) struct Store {
     /// Keyed by hash, because keys are reused and loaded bytes are verified against the hash. Also
     /// by generation: one hash may have an earlier block that is still being read, and a current
     /// one.
-    loads: HashMap<(BlockHash, Generation), PendingLoad>,
+    loads: HashMap<BlockVersion, PendingLoad>,
     outage: Option<TierOutage>,
     /// Last wait after an SSD failure, until a write succeeds; `None` while the SSD works.
     probation: Option<Duration>,

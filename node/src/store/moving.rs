@@ -14,6 +14,7 @@ use tokio::sync::oneshot;
 use super::Store;
 use super::compaction::DramBlock;
 use crate::arena::Purpose;
+use crate::tiers::BlockVersion;
 use crate::tiers::ssd::pace::ScrubPace;
 use crate::tiers::ssd::{ReadFault, RecordHeader, Report, SsdCompletion, SsdRecord, SsdTier};
 
@@ -87,22 +88,26 @@ impl Store {
                 Action::Demote { key, hash } => self.demote(key, hash),
                 Action::Promote { key, hash } => self.promote(key, hash),
                 Action::DropDram { key } => self.locations_mut(key).dram = None,
-                Action::DropSsd { key, hash, generation } => self.drop_ssd(key, (hash, generation)),
+                Action::DropSsd { key, hash, generation } => {
+                    self.drop_ssd(key, BlockVersion { hash, generation });
+                }
                 Action::PromoteToGpu { key, hash } => self.promote_to_gpu(key, hash),
                 Action::ReadBackFromGpu { key, hash } => self.read_back_from_gpu(key, hash),
-                Action::DropGpu { key, hash, generation } => self.drop_gpu(key, (hash, generation)),
+                Action::DropGpu { key, hash, generation } => {
+                    self.drop_gpu(key, BlockVersion { hash, generation });
+                }
             }
         }
     }
 
     fn next_action(&mut self) -> Option<Action> {
-        let slow = self.parts.ssd.as_ref().map_or((0, 0), SsdTier::slow_device_jobs);
-        let slots = self.slots.excluding(slow);
+        let (slow_demotions, slow_loads) = self.parts.ssd.as_ref().map_or((0, 0), SsdTier::slow_device_jobs);
+        let slots = self.slots.excluding(slow_demotions, slow_loads);
         let free = slots.may_load();
         let room = self.parts.arena.has_room(Purpose::Load);
         let dram = free && room;
         // While the arena has no free slot, the reader waits for demotions.
-        let reader_waits = room && self.loads.len() > slow.1;
+        let reader_waits = room && self.loads.len() > slow_loads;
         // During an SSD outage demotions may "start": they fail at once and the blocks are dropped.
         let space = self.parts.ssd.as_ref().is_none_or(SsdTier::has_room);
         let ssd = self.outage.is_some() || (space && slots.may_demote(reader_waits));
@@ -190,7 +195,7 @@ impl Store {
     fn promote(&mut self, key: BlockKey, hash: BlockHash) {
         if !self.may_promote(key, hash) {
             self.parts.metrics.ssd_overloaded(1);
-            self.notify_waiting((hash, self.generation_of(key)), &Err(MissReason::Busy));
+            self.notify_waiting(self.version_of(key, hash), &Err(MissReason::Busy));
             return self.parts.book.on_load_refused(key, self.now());
         }
         match self.try_promote(key, hash) {
@@ -206,7 +211,7 @@ impl Store {
     /// Whether the load would start without queueing on a slow device; otherwise the reader
     /// recomputes the block.
     fn may_promote(&mut self, key: BlockKey, hash: BlockHash) -> bool {
-        let is_awaited = self.loads.contains_key(&(hash, self.generation_of(key)));
+        let is_awaited = self.loads.contains_key(&self.version_of(key, hash));
         let record = self.locations_mut(key).ssd;
         let ssd = self.parts.ssd.as_ref();
         record.zip(ssd).is_none_or(|(record, ssd)| ssd.may_read(record, is_awaited))
@@ -216,7 +221,7 @@ impl Store {
     fn try_promote(&mut self, key: BlockKey, hash: BlockHash) -> io::Result<bool> {
         let record = self.locations_mut(key).ssd.ok_or(io::ErrorKind::NotFound)?;
         let meta = self.parts.book.meta(key).ok_or(io::ErrorKind::NotFound)?;
-        let generation = self.generation_of(key);
+        let block = self.version_of(key, hash);
         let len = meta.traits.bytes as usize;
         if len > self.parts.frame_bytes_max {
             return Err(io::ErrorKind::InvalidData.into());
@@ -224,12 +229,12 @@ impl Store {
         let Some(into) = self.parts.arena.take(len, Purpose::Load) else { return Ok(false) };
         let ssd = self.parts.ssd.as_mut().ok_or(io::ErrorKind::NotFound)?;
         self.next_token += 1;
-        ssd.read(self.next_token, record, (hash, generation), into)?;
+        ssd.read(self.next_token, record, block, into)?;
         self.begin_move(SsdMove { key, hash, record, is_load: true });
         Ok(true)
     }
 
-    fn drop_ssd(&mut self, key: BlockKey, block: (BlockHash, Generation)) {
+    fn drop_ssd(&mut self, key: BlockKey, block: BlockVersion) {
         if let Some(record) = self.locations_mut(key).ssd.take()
             && let Some(ssd) = self.parts.ssd.as_mut()
         {
@@ -341,13 +346,13 @@ impl Store {
         self.store_dram(key, bytes);
         let readable = self.locations_mut(key).dram.as_ref().map(DramBlock::share);
         let owner = self.parts.book.meta(key).map(|meta| meta.tenant);
-        let block = (hash, self.generation_of(key));
+        let block = self.version_of(key, hash);
         self.notify_waiting(block, &readable.zip(owner).ok_or(MissReason::NotHeld));
         self.parts.book.on_moved(key, Tier::Dram);
     }
 
     pub(super) fn load_failed(&mut self, key: BlockKey, hash: BlockHash, reason: MissReason) {
-        self.notify_waiting((hash, self.generation_of(key)), &Err(reason));
+        self.notify_waiting(self.version_of(key, hash), &Err(reason));
         self.parts.book.on_move_failed(key, Tier::Dram, self.now());
     }
 
@@ -356,10 +361,15 @@ impl Store {
         self.parts.book.generation_of(key).unwrap_or_default()
     }
 
+    /// The version of a moving block.
+    pub(super) fn version_of(&self, key: BlockKey, hash: BlockHash) -> BlockVersion {
+        BlockVersion { hash, generation: self.generation_of(key) }
+    }
+
     /// Sends the result of a load to its readers: the bytes and their owner.
     pub(super) fn notify_waiting(
         &mut self,
-        block: (BlockHash, Generation),
+        block: BlockVersion,
         result: &Result<(Bytes, TenantId), MissReason>,
     ) {
         for (tenant, waiting) in self.loads.remove(&block).unwrap_or_default().waiting {

@@ -20,8 +20,8 @@ impl MoveSlots {
         MoveSlots { depth, loads: 0, demotions: 0 }
     }
 
-    /// Counts without these (demotions, loads): moves on a slow device must not delay the others.
-    pub(super) fn excluding(self, (demotions, loads): (usize, usize)) -> MoveSlots {
+    /// Counts without these moves: moves on a slow device must not delay the others.
+    pub(super) fn excluding(self, demotions: usize, loads: usize) -> MoveSlots {
         MoveSlots {
             depth: self.depth,
             loads: self.loads.saturating_sub(loads),
@@ -87,7 +87,7 @@ mod tests {
         assert!(slots.may_demote(true));
         // Moves on a slow device do not block others.
         let full = MoveSlots { loads: 16, demotions: 32, ..slots };
-        assert!(!full.may_load() && !full.excluding((24, 0)).may_demote(true));
-        assert!(full.excluding((25, 0)).may_demote(true) && full.excluding((0, 1)).may_load());
+        assert!(!full.may_load() && !full.excluding(24, 0).may_demote(true));
+        assert!(full.excluding(25, 0).may_demote(true) && full.excluding(0, 1).may_load());
     }
 }

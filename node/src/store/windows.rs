@@ -60,7 +60,8 @@ impl Windows {
     /// Replaces this router's window. Queues a request to the store if none is pending.
     fn put(
         &self,
-        (router, waiting): (u64, Vec<WaitingRequest>),
+        router: u64,
+        waiting: Vec<WaitingRequest>,
         now: Instant,
         queue: &StoreQueue,
     ) -> Result<oneshot::Receiver<WindowSummary>, StoreBusy> {
@@ -123,7 +124,7 @@ impl StoreHandle {
         router: u64,
         window: Vec<WaitingRequest>,
     ) -> Result<WindowSummary, StoreBusy> {
-        let answer = self.shared.windows.put((router, window), Instant::now(), &self.queue)?;
+        let answer = self.shared.windows.put(router, window, Instant::now(), &self.queue)?;
         // After the task ended no reply comes, and the stored senders are not dropped by it.
         tokio::select! {
             biased;
@@ -143,8 +144,8 @@ mod tests {
     use super::*;
 
     /// Router 1, one request with this number of blocks.
-    fn window(blocks: usize) -> (u64, Vec<WaitingRequest>) {
-        (1, vec![starting(0, blocks)])
+    fn window(blocks: usize) -> Vec<WaitingRequest> {
+        vec![starting(0, blocks)]
     }
 
     fn starting(after_ms: u64, blocks: usize) -> WaitingRequest {
@@ -162,7 +163,7 @@ mod tests {
         let asks = StoreQueue::new(asks, Weak::new());
         let (windows, begin) = (Windows::default(), Instant::now());
         let at = |ms| begin + Duration::from_millis(ms);
-        let put = |router, waiting, ms| drop(windows.put((router, waiting), at(ms), &asks).unwrap());
+        let put = |router, waiting, ms| drop(windows.put(router, waiting, at(ms), &asks).unwrap());
         put(1, vec![starting(100, 1), starting(900, 2), starting(900, 3)], 0);
         put(2, vec![starting(0, 4), starting(500, 5)], 300);
         // The first router's request started 200 ms ago, the second router's starts now.
@@ -182,15 +183,15 @@ mod tests {
         let asks = StoreQueue::new(asks, Weak::new());
         let windows = Windows::default();
         let mut answers: Vec<_> =
-            (1..=3).map(|blocks| windows.put(window(blocks), Instant::now(), &asks).unwrap()).collect();
+            (1..=3).map(|blocks| windows.put(1, window(blocks), Instant::now(), &asks).unwrap()).collect();
         assert!(matches!(inbox.try_recv(), Ok(StoreRequest::SetWindow)));
         assert!(inbox.try_recv().is_err(), "the store is notified once");
         let taken = windows.take(Instant::now());
-        assert_eq!((taken.requests, taken.callers.len()), (vec![window(3).1[0].blocks.clone()], 3));
+        assert_eq!((taken.requests, taken.callers.len()), (vec![window(3)[0].blocks.clone()], 3));
         let told = WindowSummary { blocks: 3, ..WindowSummary::default() };
         taken.callers.into_iter().for_each(|caller| caller.send(told).unwrap());
         assert!(answers.iter_mut().all(|answer| answer.try_recv() == Ok(told)));
-        drop(windows.put(window(4), Instant::now(), &asks).unwrap());
+        drop(windows.put(1, window(4), Instant::now(), &asks).unwrap());
         assert!(matches!(inbox.try_recv(), Ok(StoreRequest::SetWindow)), "the next window notifies it again");
     }
 
@@ -200,11 +201,11 @@ mod tests {
         let asks = StoreQueue::new(asks, Weak::new());
         asks.try_send(StoreRequest::SetWindow).unwrap();
         let windows = Windows::default();
-        assert_eq!(windows.put(window(1), Instant::now(), &asks).unwrap_err(), StoreBusy);
+        assert_eq!(windows.put(1, window(1), Instant::now(), &asks).unwrap_err(), StoreBusy);
         inbox.try_recv().unwrap();
         let answers: Vec<_> =
-            (0..CALLERS_MAX).map(|_| windows.put(window(1), Instant::now(), &asks).unwrap()).collect();
-        assert_eq!(windows.put(window(1), Instant::now(), &asks).unwrap_err(), StoreBusy);
+            (0..CALLERS_MAX).map(|_| windows.put(1, window(1), Instant::now(), &asks).unwrap()).collect();
+        assert_eq!(windows.put(1, window(1), Instant::now(), &asks).unwrap_err(), StoreBusy);
         assert_eq!((windows.take(Instant::now()).callers.len(), answers.len()), (CALLERS_MAX, CALLERS_MAX));
     }
 }

@@ -114,13 +114,12 @@ pub(super) struct SliceKernel {
 }
 
 /// PTX for devices of this compute capability or later.
-fn compile(capability: (i32, i32)) -> Result<Ptx, KernelError> {
+fn compile(major: i32, minor: i32) -> Result<Ptx, KernelError> {
     // SAFETY: loads NVRTC's library and runs its initialisers, which are trusted like the library
     // itself. Without it the next call would panic.
     if !unsafe { cudarc::nvrtc::sys::is_culib_present() } {
         return Err(KernelError::Absent);
     }
-    let (major, minor) = capability;
     let options = vec![format!("--gpu-architecture=compute_{major}{minor}"), "--std=c++17".to_owned()];
     let name = Some("kernels.cu".to_owned());
     Ok(compile_ptx_with_opts(SOURCE, CompileOptions { options, name, ..CompileOptions::default() })?)
@@ -144,7 +143,8 @@ impl SliceKernel {
     }
 
     fn try_open(context: &Arc<CudaContext>) -> Result<SliceKernel, KernelError> {
-        let module = context.load_module(compile(context.compute_capability()?)?)?;
+        let (major, minor) = context.compute_capability()?;
+        let module = context.load_module(compile(major, minor)?)?;
         let kernels = SliceKernel { copy_slices: module.load_function("copy_slices")? };
         kernels.self_test(context)?;
         Ok(kernels)
@@ -259,18 +259,17 @@ mod tests {
 
     #[test]
     fn nvrtc_compiles_the_kernel_if_available() {
-        for capability in [(8, 0), (9, 0)] {
-            match compile(capability) {
+        for (major, minor) in [(8, 0), (9, 0)] {
+            match compile(major, minor) {
                 Ok(ptx) => {
                     let text = String::from_utf8(ptx.as_bytes().unwrap().to_vec()).unwrap();
-                    let (major, minor) = capability;
                     assert!(text.contains(&format!(".target sm_{major}{minor}")), "{text}");
                     assert!(text.contains(".visible .entry copy_slices("), "{text}");
                     // Words of 16 bytes are moved by vector instructions.
                     assert!(text.contains("ld.global.v4.u32") || text.contains("ld.v4.u32"), "{text}");
                     println!("compiled for sm_{major}{minor}: {} bytes of PTX", text.len());
                 }
-                Err(KernelError::Absent) => println!("SKIPPED for sm_{capability:?}: libnvrtc is missing"),
+                Err(KernelError::Absent) => println!("SKIPPED for sm_{major}{minor}: libnvrtc is missing"),
                 Err(cause) => panic!("{cause}"),
             }
         }

@@ -40,6 +40,7 @@ use kv_core::tier::Capacity;
 use parking_lot::Mutex;
 use tokio::sync::mpsc::UnboundedSender;
 
+use super::BlockVersion;
 use crate::arena::{Arena, SlotMut};
 use book::{RecordId, SegmentBook};
 use buffer::ChunkPool;
@@ -427,7 +428,7 @@ impl SsdTier {
         &mut self,
         token: u64,
         record: SsdRecord,
-        block: (BlockHash, Generation),
+        block: BlockVersion,
         into: SlotMut,
     ) -> io::Result<()> {
         let lane = self.lanes.get_mut(usize::from(record.lane)).ok_or(io::ErrorKind::NotFound)?;

@@ -70,7 +70,8 @@ impl Lane {
     /// Continues to drain a segment. `true` if one became empty and another may be due.
     fn continue_drain(&mut self) -> bool {
         if self.drain.is_none() && self.book.needs_space() {
-            self.drain = self.book.begin_drain().map(SegmentDrain::new);
+            self.drain =
+                self.book.begin_drain().map(|(segment, remaining)| SegmentDrain::new(segment, remaining));
         }
         let Some(mut drain) = self.drain.take() else { return false };
         let open_max = if drain.is_offer_answered { self.relocations_max() } else { 1 };

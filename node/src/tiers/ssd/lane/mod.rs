@@ -12,7 +12,6 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use bytes::Bytes;
-use kv_core::id::{BlockHash, Generation};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::book::{Member, RecordId, Relocation, RelocationResult, SegmentBook, WritePurpose};
@@ -21,6 +20,7 @@ use super::format::RecordHeader;
 use super::mailbox::Mailbox;
 use super::{JOBS_MAX, Wear};
 use crate::arena::SlotMut;
+use crate::tiers::BlockVersion;
 pub(super) use health::DeviceHealth;
 use health::OpenJobs;
 pub(super) use maintenance::RELOCATIONS_MAX;
@@ -121,7 +121,7 @@ struct SegmentDrain {
 }
 
 impl SegmentDrain {
-    fn new((segment, remaining): (u32, Vec<Member>)) -> SegmentDrain {
+    fn new(segment: u32, remaining: Vec<Member>) -> SegmentDrain {
         SegmentDrain { segment, unoffered: remaining.len(), remaining, is_offer_answered: false, open: 0 }
     }
 }
@@ -234,7 +234,7 @@ impl Lane {
         &mut self,
         token: u64,
         record: RecordId,
-        (hash, generation): (BlockHash, Generation),
+        block: BlockVersion,
         into: SlotMut,
     ) -> io::Result<()> {
         self.admit_job()?;
@@ -250,8 +250,8 @@ impl Lane {
         self.send(PendingJob::Read { token, segment, bytes }, |job| DeviceJob::Read {
             job,
             at,
-            hash,
-            generation,
+            hash: block.hash,
+            generation: block.generation,
             into,
         });
         Ok(())

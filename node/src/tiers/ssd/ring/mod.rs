@@ -66,7 +66,7 @@ impl Ring {
         try_uring: bool,
     ) -> Ring {
         let fd = device.fd().filter(|_| try_uring);
-        let made = fd.map(|fd| UringIo::new(fd, Arc::clone(&device), bell, (pool, arena), depth));
+        let made = fd.map(|fd| UringIo::new(fd, Arc::clone(&device), bell, pool, arena, depth));
         match made {
             Some(Ok(uring)) => Ring::Uring(Box::new(uring)),
             Some(Err(cause)) => {
@@ -188,7 +188,8 @@ impl UringIo {
         fd: RawFd,
         device: Arc<dyn BlockDevice>,
         bell: RawFd,
-        (pool, arena): (&ChunkPool, Option<&Arena>),
+        pool: &ChunkPool,
+        arena: Option<&Arena>,
         depth: u32,
     ) -> io::Result<UringIo> {
         let entries = (depth + 1).next_power_of_two();

@@ -185,7 +185,7 @@ impl CrashRun {
         }
         let into = self.bench.arena.take(frame_of(number).len(), Purpose::Load).unwrap();
         self.loads += 1;
-        if self.bench.ssd.read(1 << 40 | self.loads, record, (hash(number), Generation(0)), into).is_err() {
+        if self.bench.ssd.read(1 << 40 | self.loads, record, version(number, 0), into).is_err() {
             return false;
         }
         loop {

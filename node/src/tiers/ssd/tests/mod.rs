@@ -60,6 +60,10 @@ fn hash(number: u8) -> BlockHash {
     BlockHash([number; 16])
 }
 
+fn version(number: u8, generation: u32) -> BlockVersion {
+    BlockVersion { hash: hash(number), generation: Generation(generation) }
+}
+
 fn frame(number: u8) -> Bytes {
     let payload = vec![number; 6000];
     placed(number, seal(IDENTITY, hash(number), KeyForm::Rotated, &[3000, 3000], &payload).unwrap().bytes)
@@ -139,7 +143,7 @@ impl SsdBench {
     /// The same for a frame of `bytes` bytes.
     fn load_of(&mut self, number: u8, record: SsdRecord, bytes: usize) -> Result<Bytes, ReadFault> {
         let into = self.arena.take(bytes, Purpose::Load).unwrap();
-        self.ssd.read(1, record, (hash(number), Generation(0)), into).unwrap();
+        self.ssd.read(1, record, version(number, 0), into).unwrap();
         match self.next_completion() {
             SsdCompletion::Read { result, .. } => result,
             other => panic!("{other:?}"),
@@ -523,7 +527,7 @@ fn start_recovers_only_blocks_of_the_current_weights() {
     let of_now: Vec<SsdRecord> = (3..9).map(|number| save(&mut bench, 7, number)).collect();
     let read = |bench: &mut SsdBench, record, number: u8, generation| {
         let into = bench.arena.take(frame(number).len(), Purpose::Load).unwrap();
-        bench.ssd.read(1, record, (hash(number), Generation(generation)), into).unwrap();
+        bench.ssd.read(1, record, version(number, generation), into).unwrap();
         match bench.next_completion() {
             SsdCompletion::Read { result, .. } => result.ok(),
             other => panic!("{other:?}"),
@@ -715,7 +719,7 @@ fn scrubbing_yields_to_readers_and_tolerates_one_read_error() {
     let mut bench = open(&config);
     let record = bench.save(1).unwrap();
     let into = bench.arena.take(frame(1).len(), Purpose::Load).unwrap();
-    bench.ssd.read(1, record, (hash(1), Generation(0)), into).unwrap();
+    bench.ssd.read(1, record, version(1, 0), into).unwrap();
     assert_eq!(bench.ssd.check_next(1), None, "a reader uses the device");
     assert!(matches!(bench.next_completion(), SsdCompletion::Read { result: Ok(_), .. }));
     config.faults.read_errno.store(libc::EIO, Ordering::Relaxed);
@@ -731,7 +735,7 @@ fn relocations_are_limited_while_readers_wait() {
     let record = bench.save(1).unwrap();
     assert_eq!(bench.ssd.lanes[0].relocations_max(), RELOCATIONS_MAX);
     let into = bench.arena.take(frame(1).len(), Purpose::Load).unwrap();
-    bench.ssd.read(1, record, (hash(1), Generation(0)), into).unwrap();
+    bench.ssd.read(1, record, version(1, 0), into).unwrap();
     assert_eq!(bench.ssd.lanes[0].relocations_max(), RELOCATIONS_WHILE_READERS_WAIT_MAX);
     // New writes take all space; no completion is processed, so no space becomes free.
     let mut number = 1;

@@ -135,7 +135,7 @@ fn excess_work_is_refused_if_all_devices_are_slow() {
         for _ in 0..SLOW_DEVICE_JOBS {
             assert!(run.bench.ssd.may_read(kept, true));
             let slot = into(&run);
-            run.bench.ssd.read(9, kept, (hash(3), Generation(0)), slot).unwrap();
+            run.bench.ssd.read(9, kept, version(3, 0), slot).unwrap();
         }
         assert!(!run.bench.ssd.may_read(kept, true));
         assert_eq!(run.bench.ssd.slow_device_jobs(), (0, SLOW_DEVICE_JOBS));
