@@ -14,6 +14,8 @@ pub mod inspect;
 pub mod members;
 pub mod probe;
 pub mod process;
+#[cfg(test)]
+mod reference;
 pub mod replay;
 pub mod report;
 pub mod status;

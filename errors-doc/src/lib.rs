@@ -1,4 +1,4 @@
-//! Checks error messages against `docs/ERRORS.md`.
+//! Checks error messages against `docs/reference/errors.md`.
 //!
 //! [`says`] compares a message with its row in the document; with `KVFLEET_BLESS=1` it writes the
 //! message there instead. Only tests use this crate. `table.rs` parses the document, and
@@ -14,7 +14,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 /// The document, relative to this crate.
-const DOCUMENT: &str = "../docs/ERRORS.md";
+const DOCUMENT: &str = "../docs/reference/errors.md";
 
 /// Held while the document is rewritten. It is outside `docs/`, where every file counts as a
 /// document.
@@ -23,7 +23,7 @@ const LOCK: &str = "../target/errors-doc.lock";
 /// Set to `1` to rewrite rows instead of comparing them.
 const BLESS: &str = "KVFLEET_BLESS";
 
-/// Asserts that the row of `input` in `docs/ERRORS.md` shows `message`, on one line and with each text of
+/// Asserts that the row of `input` in `docs/reference/errors.md` shows `message`, on one line and with each text of
 /// `varying` (paths, ports, checksums) shown as `…`. With `KVFLEET_BLESS=1` it writes the row instead.
 ///
 /// # Panics
@@ -91,7 +91,7 @@ fn compare_row(document: &str, input: &str, cell: &str) -> Result<(), String> {
         return Ok(());
     }
     Err(format!(
-        "docs/ERRORS.md shows another answer to \"{input}\"\n  the row:  {row}\n  the test: {cell}\n\
+        "docs/reference/errors.md shows another answer to \"{input}\"\n  the row:  {row}\n  the test: {cell}\n\
          when the test is right, run it with {BLESS}=1 to write its answer there"
     ))
 }

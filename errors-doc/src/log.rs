@@ -1,4 +1,4 @@
-//! Captures log output, for tests that compare a line with `docs/ERRORS.md`.
+//! Captures log output, for tests that compare a line with `docs/reference/errors.md`.
 //!
 //! Not here: times, which differ in each run, and lines below a warning.
 

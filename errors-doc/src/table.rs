@@ -33,10 +33,10 @@ fn answer_range(document: &str, input: &str) -> Result<Range<usize>, String> {
     match found.len() {
         1 => Ok(found.remove(0)),
         0 => Err(format!(
-            "docs/ERRORS.md has no row \"{input}\" above \"{WITHOUT_WORDS}\": add the row \
+            "docs/reference/errors.md has no row \"{input}\" above \"{WITHOUT_WORDS}\": add the row \
              (| {input} | `` | `file.rs::test` |), then run the test with KVFLEET_BLESS=1"
         )),
-        several => Err(format!("docs/ERRORS.md has {several} rows \"{input}\": keep one")),
+        several => Err(format!("docs/reference/errors.md has {several} rows \"{input}\": keep one")),
     }
 }
 

@@ -1,5 +1,5 @@
 //! `cargo xtask`: repository rules, benchmark tables, release builds, tables of eviction policies
-//! and routers, and fuzz targets.
+//! and routers, generated reference pages, and fuzz targets.
 //!
 //! Not here: the rules (`tidy/`, one file per rule, each run as a test), the benches (`benches/`)
 //! and the fuzz targets (`core/src/index/tests/fuzzing/`).
@@ -7,6 +7,7 @@
 mod bench;
 mod fuzz;
 mod plot;
+mod reference;
 mod replays;
 mod shipped;
 mod tidy;
@@ -27,6 +28,8 @@ enum Task {
     Dist(shipped::DistArgs),
     /// Run the fuzz targets of the index for a while.
     Fuzz(fuzz::FuzzArgs),
+    /// Write the generated pages of docs/reference/, and docs/SUMMARY.md.
+    Reference,
     /// Replay every eviction policy on every trace, into docs/measurements/policies.md.
     Policies(replays::PoliciesArgs),
     /// Simulate fleets on every trace with every router, into docs/measurements/routers.md.
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
         Task::Bench(args) => bench::run(args),
         Task::Dist(args) => shipped::run(&args),
         Task::Fuzz(args) => fuzz::run(&args),
+        Task::Reference => reference::run(),
         Task::Policies(args) => replays::policies(&args),
         Task::Routers(args) => replays::routers(&args),
     };

@@ -1,4 +1,4 @@
-//! Rule: each row of `docs/ERRORS.md` is a message that a test received. The test file in the row
+//! Rule: each row of `docs/reference/errors.md` is a message that a test received. The test file in the row
 //! calls `says` with the row's input, and every input passed to `says` has a row.
 //!
 //! Not here: whether the texts agree (the tests themselves, through `errors-doc/`), and whether the
@@ -11,7 +11,7 @@ use syn::visit::Visit;
 use super::{Tree, Violation};
 
 /// The document.
-const DOCUMENT: &str = "docs/ERRORS.md";
+const DOCUMENT: &str = "docs/reference/errors.md";
 
 /// Rows below this heading describe behaviour without a message: no test compares them.
 const UNCHECKED_HEADING: &str = "## Answers without words";

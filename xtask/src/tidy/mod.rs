@@ -28,7 +28,9 @@ use std::fmt;
 
 use anyhow::bail;
 
-pub(crate) use tree::Tree;
+use crate::reference;
+
+pub(crate) use tree::{Tree, is_test_file, is_test_only};
 
 /// A violation of a rule, and its remedy.
 #[derive(Debug, PartialEq, Eq)]
@@ -42,7 +44,7 @@ pub(crate) struct Violation {
 }
 
 impl Violation {
-    fn new(path: &str, line: usize, what: impl Into<String>) -> Self {
+    pub(crate) fn new(path: &str, line: usize, what: impl Into<String>) -> Self {
         Self { path: path.to_owned(), line, what: what.into() }
     }
 }
@@ -77,6 +79,7 @@ const RULES: &[Rule] = &[
     ("plain English", plain_english::check),
     ("form and size of documents", documents::check),
     ("subjects of commits", subjects::check),
+    ("generated pages are current", reference::check),
 ];
 
 /// Prints all violations of all rules.
@@ -142,6 +145,7 @@ mod tests {
         columns,
         plain_english,
         documents,
-        subjects
+        subjects,
+        reference
     );
 }

@@ -6,14 +6,14 @@ use super::{Tree, Violation};
 
 /// Documents with checked paths.
 const DOCUMENTS: [&str; 8] = [
-    "docs/INVARIANTS.md",
+    "docs/reference/invariants.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
     "README.md",
     "docs/ARCHITECTURE.md",
     "docs/PAPERS.md",
     "docs/GLOSSARY.md",
-    "docs/ERRORS.md",
+    "docs/reference/errors.md",
 ];
 
 /// Top-level folders; other words with a slash are not paths of this repository.
