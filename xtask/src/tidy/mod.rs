@@ -11,6 +11,7 @@ mod errors;
 mod glossary;
 mod homes;
 mod length;
+mod links;
 mod modules;
 mod names;
 mod parameters;
@@ -67,6 +68,7 @@ const RULES: &[Rule] = &[
     ("one word for one thing", glossary::check),
     ("length of functions", length::check),
     ("paths in documents", paths::check),
+    ("links in documents", links::check),
     ("errors as tests got them", errors::check),
     ("every file is reached", reach::check),
     ("limits say why", constants::check),
@@ -134,6 +136,7 @@ mod tests {
         glossary,
         length,
         paths,
+        links,
         errors,
         reach,
         constants,

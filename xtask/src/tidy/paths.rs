@@ -1,6 +1,6 @@
 //! Rule: paths and tests that a document names exist.
 //!
-//! Not here: whether the document describes them correctly.
+//! Not here: links (`links.rs`), and whether the document describes its paths correctly.
 
 use super::{Tree, Violation};
 
@@ -53,32 +53,19 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
     let documents = DOCUMENTS.iter().filter_map(|path| tree.text(path).map(|text| (*path, text)));
     for (path, text) in documents.chain(records) {
         for (position, line) in text.lines().enumerate() {
-            found.extend(
-                missing_targets(tree, path, line).map(|what| Violation::new(path, position + 1, what)),
-            );
+            found.extend(missing_targets(tree, line).map(|what| Violation::new(path, position + 1, what)));
         }
     }
     Ok(found)
 }
 
 /// Missing paths and tests that this line names.
-fn missing_targets<'line>(
-    tree: &Tree,
-    document: &str,
-    line: &'line str,
-) -> impl Iterator<Item = String> + use<'line> {
+fn missing_targets<'line>(tree: &Tree, line: &'line str) -> impl Iterator<Item = String> + use<'line> {
     let quoted = line.split('`').skip(1).step_by(2).filter(|name| is_path(name)).filter_map(|name| {
         let (path, test) = name.split_once("::").map_or((name, None), |(path, test)| (path, Some(test)));
         (!is_present(tree, path, test)).then(|| format!("`{name}` does not exist"))
     });
-    let linked =
-        line.split("](").skip(1).filter_map(|rest| rest.split_once(')')).filter_map(|(target, _)| {
-            let target = target.split('#').next().unwrap_or_default();
-            let is_ours = !target.is_empty() && !target.contains(':');
-            (is_ours && !tree.exists(&resolve(document, target)))
-                .then(|| format!("link to `{target}` has no target file"))
-        });
-    quoted.chain(linked).collect::<Vec<_>>().into_iter()
+    quoted.collect::<Vec<_>>().into_iter()
 }
 
 /// Whether the path exists and, if a test is named, the file (or a file of the folder) defines it.
@@ -91,20 +78,6 @@ fn is_present(tree: &Tree, path: &str, test: Option<&str>) -> bool {
 fn is_path(name: &str) -> bool {
     let is_plain = name.chars().all(|letter| letter.is_ascii_alphanumeric() || "/._-:".contains(letter));
     is_plain && name.split_once('/').is_some_and(|(first, _)| FOLDERS.contains(&first))
-}
-
-/// Path of a link relative to its document.
-fn resolve(document: &str, target: &str) -> String {
-    let mut parts: Vec<&str> = document.split('/').collect();
-    parts.pop();
-    for part in target.split('/') {
-        match part {
-            "" | "." => {}
-            ".." => drop(parts.pop()),
-            name => parts.push(name),
-        }
-    }
-    parts.join("/")
 }
 
 #[cfg(test)]
@@ -123,7 +96,6 @@ mod tests {
     fn refuses_what_does_not_exist() {
         assert_eq!(found("| ring | `core/src/ring.rs` |"), 1);
         assert_eq!(found("see `core/src/place/mod.rs::no_such_test`"), 1);
-        assert_eq!(found("see [why](adr/0002-gone.md)"), 1);
         assert_eq!(found("`core/src/a.rs` and `core/src/b.rs`"), 2);
     }
 
@@ -133,7 +105,6 @@ mod tests {
             found("`core/src/place/mod.rs`, `core/src/`, `core/src/place/mod.rs::ring_moves_little`"),
             0
         );
-        assert_eq!(found("[why](adr/0001-runs.md#context) [out](https://example.org/x)"), 0);
         assert_eq!(found("`route/fetch`, `host:port`, `a/b/c.rs`"), 0);
     }
 }
