@@ -6,6 +6,7 @@
 mod arrows;
 mod columns;
 mod constants;
+mod dependencies;
 mod documents;
 mod errors;
 mod glossary;
@@ -63,6 +64,7 @@ type Rule = (&'static str, fn(&Tree) -> anyhow::Result<Vec<Violation>>);
 const RULES: &[Rule] = &[
     ("arrows between crates", arrows::check),
     ("one home per package", homes::check),
+    ("dependencies are used", dependencies::check),
     ("files open with prose", prose::check),
     ("names that say nothing", names::check),
     ("one word for one thing", glossary::check),
@@ -131,6 +133,7 @@ mod tests {
     rules!(
         arrows,
         homes,
+        dependencies,
         prose,
         names,
         glossary,
