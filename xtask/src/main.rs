@@ -5,6 +5,7 @@
 //! and the fuzz targets (`core/src/index/tests/fuzzing/`).
 
 mod bench;
+mod features;
 mod fuzz;
 mod plot;
 mod reference;
@@ -26,6 +27,8 @@ enum Task {
     Bench(bench::BenchArgs),
     /// Build the release program with profile-guided optimisation.
     Dist(shipped::DistArgs),
+    /// Check each crate with each combination of its features.
+    Features(features::FeaturesArgs),
     /// Run the fuzz targets of the index for a while.
     Fuzz(fuzz::FuzzArgs),
     /// Write the generated pages of docs/reference/, and docs/SUMMARY.md.
@@ -41,6 +44,7 @@ fn main() -> ExitCode {
         Task::Tidy => tidy::report(),
         Task::Bench(args) => bench::run(args),
         Task::Dist(args) => shipped::run(&args),
+        Task::Features(args) => features::run(&args),
         Task::Fuzz(args) => fuzz::run(&args),
         Task::Reference => reference::run(),
         Task::Policies(args) => replays::policies(&args),
