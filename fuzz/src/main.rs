@@ -7,7 +7,7 @@
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use kv_core::index::fuzzing::{TARGETS, Target, drive};
+use kv_core::index::fuzzing::{FuzzTarget, TARGETS, drive};
 
 /// Executions per seed: a small number, so that a seed ends soon after its time and can be repeated
 /// in seconds.
@@ -44,7 +44,7 @@ fn parse_hex(hex: &str) -> Option<Vec<u8>> {
 }
 
 /// Runs one target for its share of the time.
-fn run(target: &Target, seed: u64, share: Duration) -> Result<(), String> {
+fn run(target: &FuzzTarget, seed: u64, share: Duration) -> Result<(), String> {
     let (began, mut seeds) = (Instant::now(), 0);
     println!("target {}, from seed {seed}", target.name);
     while began.elapsed() < share || seeds == 0 {
@@ -60,12 +60,12 @@ fn main() -> ExitCode {
         eprintln!("{USAGE}");
         return ExitCode::from(2);
     };
-    let asked = |target: &&Target| wish.target.as_deref().is_none_or(|name| name == target.name);
+    let asked = |target: &&FuzzTarget| wish.target.as_deref().is_none_or(|name| name == target.name);
     let targets: Vec<_> = TARGETS.iter().filter(asked).collect();
     let share = Duration::from_secs(wish.seconds) / targets.len().max(1) as u32;
     for target in targets {
         let stood = match &wish.case {
-            Some(case) => (target.run)(case).map_err(|wrong| format!("{wrong}\n{}", (target.tell)(case))),
+            Some(case) => (target.run)(case).map_err(|wrong| format!("{wrong}\n{}", (target.describe)(case))),
             None => run(target, wish.seed, share),
         };
         if let Err(wrong) = stood {

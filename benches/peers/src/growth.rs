@@ -8,7 +8,7 @@ use crate::Effort;
 use crate::chains::{Chains, Shape};
 use crate::fill::Replay;
 use crate::index::CHAIN_BLOCKS;
-use crate::judge::{RowLabel, Printer, Target};
+use crate::judge::{Printer, RowLabel, Target};
 use crate::lookups::{PromptKind, Prompts};
 use crate::side::KvfleetIndex;
 

@@ -8,9 +8,9 @@ use benches::{Better, Outcome, outcome};
 use crate::Effort;
 use crate::chains::{Chains, Shape};
 use crate::fill::{Cycle, Replay};
-use crate::judge::{RowLabel, Printer, Target};
+use crate::judge::{Printer, RowLabel, Target};
 use crate::lookups::{PromptKind, Prompts};
-use crate::side::{DynamoCrtc, KvfleetIndex, IndexSide, SmgChainIndex};
+use crate::side::{DynamoCrtc, IndexSide, KvfleetIndex, SmgChainIndex};
 
 /// Blocks of the usual chain.
 pub(crate) const CHAIN_BLOCKS: u32 = 500;
@@ -178,7 +178,11 @@ fn lookups(effort: &Effort, setting: Setting, chain_blocks: u32, printer: Printe
     SideRounds::run(1, sides)?;
     let rounds = SideRounds::run(effort.rounds, sides)?;
     let row = |name: &str, unit, reach, figure: fn(&LookupTimes) -> f64| {
-        rounds.print(RowSpec { name: &setting.name(name), unit, better: Better::Lower, target: reach }, figure, printer)
+        rounds.print(
+            RowSpec { name: &setting.name(name), unit, better: Better::Lower, target: reach },
+            figure,
+            printer,
+        )
     };
     let is_usual = chain_blocks == CHAIN_BLOCKS;
     let times_faster = if is_usual { 4.0 } else { 10.0 };

@@ -5,6 +5,6 @@ use kv_core::index::fuzzing::TARGETS;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     if let Err(wrong) = (TARGETS[0].run)(data) {
-        panic!("{wrong}\n{}", (TARGETS[0].tell)(data));
+        panic!("{wrong}\n{}", (TARGETS[0].describe)(data));
     }
 });

@@ -5,6 +5,6 @@ use kv_core::index::fuzzing::TARGETS;
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     if let Err(wrong) = (TARGETS[2].run)(data) {
-        panic!("{wrong}\n{}", (TARGETS[2].tell)(data));
+        panic!("{wrong}\n{}", (TARGETS[2].describe)(data));
     }
 });

@@ -20,7 +20,11 @@ pub(crate) struct PutStats {
 ///
 /// # Errors
 /// If a put fails: a cluster that loses puts has no rate.
-pub(crate) async fn run_puts(cluster: &impl Cluster, clients: usize, span: Duration) -> anyhow::Result<PutStats> {
+pub(crate) async fn run_puts(
+    cluster: &impl Cluster,
+    clients: usize,
+    span: Duration,
+) -> anyhow::Result<PutStats> {
     let start = Instant::now();
     let until = start + span;
     let tasks: Vec<_> = (0..clients)

@@ -14,11 +14,11 @@ use anyhow::{Context, ensure};
 use benches::{Better, median, outcome, sorted};
 use serde::Serialize;
 
-use crate::judge::{RowLabel, Printer, Target};
+use crate::judge::{Printer, RowLabel, Target};
 use etcd::Etcd;
 use load::{PutStats, run_puts};
-use routers::RouterFigures;
 pub(crate) use routers::Programs;
+use routers::RouterFigures;
 
 /// Clients for the throughput rows: enough that a member always has puts to batch, 16 per
 /// connection.
@@ -109,7 +109,11 @@ pub(crate) fn run(setup: &Setup, printer: Printer) -> anyhow::Result<()> {
 
 /// Prints both sides with their targets.
 fn judge(ours: &[RouterFigures], theirs: &EtcdRounds, printer: Printer) -> anyhow::Result<()> {
-    let row = |row, (unit, better), peer, pairs: &dyn Fn(&RouterFigures, &PutStats, &PutStats) -> [f64; 2], reach| {
+    let row = |row,
+               (unit, better),
+               peer,
+               pairs: &dyn Fn(&RouterFigures, &PutStats, &PutStats) -> [f64; 2],
+               reach| {
         let rounds = ours.iter().zip(&theirs.many_clients).zip(&theirs.one_client);
         let pairs: Vec<(f64, f64)> =
             rounds.map(|((ours, many), one)| pairs(ours, many, one).into()).collect();

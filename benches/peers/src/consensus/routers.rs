@@ -47,8 +47,8 @@ fn round(programs: &Programs, setup: &Setup) -> anyhow::Result<RouterFigures> {
     command.env("TMPDIR", &setup.data).stdin(Stdio::null()).stderr(Stdio::inherit());
     let output = command.output().with_context(|| format!("cannot start {}", programs.ingest.display()))?;
     ensure!(output.status.success(), "{} exited with {}", programs.ingest.display(), output.status);
-    let ours: RouterFigures = serde_json::from_slice(&output.stdout).context("unexpected output from the \
-        load generator")?;
+    let ours: RouterFigures =
+        serde_json::from_slice(&output.stdout).context("unexpected output from the load generator")?;
     eprint!("{}", String::from_utf8_lossy(&output.stdout));
     Ok(ours)
 }

@@ -13,7 +13,7 @@ use benches::{Spent, spend};
 use dynamo_kv_router::protocols::{BlockHashOptions, LocalBlockHash, compute_block_hash_for_seq};
 use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock};
 
-use super::{Overlaps, IndexSide};
+use super::{IndexSide, Overlaps};
 use crate::chains::{BLOCK_TOKENS, Chains, NODES};
 use crate::events::{Action, Event};
 
@@ -97,8 +97,9 @@ impl IndexSide for SmgChainIndex {
         let mut batches: Vec<Batch> = (0..lanes).map(|_| Batch::default()).collect();
         events.iter().for_each(|event| batches[event.node as usize % lanes].push(chains, action, event));
         let (index, workers) = (&self.index, &self.workers[..]);
-        let run =
-            |maps: &mut Vec<ChainBlockMap>, batch: &Batch| Self::apply_batch(index, workers, lanes, maps, batch);
+        let run = |maps: &mut Vec<ChainBlockMap>, batch: &Batch| {
+            Self::apply_batch(index, workers, lanes, maps, batch)
+        };
         let (took, spent) = match (&mut self.lanes[..], &batches[..]) {
             ([maps], [batch]) => spend(|| run(maps, batch)),
             (lanes, batches) => spend(|| {

@@ -19,7 +19,7 @@ use dynamo_kv_router::protocols::{
 };
 use tokio::sync::oneshot;
 
-use super::{Overlaps, IndexSide};
+use super::{IndexSide, Overlaps};
 use crate::chains::{BLOCK_TOKENS, Chains};
 use crate::events::{Action, Event};
 

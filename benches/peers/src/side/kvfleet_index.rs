@@ -13,7 +13,7 @@ use kv_core::index::command::{AnnounceOutcome, Announcement, Applied, Change, Co
 use kv_core::index::{Index, IndexLimits};
 use parking_lot::RwLock;
 
-use super::{Overlaps, IndexSide};
+use super::{IndexSide, Overlaps};
 use crate::chains::{Chains, NODES, OurHasher};
 use crate::events::{Action, Event};
 
@@ -79,10 +79,11 @@ fn change(chains: &Chains, action: Action, event: &Event) -> Change {
     let (blocks, tier) = (event.of(hashes), Tier::Dram);
     match action {
         Action::Store => Change::Stored { parent: event.parent(hashes), blocks: blocks.to_vec(), tier },
-        Action::Remove => {
-            let blocks = blocks.iter().rev().copied().collect();
-            Change::Dropped { blocks, tier, cause: Default::default() }
-        }
+        Action::Remove => Change::Dropped {
+            blocks: blocks.iter().rev().copied().collect(),
+            tier,
+            cause: Default::default(),
+        },
     }
 }
 

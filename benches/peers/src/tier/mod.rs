@@ -15,7 +15,7 @@ use benches::ssd_tier::{RUN_BYTES, SHAPES, Shape};
 use benches::{Better, outcome};
 
 use crate::Effort;
-use crate::judge::{RowLabel, Printer, Target};
+use crate::judge::{Printer, RowLabel, Target};
 use process::TierProcess;
 pub(crate) use process::{TierKind, serve};
 
