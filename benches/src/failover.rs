@@ -121,17 +121,17 @@ fn kill_one(run: u64) -> anyhow::Result<FailoverResult> {
 }
 
 /// Waits until the gateway sends requests to all engines.
-fn wait_until_up(door: &GatewayThread) -> anyhow::Result<()> {
+fn wait_until_up(gateway: &GatewayThread) -> anyhow::Result<()> {
     let begun = Instant::now();
-    while !(1..=ENGINES as u32).all(|instance| is_up(door, instance)) {
+    while !(1..=ENGINES as u32).all(|instance| is_up(gateway, instance)) {
         ensure!(begun.elapsed() < TIMEOUT, "the gateway does not consider the engines live");
         std::thread::sleep(Duration::from_millis(5));
     }
     Ok(())
 }
 
-fn is_up(door: &GatewayThread, instance: u32) -> bool {
-    door.gauge("kvfleet_gateway_endpoint_up", instance).is_some_and(|up| up > 0.0)
+fn is_up(gateway: &GatewayThread, instance: u32) -> bool {
+    gateway.gauge("kvfleet_gateway_endpoint_up", instance).is_some_and(|up| up > 0.0)
 }
 
 /// An engine on separate threads, which can be killed.
@@ -152,7 +152,7 @@ impl MockEngine {
 
 /// Sends requests until `is_over`, each on a new connection.
 async fn call_repeatedly(
-    door: SocketAddr,
+    gateway: SocketAddr,
     run: u64,
     caller: u64,
     is_over: Arc<AtomicBool>,
@@ -165,7 +165,7 @@ async fn call_repeatedly(
         );
         let (begun, mut first) = (Instant::now(), None);
         let asked = async {
-            let mut caller = StreamClient::connect(door, &body).await?;
+            let mut caller = StreamClient::connect(gateway, &body).await?;
             caller.read_events(EVENTS, &mut first).await
         };
         let is_whole = asked.await.is_ok();

@@ -137,8 +137,8 @@ fn print(args: &UpArgs, cluster: &LocalCluster, tenants: Vec<String>) -> anyhow:
         println!("  tenant       {certificate}");
     }
     let routers = reply.processes.iter().filter(|ready| ready.role == Role::Router.name());
-    let door = routers.flat_map(|ready| &ready.addresses).find(|(purpose, _)| *purpose == "openai");
-    if let Some((_, address)) = door {
+    let gateway = routers.flat_map(|ready| &ready.addresses).find(|(purpose, _)| *purpose == "openai");
+    if let Some((_, address)) = gateway {
         let model = args.model.as_deref().unwrap_or("any");
         println!(
             "try it with\n  curl -s http://{address}/v1/completions -d '{{\"model\":\"{model}\",\"prompt\":\"…\"}}'"

@@ -13,7 +13,7 @@ WORKLOADS = ("StatefulSet", "DaemonSet", "Deployment")
 STOPS_WITHIN = 10
 ANSWERS_WITHIN = 5
 
-# How long requests under way at the OpenAI door may take after that where its configuration does not say (`drain_notice_ms` and
+# How long requests under way at the OpenAI gateway may take after that where its configuration does not say (`drain_notice_ms` and
 # `drain_ms` in gateway/src/openai/config.rs), in seconds.
 NOTICES_WITHIN = 0
 ANSWERS_END_WITHIN = 30
@@ -208,15 +208,15 @@ def grace_is_long_enough(objects):
             within = asked + ANSWERS_WITHIN
             needed = max(within, seconds(option(command, "--linger", "0s"))) + STOPS_WITHIN
             if "gateway.openai.listen" in listens(config, container):
-                door = dict(config.get("gateway", {}).get("openai", {}))
+                gateway = dict(config.get("gateway", {}).get("openai", {}))
                 for variable in container.get("env", []):
                     key = variable["name"].removeprefix("KVFLEET_GATEWAY__OPENAI__").lower()
                     if key in ("drain_ms", "drain_notice_ms"):
-                        door[key] = int(variable["value"])
-                needed += door.get("drain_notice_ms", NOTICES_WITHIN * 1000) / 1000
-                needed += door.get("drain_ms", ANSWERS_END_WITHIN * 1000) / 1000
+                        gateway[key] = int(variable["value"])
+                needed += gateway.get("drain_notice_ms", NOTICES_WITHIN * 1000) / 1000
+                needed += gateway.get("drain_ms", ANSWERS_END_WITHIN * 1000) / 1000
             if spec.get("terminationGracePeriodSeconds", 30) < needed:
-                yield f"{name(one)}: terminationGracePeriodSeconds must be at least {needed:g}: preStop, then the stop with what the door has under way"
+                yield f"{name(one)}: terminationGracePeriodSeconds must be at least {needed:g}: preStop, then the stop with what the gateway has under way"
 
 
 def ports_are_listened_on(objects):

@@ -87,7 +87,8 @@ pub struct JoinsArgs {
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub nodes: u32,
     /// Total blocks of all nodes, as shares of the trace's unique blocks.
-    #[arg(long, value_name = "SHARE,…", value_delimiter = ',', default_value = "0.005,0.02,0.1", value_parser = parse_capacity_share)]
+    #[arg(long, value_name = "SHARE,…", value_delimiter = ',', default_value = "0.005,0.02,0.1")]
+    #[arg(value_parser = parse_capacity_share)]
     pub capacities: Vec<f64>,
     /// Count the joiner's hits over these numbers of its first requests.
     #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "50,100,200,500,1000")]
@@ -113,13 +114,15 @@ pub struct RoutersArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub requests: u64,
     /// Kinds of generated traffic: consumer, business, agent.
-    #[arg(long, value_name = "KIND,…", value_delimiter = ',', default_value = "consumer,business,agent", value_parser = parse_kind, requires = "requests")]
+    #[arg(long, value_name = "KIND,…", value_delimiter = ',', default_value = "consumer,business,agent")]
+    #[arg(value_parser = parse_kind, requires = "requests")]
     pub kinds: Vec<TrafficKind>,
     /// Tokens per block of generated traffic.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=512))]
     pub block_tokens: u32,
     /// Sizes of the fleet; a trace is served in one copy for every four instances.
-    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "4,16", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(long, value_name = "N,…", value_delimiter = ',', default_value = "4,16")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub instances: Vec<u32>,
     /// Loads, as shares of the fleet's throughput; without this flag, none if --overloads is given.
     #[arg(
@@ -143,7 +146,8 @@ pub struct RoutersArgs {
     pub tbt_ms: u64,
     /// Instead of both limits: multiples of the times that a request takes alone on an instance
     /// without any cached block.
-    #[arg(long, value_name = "TTFT,TBT", value_parser = parse_latency_factors, conflicts_with_all = ["ttft_ms", "tbt_ms"])]
+    #[arg(long, value_name = "TTFT,TBT", value_parser = parse_latency_factors)]
+    #[arg(conflicts_with_all = ["ttft_ms", "tbt_ms"])]
     pub times_alone: Option<(f64, f64)>,
     /// Prompt tokens per step at overload.
     #[arg(long, value_name = "N", default_value_t = 1_024, value_parser = clap::value_parser!(u32).range(1..=65_536))]

@@ -171,8 +171,8 @@ pub enum RdmaError {
     },
     /// No device matches the configuration.
     #[error(
-        "RDMA is not used: no such device; there is: {there}; bring one up, or give the device and address of one in the \
-         configuration's rdma section"
+        "RDMA is not used: no such device; there is: {there}; bring one up, or give the device and address \
+         of one in the configuration's rdma section"
     )]
     NoDevice {
         /// The devices found.
@@ -323,7 +323,8 @@ impl Rdma {
         if !missing.is_empty() {
             tracing::warn!(
                 devices = missing.join(", "),
-                "RDMA continues without these devices: none of their ports exists, is active, and has the configured address"
+                "RDMA continues without these devices: none of their ports exists, is active, and has the \
+                 configured address"
             );
         }
         Ok(chosen)

@@ -319,8 +319,8 @@ impl RdmaLink {
             Err(error) => {
                 let port = self.channel.local.rdma.transfers.rail().port();
                 AttachOutcome::Unreachable(format!(
-                    "RDMA packets do not pass between {:?} and {peer:?} ({error}): check that both devices are on one network, \
-                     its MTU, and that firewalls let UDP port 4791 pass",
+                    "RDMA packets do not pass between {:?} and {peer:?} ({error}): check that both devices \
+                     are on one network, its MTU, and that firewalls let UDP port 4791 pass",
                     port.gid
                 ))
             }
@@ -402,7 +402,8 @@ fn protocol_error(tcp: &TcpPath, error: &MalformedMessage) -> PathError {
 /// Describes a failure of this process's device.
 fn local_error(what: &str, cause: &std::io::Error) -> String {
     format!(
-        "this process's RDMA device cannot {what}: {cause}; it may be short of queue pairs or of memory to lock (ulimit -l)"
+        "this process's RDMA device cannot {what}: {cause}; it may be short of queue pairs or of memory to \
+         lock (ulimit -l)"
     )
 }
 

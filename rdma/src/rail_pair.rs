@@ -550,7 +550,8 @@ impl RailPairs {
             tracing::debug!(peer, device = port.device, remote, %why, "RDMA rail pair suspended again");
         } else {
             let device = &port.device;
-            tracing::warn!(peer, device, gid = ?port.gid, remote, errors, %why, "RDMA transfer failed; its rail pair is suspended");
+            tracing::warn!(peer, device, gid = ?port.gid, remote, errors, %why, "RDMA transfer failed; its \
+                rail pair is suspended");
         }
     }
 
@@ -572,8 +573,9 @@ impl RailPairs {
             };
             tokio::select! {
                 _ = ticks.tick() => {
-                    let old: Vec<_> = self.rail_pairs.iter().flat_map(|lane| lane.take_expired(self.idle_timeout)).collect();
-                    drop(old);
+                    for lane in &self.rail_pairs {
+                        drop(lane.take_expired(self.idle_timeout));
+                    }
                 }
                 () = self.wake.notified() => {}
                 () = wait => {}

@@ -1,7 +1,10 @@
 //! Layer-wise saves: the slices of one layer of all wanted blocks before the next layer, then the
 //! frame headers.
 //!
-//! [`LayerSource`] is the saver, which knows a frame's header only after the last layer. [`LayerBuffers`] is the node's memory; its content becomes a block only when the header arrives and matches. A stream carries no separators between slices: both sides know the wanted blocks and the slice lengths. Not here: the request and the offer (`client_ops.rs`, `serve.rs`), and whole frames.
+//! [`LayerSource`] is the saver, which knows a frame's header only after the last layer.
+//! [`LayerBuffers`] is the node's memory; its content becomes a block only when the header arrives
+//! and matches. A stream carries no separators between slices: both sides know the wanted blocks
+//! and the slice lengths. Not here: the request and the offer (`client_ops.rs`, `serve.rs`), and whole frames.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;

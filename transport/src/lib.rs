@@ -361,7 +361,8 @@ pub enum PathError {
     },
     /// The peer's or our certificate was refused.
     #[error(
-        "{peer} and this process do not trust each other: {cause}; both need unexpired certificates signed by the same cluster CA"
+        "{peer} and this process do not trust each other: {cause}; both need unexpired certificates signed \
+         by the same cluster CA"
     )]
     Untrusted {
         /// Address of the peer.

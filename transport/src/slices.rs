@@ -1,6 +1,8 @@
 //! The slices of a layer-wise fetch on their way into the caller's memory.
 //!
-//! [`SliceSink`] is that memory. [`FetchAssembly`] tracks one fetch on any path: the received headers, the next slice of each block, and the first bad block. [`FrameSplitter`] passes on whole frames slice by slice. Not here: the order of slices, and their wire format (`pieces.rs`).
+//! [`SliceSink`] is that memory. [`FetchAssembly`] tracks one fetch on any path: the received
+//! headers, the next slice of each block, and the first bad block. [`FrameSplitter`] passes on
+//! whole frames slice by slice. Not here: the order of slices, and their wire format (`pieces.rs`).
 
 use std::ops::Range;
 

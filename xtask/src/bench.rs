@@ -14,6 +14,7 @@ use clap::Args;
 use serde::Deserialize;
 
 use crate::plot::{self, ChartDot};
+use crate::reference::wrap;
 use crate::shipped::{self, ProfileMode};
 
 /// Cargo profile of a release.
@@ -225,11 +226,10 @@ fn write_all(options: &[String]) -> anyhow::Result<()> {
     let listed = list_benches()?;
     // Fails before hours of measuring if a bench has no document.
     listed.iter().try_for_each(|(name, _)| BenchDocument::of(name).map(drop))?;
-    let sections: Vec<Section> =
-        listed
-            .into_iter()
-            .map(|(name, about)| run_bench(name, about, options))
-            .collect::<anyhow::Result<_>>()?;
+    let sections: Vec<Section> = listed
+        .into_iter()
+        .map(|(name, about)| run_bench(name, about, options))
+        .collect::<anyhow::Result<_>>()?;
     for document in &DOCUMENTS {
         let own: Vec<&Section> =
             sections.iter().filter(|section| document.benches.contains(&&section.name[..])).collect();
@@ -425,8 +425,12 @@ struct Section {
 
 impl Section {
     fn text(&self) -> String {
-        let mut text =
-            format!("\n## {}\n\n{}.\n\n{}\n\n", self.name, capitalised(&self.about), self.measured);
+        let mut text = format!(
+            "\n## {}\n\n{}\n\n{}\n\n",
+            self.name,
+            wrap(&format!("{}.", capitalised(&self.about))),
+            self.measured
+        );
         if self.name == CHARTED {
             let _ = write!(text, "![The rows below]({})\n\n", chart_file(CHARTED));
         }

@@ -259,7 +259,7 @@ mod tests {
     fn refuses_ports_beyond_the_last() {
         assert_eq!((openai_port(0, 3).unwrap(), openai_port(65_533, 3).unwrap()), (0, 65_535));
         let refused = openai_port(65_533, 4).unwrap_err().to_string();
-        says("a port of doors too near the last one", &refused, &[]);
+        says("a port of gateways too near the last one", &refused, &[]);
     }
 
     #[test]

@@ -192,13 +192,13 @@ async fn prefills_on_one_instance_and_decodes_on_another() {
         (shape.nodes, shape.instances, shape.prefill_instances) = (3, 3, 1);
     })
     .await;
-    let door = openai_address(&cluster, 1);
+    let gateway = openai_address(&cluster, 1);
     for (number, stream) in [(1, false), (2, true), (3, false)] {
         let mut body = chat(&format!("{number}?"));
         body["messages"][0]["content"] = format!("{number} {}", "unique words ".repeat(150)).into();
         body["stream"] = stream.into();
         body["stream_options"] = json!({"include_usage": true});
-        let answer = ask(door, "/v1/chat/completions", &body).await;
+        let answer = ask(gateway, "/v1/chat/completions", &body).await;
         assert_eq!((answer.status, answer.is_whole, answer.prefill), (200, true, 1), "{answer:?}");
         assert!([2, 3].contains(&answer.instance), "{answer:?}");
         let usage = match stream {
@@ -222,7 +222,7 @@ async fn prefills_on_one_instance_and_decodes_on_another() {
     cluster.kill((Role::Instance, 3)).await.unwrap();
     let until = Instant::now() + TIMEOUT;
     let refused = loop {
-        let refused = ask(door, "/v1/chat/completions", &chat("Anybody?")).await;
+        let refused = ask(gateway, "/v1/chat/completions", &chat("Anybody?")).await;
         assert!(refused.status >= 500, "{refused:?}");
         if refused.body.contains("no prefill instance has a reporting decode partner near enough") {
             break refused;

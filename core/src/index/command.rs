@@ -241,8 +241,8 @@ pub enum Refusal {
     PinExists(PinId),
     /// The generation does not directly follow the current one.
     #[error(
-        "{to} does not follow {now}, the generation in force: check which weights the instances have loaded, and name the \
-         generation that follows theirs"
+        "{to} does not follow {now}, the generation in force: check which weights the instances have loaded, \
+         and name the generation that follows theirs"
     )]
     Generation {
         /// The generation in force.

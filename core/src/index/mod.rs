@@ -1,6 +1,9 @@
 //! The replicated index: a state machine that maps blocks to the nodes that hold them.
 //!
-//! [`Index::apply`] takes commands in log order. [`Index::longest_prefix`] looks up a prompt, [`Index::holders_of`] a single block. Equal logs give equal indexes, byte-equal snapshots and equal digests, whatever snapshot each replica restored on the way. Not here: the log, time, load, and any promise about bytes. An answer says where a block should be; the reader checks that it is there.
+//! [`Index::apply`] takes commands in log order. [`Index::longest_prefix`] looks up a prompt,
+//! [`Index::holders_of`] a single block. Equal logs give equal indexes, byte-equal snapshots and
+//! equal digests, whatever snapshot each replica restored on the way. Not here: the log, time,
+//! load, and any promise about bytes. An answer says where a block should be; the reader checks that it is there.
 //!
 //! Read next: `command.rs` for the commands, `nodes.rs` for epochs and fencing, `store.rs` for
 //! blocks and their holders. `docs/adr/0018-run-compressed-index.md` shows the structure.

@@ -1,6 +1,9 @@
 //! Writes the index as chunks of bytes while it keeps changing.
 //!
-//! [`Index::prepare_snapshot`] returns a cursor. From [`Index::begin_snapshot`] on, the first write to a page or run saves its old contents (`images.rs`). [`Index::snapshot_chunk`] reads those, or the live contents. So the index is locked for one chunk at a time, at the writer's pace. [`Restore`](super::Restore) takes chunk after chunk: neither side holds a whole snapshot as bytes.
+//! [`Index::prepare_snapshot`] returns a cursor. From [`Index::begin_snapshot`] on, the first write
+//! to a page or run saves its old contents (`images.rs`). [`Index::snapshot_chunk`] reads those, or
+//! the live contents. So the index is locked for one chunk at a time, at the writer's pace.
+//! [`Restore`](super::Restore) takes chunk after chunk: neither side holds a whole snapshot as bytes.
 //!
 //! A snapshot contains every run and page, also stale extents, tombstone pages and free numbers, so
 //! a restored replica continues exactly like the writer. Only the table is rebuilt, and every count

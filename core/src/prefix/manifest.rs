@@ -110,7 +110,10 @@ pub enum ManifestError {
         field: &'static str,
     },
     /// The rank does not exist in the given geometry.
-    #[error("rank is {rank}, but tp {tp} x pp {pp} has ranks 0 to {last}: choose one of them", last = u64::from(*tp) * u64::from(*pp) - 1)]
+    #[error(
+        "rank is {rank}, but tp {tp} x pp {pp} has ranks 0 to {last}: choose one of them",
+        last = u64::from(*tp) * u64::from(*pp) - 1
+    )]
     Rank {
         /// The configured value.
         rank: u32,

@@ -325,16 +325,16 @@ fn request_number(headers: &HeaderMap) -> Option<u64> {
 }
 
 /// Streams the answer, each event at the time of its token.
-fn stream_response(door: &Arc<OpenAiService>, answer: GeneratedAnswer, with_usage: bool) -> Response<Body> {
+fn stream_response(openai: &Arc<OpenAiService>, answer: GeneratedAnswer, with_usage: bool) -> Response<Body> {
     let (pieces, taken) = mpsc::channel::<String>(BUFFERED_EVENTS_MAX);
-    let (running, door) =
-        (InFlightRequest::start_decoding(&door.engine.counters, answer.kv_tokens), Arc::clone(door));
+    let (running, openai) =
+        (InFlightRequest::start_decoding(&openai.engine.counters, answer.kv_tokens), Arc::clone(openai));
     tokio::spawn(async move {
         let begun = Instant::now();
         let last = answer.tokens.saturating_sub(1);
         for at in 0..answer.tokens {
             if at > 0 {
-                next_token(&door, &running).await;
+                next_token(&openai, &running).await;
             }
             // Stop when the client disconnects.
             if pieces.send(answer.token_event(at, at == last)).await.is_err() {
@@ -342,7 +342,7 @@ fn stream_response(door: &Arc<OpenAiService>, answer: GeneratedAnswer, with_usag
             }
         }
         drop(running);
-        door.report_end(answer.number, answer.tokens, begun.elapsed());
+        openai.report_end(answer.number, answer.tokens, begun.elapsed());
         if with_usage && pieces.send(answer.usage_event()).await.is_err() {
             return;
         }

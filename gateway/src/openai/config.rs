@@ -211,10 +211,10 @@ mod tests {
 
     #[test]
     fn refuses_invalid_values_with_their_key() {
-        says("an OpenAI door at no address", &refused(|config| config.listen = "8000".into()), &[]);
+        says("an OpenAI-compatible API at no address", &refused(|config| config.listen = "8000".into()), &[]);
         says("bodies of no length", &refused(|config| config.body_bytes_max = 0), &[]);
         says("less room for bodies than one has", &refused(|config| config.bodies_bytes_max = 1), &[]);
-        says("an OpenAI door for no request", &refused(|config| config.requests_max = 0), &[]);
+        says("an OpenAI-compatible API for no request", &refused(|config| config.requests_max = 0), &[]);
         says("no time to connect", &refused(|config| config.connect_ms = 0), &[]);
         says("no attempt", &refused(|config| config.retry.attempts = 0), &[]);
         says("waits that get shorter", &refused(|config| config.retry.factor = f64::NAN), &[]);

@@ -144,7 +144,7 @@ mod tests {
             ("keep-alive", "5"),
             ("transfer-encoding", "chunked"),
             ("te", "trailers"),
-            ("host", "door"),
+            ("host", "gateway"),
             ("content-length", "7"),
             ("x-data-parallel-rank", "3"),
             ("x-prefiller-host-port", "of a caller:1"),

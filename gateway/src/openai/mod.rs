@@ -71,18 +71,18 @@ impl OpenAiServer {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let first_number = seed() >> (u64::BITS - FIRST_NUMBER_BITS);
         let forward = Forwarder::new(decider, openai.clone(), config.priorities, metrics.clone(), seed());
-        let door = Arc::new(ApiState::new(config, forward, reader, metrics, first_number, created));
+        let state = Arc::new(ApiState::new(config, forward, reader, metrics, first_number, created));
         let orders = ServerControl::default();
         let limits = ConnectionLimits {
             connections: openai.connections_max,
             head_timeout: HEAD_TIMEOUT,
             write_stall_timeout: openai.idle_timeout(),
         };
-        let serving = serve::serve(listener, routes::router(door.clone()), limits, orders.clone());
+        let serving = serve::serve(listener, routes::router(state.clone()), limits, orders.clone());
         tokio::spawn(serving);
         let (notice, drain) =
             (Duration::from_millis(openai.drain_notice_ms), Duration::from_millis(openai.drain_ms));
-        Ok(OpenAiServer { address, api: door, control: orders, drain_notice: notice, drain_timeout: drain })
+        Ok(OpenAiServer { address, api: state, control: orders, drain_notice: notice, drain_timeout: drain })
     }
 
     /// Listening address.

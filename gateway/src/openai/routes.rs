@@ -125,7 +125,7 @@ impl ApiState {
 }
 
 /// Router with all paths.
-pub(super) fn router(door: Arc<ApiState>) -> Router {
+pub(super) fn router(state: Arc<ApiState>) -> Router {
     Router::new()
         .route("/v1/chat/completions", post(handle_inference))
         .route("/v1/completions", post(handle_inference))
@@ -136,17 +136,17 @@ pub(super) fn router(door: Arc<ApiState>) -> Router {
         .route("/readyz", get(readiness))
         .fallback(not_found)
         .method_not_allowed_fallback(method_not_allowed)
-        .with_state(door)
+        .with_state(state)
 }
 
 async fn liveness() -> &'static str {
     "ok\n"
 }
 
-async fn readiness(State(door): State<Arc<ApiState>>) -> Response<Body> {
-    let problem = match door.is_draining.load(Ordering::Relaxed) {
+async fn readiness(State(state): State<Arc<ApiState>>) -> Response<Body> {
+    let problem = match state.is_draining.load(Ordering::Relaxed) {
         true => Some("stopping".to_owned()),
-        false => door.forwarder.decider.router().ready().err(),
+        false => state.forwarder.decider.router().ready().err(),
     };
     let (status, text) = match problem {
         Some(problem) => (StatusCode::SERVICE_UNAVAILABLE, format!("{problem}\n")),
@@ -157,8 +157,8 @@ async fn readiness(State(door): State<Arc<ApiState>>) -> Response<Body> {
     response
 }
 
-async fn models(State(door): State<Arc<ApiState>>) -> Response<Body> {
-    answer::json(StatusCode::OK, &ModelList { object: "list", data: door.models() })
+async fn models(State(state): State<Arc<ApiState>>) -> Response<Body> {
+    answer::json(StatusCode::OK, &ModelList { object: "list", data: state.models() })
 }
 
 async fn not_found(request: Request<Body>) -> Response<Body> {
@@ -175,14 +175,14 @@ async fn method_not_allowed(request: Request<Body>) -> Response<Body> {
 }
 
 /// Handles an inference request.
-async fn handle_inference(State(door): State<Arc<ApiState>>, request: Request<Body>) -> Response<Body> {
-    let number = door.next_number.fetch_add(1, Ordering::Relaxed);
-    let id = headers::request_id(request.headers(), door.forwarder.random());
+async fn handle_inference(State(state): State<Arc<ApiState>>, request: Request<Body>) -> Response<Body> {
+    let number = state.next_number.fetch_add(1, Ordering::Relaxed);
+    let id = headers::request_id(request.headers(), state.forwarder.random());
     let caller_trace = headers::traceparent(request.headers()).to_owned();
     let span = tracing::info_span!("openai", request = number);
     trace_context::set_parent(&span, &caller_trace);
     // Boxed, because this future holds the state of all steps of a request.
-    let mut response = Box::pin(process(&door, request, number, &id, caller_trace).instrument(span)).await;
+    let mut response = Box::pin(process(&state, request, number, &id, caller_trace).instrument(span)).await;
     let headers = response.headers_mut();
     headers.insert(headers::REQUEST, HeaderValue::from(number));
     headers.entry(headers::REQUEST_ID).or_insert(id);
@@ -190,14 +190,14 @@ async fn handle_inference(State(door): State<Arc<ApiState>>, request: Request<Bo
 }
 
 async fn process(
-    door: &Arc<ApiState>,
+    state: &Arc<ApiState>,
     request: Request<Body>,
     number: u64,
     id: &HeaderValue,
     caller_trace: String,
 ) -> Response<Body> {
-    let Ok(place) = door.request_permits.clone().try_acquire_owned() else {
-        door.metrics.request_shed();
+    let Ok(place) = state.request_permits.clone().try_acquire_owned() else {
+        state.metrics.request_shed();
         let text = "too many requests in flight at this router (gateway.openai.requests_max)";
         return answer::retry_later(
             StatusCode::SERVICE_UNAVAILABLE,
@@ -206,10 +206,10 @@ async fn process(
             Duration::from_secs(1),
         );
     };
-    let mut running = RequestGuard::new(door.metrics.clone(), place);
+    let mut running = RequestGuard::new(state.metrics.clone(), place);
     let (parts, body) = request.into_parts();
     let declared = parts.headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-    let (body, room) = match door.read_body(body, declared).await {
+    let (body, room) = match state.read_body(body, declared).await {
         Ok(collected) => collected,
         Err(response) => {
             let is_full = response.status() == StatusCode::SERVICE_UNAVAILABLE;
@@ -219,7 +219,7 @@ async fn process(
     };
     let started = Instant::now();
     let (path, read) = (parts.uri.path().to_owned(), body.clone());
-    let asked = match door.reader.read_async(body.len(), move |reader| reader.read(&path, &read)).await {
+    let asked = match state.reader.read_async(body.len(), move |reader| reader.read(&path, &read)).await {
         Ok(asked) => asked,
         Err(error) => {
             running.set_outcome(RequestOutcome::Refused);
@@ -228,7 +228,7 @@ async fn process(
     };
     let own = trace_context::current_traceparent();
     let traceparent = if own.is_empty() { caller_trace } else { own };
-    let wishes = headers::request_slo(&parts.headers, door.trusts_callers);
+    let wishes = headers::request_slo(&parts.headers, state.trusts_callers);
     let need = asked.requirements(parts.uri.path());
     let sending = ForwardRequest {
         headers: headers::engine_headers(parts.headers, id, number, &traceparent),
@@ -248,7 +248,7 @@ async fn process(
         },
         started,
     };
-    let response = door.forwarder.forward(sending, running).await;
+    let response = state.forwarder.forward(sending, running).await;
     // The body is no longer needed after the answer began.
     drop(room);
     response

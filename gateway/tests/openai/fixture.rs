@@ -236,7 +236,7 @@ impl GatewayFixture {
         body: &str,
     ) -> (Response<Incoming>, JoinHandle<()>) {
         let method = if path == "/v1/models" || !path.starts_with("/v1") { "GET" } else { "POST" };
-        let mut request = Request::builder().method(method).uri(path).header("host", "door");
+        let mut request = Request::builder().method(method).uri(path).header("host", "gateway");
         for (name, value) in headers {
             request = request.header(*name, *value);
         }

@@ -199,7 +199,7 @@ async fn an_invalid_identity_prevents_the_start() {
     engines.identity.block_tokens = 0;
     let registry = prometheus::Registry::new();
     let opened = kvfleet_gateway::Gateway::open(&config, &engines, desk, &registry).await;
-    says("doors under an identity that is none", &opened.expect_err("must be refused"), &[]);
+    says("a gateway with an invalid identity", &opened.expect_err("must be refused"), &[]);
     house.close().await;
 }
 
@@ -213,7 +213,7 @@ async fn a_port_in_use_prevents_the_start() {
     let (engines, registry) = (super::fixture::engines_config(), prometheus::Registry::new());
     let opened = kvfleet_gateway::Gateway::open(&config, &engines, desk, &registry).await;
     let error = opened.expect_err("must be refused");
-    says("a port of the OpenAI door in use", &error, &[&engine.address.to_string()]);
+    says("a port of the OpenAI-compatible API in use", &error, &[&engine.address.to_string()]);
     house.close().await;
 }
 

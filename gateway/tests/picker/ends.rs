@@ -39,8 +39,8 @@ fn event(text: &str, end_of_stream: bool) -> ProcessingRequest {
 }
 
 /// Output tokens and time between tokens in the router's decision log.
-async fn usage(door: &PickerFixture, request: u64) -> (u32, u64) {
-    let told = door.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
+async fn usage(gateway: &PickerFixture, request: u64) -> (u32, u64) {
+    let told = gateway.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
     (told.output_tokens, told.tbt_us)
 }
 
@@ -54,8 +54,8 @@ async fn until_no_streams(opened: &RunningPicker) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reports_usage_of_relayed_answers() {
-    let door = start_fixture().await;
-    let opened = door.open(|_| {}).await;
+    let gateway = start_fixture().await;
+    let opened = gateway.open(|_| {}).await;
     let (mut call, request) = picked_request(&opened, BodySendMode::FullDuplexStreamed).await;
     call.send(response_headers("200")).await;
     for nth in 0..5 {
@@ -64,7 +64,7 @@ async fn reports_usage_of_relayed_answers() {
         while !matches!(call.next().await.unwrap().unwrap().response, Some(Response::ResponseBody(_))) {}
     }
     let told = until("the usage of the answer", || async {
-        Some(usage(&door, request).await).filter(|(tokens, _)| *tokens > 0)
+        Some(usage(&gateway, request).await).filter(|(tokens, _)| *tokens > 0)
     });
     let (tokens, tbt_us) = told.await;
     assert!(tokens == 5 && tbt_us > 0, "{tokens} {tbt_us}");
@@ -88,27 +88,28 @@ async fn reports_usage_of_relayed_answers() {
     drop(unseen);
     until_no_streams(&opened).await;
     let outcome = |request| pb::Outcome { request, output_tokens: 9, tbt_us: 7, ..Default::default() };
-    door.outcomes.lock().extend([first, second, third].map(outcome));
+    gateway.outcomes.lock().extend([first, second, third].map(outcome));
     for (request, told) in [(third, (9, 7)), (first, (0, 7)), (second, (0, 7))] {
-        until("the engine's report", || async { (usage(&door, request).await == told).then_some(()) }).await;
+        until("the engine's report", || async { (usage(&gateway, request).await == told).then_some(()) })
+            .await;
     }
     opened.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_count_at_the_engine_that_served_them() {
-    let door = start_fixture().await;
-    let opened = door.open(|_| {}).await;
+    let gateway = start_fixture().await;
+    let opened = gateway.open(|_| {}).await;
     let (mut call, request) = picked_request(&opened, BodySendMode::FullDuplexStreamed).await;
     let answered = |by: &str| ProcessingRequest {
         metadata_context: metadata("envoy.lb", "x-gateway-destination-endpoint-served", by),
         ..response_headers("200")
     };
     let decision_log =
-        async || door.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
+        async || gateway.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
     assert_eq!((decision_log().await.instance, decision_log().await.answered_by), (2, None));
-    call.send(answered(&door.endpoints[0])).await;
+    call.send(answered(&gateway.endpoints[0])).await;
     for nth in 0..5 {
         call.send(event("a", nth == 4)).await;
         while !matches!(call.next().await.unwrap().unwrap().response, Some(Response::ResponseBody(_))) {}
@@ -120,14 +121,14 @@ async fn answers_count_at_the_engine_that_served_them() {
     assert_eq!((told.instance, told.answered_by, told.output_tokens), (2, Some(1), 5));
     drop(call);
     // If the picked endpoint or an unknown one answers, the request stays with the picked one.
-    for by in [door.endpoints[1].as_str(), "10.9.9.9:1"] {
+    for by in [gateway.endpoints[1].as_str(), "10.9.9.9:1"] {
         let (mut call, request) = picked_request(&opened, BodySendMode::None).await;
         call.send(answered(by)).await;
         while !matches!(call.next().await.unwrap().unwrap().response, Some(Response::ResponseHeaders(_))) {}
-        let story = door.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
+        let story = gateway.cluster.client(1).why(pb::WhyRequest { request }).await.unwrap().into_inner();
         assert_eq!((story.instance, story.answered_by), (2, None), "{by}");
     }
     assert_eq!(opened.metric("kvfleet_gateway_picker_served_elsewhere_total"), 2);
     opened.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }

@@ -140,10 +140,10 @@ async fn envoy_forwards_requests_as_picked() {
     let program = std::env::var("KVFLEET_ENVOY").expect("KVFLEET_ENVOY must name the Envoy program");
     let engines = [EchoEngine::start(1).await, EchoEngine::start(2).await];
     let [first, second] = [engines[0].address.clone(), engines[1].address.clone()];
-    let door = PickerFixture::start([first.clone(), second.clone()]).await;
-    let opened = door.open(|config| config.endpoints_max = 1).await;
-    let lists = door.open(|_| {}).await;
-    let tls = door.open(|config| (config.endpoints_max, config.tls) = (1, true)).await;
+    let gateway = PickerFixture::start([first.clone(), second.clone()]).await;
+    let opened = gateway.open(|config| config.endpoints_max = 1).await;
+    let lists = gateway.open(|_| {}).await;
+    let tls = gateway.open(|config| (config.endpoints_max, config.tls) = (1, true)).await;
     let tap = StreamRecorder::start(opened.address.clone()).await;
     let taped = if std::env::var("KVFLEET_ENVOY_RECORD").is_ok() { &tap.address } else { &opened.address };
     let envoy = EnvoyProcess::start(&program, [taped, &lists.address, &tls.address], [&first, &second]).await;
@@ -195,7 +195,7 @@ async fn envoy_forwards_requests_as_picked() {
     assert_eq!(opened.metric("kvfleet_gateway_picker_served_elsewhere_total"), 0);
 
     // Full queues.
-    door.queue_tokens.store(u64::MAX / 4, Ordering::Relaxed);
+    gateway.queue_tokens.store(u64::MAX / 4, Ordering::Relaxed);
     let answer = until("a refusal", || async {
         let answer = post(envoy.at("closed"), &[], &drawn).await;
         (answer.status() == 429).then_some(answer)
@@ -205,7 +205,7 @@ async fn envoy_forwards_requests_as_picked() {
         answer.header("retry-after").is_some() && answer.header("x-llm-d-request-dropped-reason").is_some()
     );
     println!("full: {} {}", answer.status(), answer.text());
-    door.queue_tokens.store(0, Ordering::Relaxed);
+    gateway.queue_tokens.store(0, Ordering::Relaxed);
     until("an answer", || async {
         (post(envoy.at("closed"), &[], &drawn).await.status() == 200).then_some(())
     })
@@ -260,5 +260,5 @@ async fn envoy_forwards_requests_as_picked() {
     );
     lists.gateway.shutdown().await;
     tls.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }

@@ -39,8 +39,8 @@ async fn picks_only_engines_that_serve_the_model() {
         listing_engine(r#"{"id":"a","owned_by":"vllm","max_model_len":400}"#),
         listing_engine(r#"{"id":"b","owned_by":"vllm","max_model_len":200}"#),
     ];
-    let door = PickerFixture::start([first.clone(), second.clone()]).await;
-    let opened = door.open(|_| {}).await;
+    let gateway = PickerFixture::start([first.clone(), second.clone()]).await;
+    let opened = gateway.open(|_| {}).await;
     let goes = async |model: &str, tokens: u32| {
         destination(&model_request(&opened, model, tokens).await.next().await.unwrap().unwrap())
     };
@@ -58,5 +58,5 @@ async fn picks_only_engines_that_serve_the_model() {
     }
     assert_eq!(goes("a", 399).await, first);
     opened.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }

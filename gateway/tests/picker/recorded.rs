@@ -119,9 +119,9 @@ fn sent_body(name: &str) -> Vec<u8> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn replays_a_recorded_envoy() {
-    let door = start_fixture().await;
-    let [first, second] = &door.endpoints;
-    let opened = door.open(|config| config.endpoints_max = 1).await;
+    let gateway = start_fixture().await;
+    let [first, second] = &gateway.endpoints;
+    let opened = gateway.open(|config| config.endpoints_max = 1).await;
     for name in ["a prompt", "several pieces"] {
         let expected = ReplayOutcome {
             destination: second.clone(),
@@ -148,7 +148,7 @@ async fn replays_a_recorded_envoy() {
     assert_eq!(opened.metric("kvfleet_gateway_picker_picked_total"), 5);
     assert!(opened.metric("kvfleet_gateway_picker_served_elsewhere_total") >= 3);
     opened.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }
 
 #[test]

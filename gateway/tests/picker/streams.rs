@@ -105,9 +105,9 @@ async fn start_request(opened: &RunningPicker, first: ProcessingRequest, text: &
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn picks_the_prefix_holder_first_then_alternatives() {
-    let door = start_fixture().await;
-    let opened = door.open(|config| config.conformance = true).await;
-    let [first, second] = &door.endpoints;
+    let gateway = start_fixture().await;
+    let opened = gateway.open(|config| config.conformance = true).await;
+    let [first, second] = &gateway.endpoints;
     let mut call = start_request(&opened, post(), &completion(RESIDENT_PROMPT, false)).await;
     assert_eq!(destination(&call.next().await.unwrap().unwrap()), format!("{second},{first}"));
     // With subsets.
@@ -158,18 +158,18 @@ async fn picks_the_prefix_holder_first_then_alternatives() {
     })
     .await;
     opened.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn refusals_have_the_right_status() {
-    let door = start_fixture().await;
+    let gateway = start_fixture().await;
     let limits = |config: &mut kvfleet_gateway::PickerConfig| {
         (config.body_bytes_max, config.held_bytes_max, config.arrival_ms) = (20_000, 30_000, 60_000);
     };
-    let opened = door.open(limits).await;
+    let opened = gateway.open(limits).await;
     // Full queues.
-    door.queue_tokens.store(u64::MAX / 4, std::sync::atomic::Ordering::Relaxed);
+    gateway.queue_tokens.store(u64::MAX / 4, std::sync::atomic::Ordering::Relaxed);
     let full = until("a refusal", || async {
         let mut call = start_request(&opened, post(), &completion(0..4, false)).await;
         match call.next().await.unwrap().unwrap().response.unwrap() {
@@ -184,7 +184,7 @@ async fn refusals_have_the_right_status() {
         set.iter().filter_map(|one| one.header.as_ref()).any(|header| header.key == name)
     };
     assert!(named("retry-after") && named("x-llm-d-request-dropped-reason"));
-    door.queue_tokens.store(0, std::sync::atomic::Ordering::Relaxed);
+    gateway.queue_tokens.store(0, std::sync::atomic::Ordering::Relaxed);
     // Unreadable and oversized bodies.
     let mut unreadable = start_request(&opened, post(), "{").await;
     assert_eq!(status(&unreadable.expect_refusal().await), 400);
@@ -222,13 +222,13 @@ async fn refusals_have_the_right_status() {
     })
     .await;
     opened.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hostile_streams_end_with_an_error() {
-    let door = start_fixture().await;
-    let opened = door.open(|config| (config.streams_max, config.arrival_ms) = (4, 300)).await;
+    let gateway = start_fixture().await;
+    let opened = gateway.open(|config| (config.streams_max, config.arrival_ms) = (4, 300)).await;
     // An out-of-order message ends the stream with an error.
     let mut early = PickerStream::open(&opened).await.unwrap();
     early.send(body("x", true)).await;
@@ -248,7 +248,7 @@ async fn hostile_streams_end_with_an_error() {
     until("closed streams", free).await;
     opened.gateway.shutdown().await;
     // One stream more than allowed.
-    let opened = door.open(|config| config.streams_max = 4).await;
+    let opened = gateway.open(|config| config.streams_max = 4).await;
     let mut open = Vec::new();
     for _ in 0..4 {
         let mut call = start_request(&opened, post(), &completion(0..4, false)).await;
@@ -269,13 +269,13 @@ async fn hostile_streams_end_with_an_error() {
     for mut call in open {
         while let Ok(Some(_)) = call.next().await {}
     }
-    door.shutdown().await;
+    gateway.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn health_service_knows_its_services() {
-    let door = start_fixture().await;
-    let opened = door.open(|_| {}).await;
+    let gateway = start_fixture().await;
+    let opened = gateway.open(|_| {}).await;
     let mut client = HealthClient::new(opened.channel());
     for service in ["", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"] {
         let request = HealthCheckRequest { service: service.into() };
@@ -296,28 +296,29 @@ async fn health_service_knows_its_services() {
     opened.gateway.shutdown().await;
     let last = watched.message().await;
     assert!(!matches!(&last, Ok(Some(look)) if look.status() == ServingStatus::Serving), "{last:?}");
-    door.shutdown().await;
+    gateway.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn names_the_key_of_a_port_in_use() {
-    let door = start_fixture().await;
-    let opened = door.open(|_| {}).await;
+    let gateway = start_fixture().await;
+    let opened = gateway.open(|_| {}).await;
     let picker = kvfleet_gateway::PickerConfig { listen: opened.address.clone(), ..Default::default() };
     let config = kvfleet_gateway::GatewayConfig { picker, ..Default::default() };
     let registry = prometheus::Registry::new();
-    let error =
-        kvfleet_gateway::Gateway::open(&config, &door.engines, door.router(), &registry).await.unwrap_err();
+    let error = kvfleet_gateway::Gateway::open(&config, &gateway.engines, gateway.router(), &registry)
+        .await
+        .unwrap_err();
     kvfleet_errors_doc::says("a port of the endpoint picker that is in use", &error, &[&opened.address]);
     opened.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tls_uses_the_router_certificate_without_client_certificates() {
-    let door = start_fixture().await;
-    let opened = door.open(|config| config.tls = true).await;
-    let authority = std::fs::read(&door.cluster.configs[0].tls.ca).unwrap();
+    let gateway = start_fixture().await;
+    let opened = gateway.open(|config| config.tls = true).await;
+    let authority = std::fs::read(&gateway.cluster.configs[0].tls.ca).unwrap();
     let tls = tonic::transport::ClientTlsConfig::new()
         .domain_name("kvfleet")
         .ca_certificate(tonic::transport::Certificate::from_pem(authority));
@@ -329,5 +330,5 @@ async fn tls_uses_the_router_certificate_without_client_certificates() {
     let mut plain = HealthClient::new(opened.channel());
     assert!(plain.check(HealthCheckRequest::default()).await.is_err());
     opened.gateway.shutdown().await;
-    door.shutdown().await;
+    gateway.shutdown().await;
 }

@@ -69,7 +69,8 @@ fn gain_text((mean, least, most): (f64, f64, f64)) -> String {
 
 fn tables(all: &[Vec<Vec<JoinResult>>], args: &JoinsArgs) -> String {
     let mut out = format!(
-        "{} nodes of policy {}, and one that joins in the middle; hit rates in points, gains with the least and the greatest of any seed\n\n",
+        "{} nodes of policy {}, and one that joins in the middle; hit rates in points, gains with the least \
+         and the greatest of any seed\n\n",
         args.nodes, args.policy
     );
     out.push_str("| traffic | capacity | its first requests | blind | told | gain |\n");

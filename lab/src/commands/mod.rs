@@ -45,7 +45,8 @@ const SUMMARY_BYTES_MAX: usize = 20_000;
 fn write_summary(path: &Path, text: &str) -> anyhow::Result<()> {
     anyhow::ensure!(
         text.len() <= SUMMARY_BYTES_MAX,
-        "the summary has {} bytes, limit {SUMMARY_BYTES_MAX}: compare less traffic, or write the whole document with --out",
+        "the summary has {} bytes, limit {SUMMARY_BYTES_MAX}: compare less traffic, or write the whole \
+         document with --out",
         text.len()
     );
     std::fs::write(path, text).map_err(|cause| {

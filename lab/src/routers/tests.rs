@@ -218,7 +218,8 @@ fn power_of_two_takes_the_less_loaded_of_two_instances() {
     let place = |scene: Scene, nth: usize| scene.with_in_flight(nth as u32, loads[nth]);
     let scene = (0..4).fold(Scene::new(4), place);
     let drawn = counts(&scene.repeated(6_000, by_name("power-of-two", 1).unwrap().as_mut()));
-    // Of the six pairs, 0 is the less loaded of three, 1 of two, 2 of one and 3 of none: 3,000, 2,000, 1,000 and 0; standard deviation at most
+    // Of the six pairs, 0 is the less loaded of three, 1 of two, 2 of one and 3 of none: 3,000,
+    // 2,000, 1,000 and 0; standard deviation at most
     // sqrt(6000 * 1/2 * 1/2) = 39.
     let is_near = |(count, expected): (usize, usize)| count.abs_diff(expected) < 150;
     assert!(drawn.into_iter().zip([3_000, 2_000, 1_000]).all(is_near), "{drawn:?}");

@@ -73,8 +73,8 @@ async fn a_tenant_certificate_serves_its_tenant_and_gets_copies() {
     let room = SharedArenaService { inner: service_with_blocks(3, 100_000), arena, may_map: true };
     let authority = TestAuthority::new();
     let offer = RdmaServer::new(node, Some(&memory)).unwrap();
-    let door = Arc::new(TenantGate { room, tenants: None });
-    let server = bind(&authority.member(), &TcpConfig::default(), offer, door.clone());
+    let gate = Arc::new(TenantGate { room, tenants: None });
+    let server = bind(&authority.member(), &TcpConfig::default(), offer, gate.clone());
     let address = server.local_addr().to_string();
     let dial = async |rdma: &Arc<Rdma>, identity: &Identity| {
         let dialer = RdmaDialer::new(rdma, identity, TcpConfig::default()).unwrap();
@@ -106,5 +106,5 @@ async fn a_tenant_certificate_serves_its_tenant_and_gets_copies() {
     };
     assert_eq!(saved(4, 8).await, SaveAnswer::Refused(SaveRefusal::IdentityDiffers));
     assert!(matches!(saved(3, 9).await, SaveAnswer::Done(done) if done.stored_blocks == 1));
-    assert!(!door.room.inner.holds(hash(8)) && door.room.inner.holds(hash(9)));
+    assert!(!gate.room.inner.holds(hash(8)) && gate.room.inner.holds(hash(9)));
 }

@@ -109,7 +109,8 @@ fn rival_node(shared: &ServerState, record: &NodeRecord) -> Option<Status> {
     let silent = shared.nodes.silence_of(record.node, epoch, shared.clock.now())?;
     (silent < RIVAL_SILENCE_MAX).then(|| {
         Status::already_exists(format!(
-            "{} serves on host {state_host:?} already, and this process says that it is on {:?}: give each node an id of its own",
+            "{} serves on host {state_host:?} already, and this process says that it is on {:?}: give each \
+             node an id of its own",
             record.node, record.host
         ))
     })
@@ -149,8 +150,8 @@ fn ends_ms(now_ms: u64, for_ms: u64) -> Result<u64, Status> {
     }
     let too_long = || {
         format!(
-            "a pin for {for_ms} ms would end after the largest representable time: name a shorter time, or none for a pin \
-             without an end"
+            "a pin for {for_ms} ms would end after the largest representable time: name a shorter time, or \
+             none for a pin without an end"
         )
     };
     now_ms.checked_add(for_ms).ok_or_else(|| check::invalid(too_long()))

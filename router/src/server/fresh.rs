@@ -35,8 +35,8 @@ pub(super) fn check_allowed(shared: &ServerState, caller: &Caller, is_fresh: boo
         return Ok(());
     }
     Err(Status::resource_exhausted(format!(
-        "{TENANT_FRESH_READS_MAX} fresh reads in a second are the limit of a tenant's certificate: ask again in {} ms, or without \
-         `fresh` for what this router has",
+        "{TENANT_FRESH_READS_MAX} fresh reads in a second are the limit of a tenant's certificate: ask again \
+         in {} ms, or without `fresh` for what this router has",
         millis(FreshReadShares::retry_after(now)).max(1)
     )))
 }
@@ -141,6 +141,7 @@ fn diverged(group: &Group) -> Status {
 fn just_started(group: &Group, why: &str) -> Status {
     let number = group.number();
     Status::unavailable(format!(
-        "this router has just started and has not caught up with the leader of group {number} yet: {why}; ask another one"
+        "this router has just started and has not caught up with the leader of group {number} yet: {why}; \
+         ask another one"
     ))
 }

@@ -147,7 +147,8 @@ pub(super) async fn transfer(
     }
     if tokio::time::timeout(TRANSFER_TIMEOUT, consensus.transfer(request.to)).await.is_err() {
         return Err(Status::unavailable(format!(
-            "router {} did not take over group {} within {TRANSFER_TIMEOUT:?}; check that it is reachable and has caught up",
+            "router {} did not take over group {} within {TRANSFER_TIMEOUT:?}; check that it is reachable \
+             and has caught up",
             request.to, request.group
         )));
     }

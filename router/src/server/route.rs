@@ -274,7 +274,8 @@ fn check_candidates(caller: &Caller, request: &pb::RouteRequest) -> Result<(), S
     }
     if request.candidates.is_some() {
         return Err(Status::permission_denied(
-            "`among` is for the cluster's own processes: leave it out, or use a certificate with the subject alternative name \"kvfleet\"",
+            "`among` is for the cluster's own processes: leave it out, or use a certificate with the subject \
+             alternative name \"kvfleet\"",
         ));
     }
     check::at_most("number of instances in `without`", request.excluded.len(), TENANT_EXCLUDED_MAX)

@@ -203,8 +203,8 @@ impl BlockService for AdmissionLog {
 async fn connections_after_a_renewal_use_the_new_certificate() {
     for is_quic in [true, false] {
         let world = CertFixture::new();
-        let (client, door) = (world.member(12), Arc::new(AdmissionLog::default()));
-        let ends = start_pair(is_quic, &world.member(12), &client, door.clone());
+        let (client, gate) = (world.member(12), Arc::new(AdmissionLog::default()));
+        let ends = start_pair(is_quic, &world.member(12), &client, gate.clone());
         let dial = async || ends.dialer.dial(ends.address.clone()).await.unwrap();
         let (first, second) = (dial().await, dial().await);
         world.renew(&client);
@@ -212,7 +212,7 @@ async fn connections_after_a_renewal_use_the_new_certificate() {
         for path in [&first, &second, &third] {
             path.ping().await.unwrap();
         }
-        let leaves = door.leaves.lock().unwrap().clone();
+        let leaves = gate.leaves.lock().unwrap().clone();
         let (before, since) = leaves.split_at(2);
         assert!(before[0] == before[1] && !since.is_empty(), "quic: {is_quic}");
         assert!(since.iter().all(|leaf| *leaf == since[0] && *leaf != before[0]), "quic: {is_quic}");

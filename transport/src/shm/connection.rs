@@ -212,8 +212,12 @@ impl Connection {
                     room?;
                     LoopEvent::Work
                 }
-                came = spin_receive(&lending, &mut self.buffer, awake), if awake.is_some() && !is_behind => LoopEvent::Polled(came?),
-                ready = lending.socket().readable(), if awake.is_none() && !is_behind => LoopEvent::Read(self.read(ready?).await?),
+                came = spin_receive(&lending, &mut self.buffer, awake), if awake.is_some() && !is_behind => {
+                    LoopEvent::Polled(came?)
+                }
+                ready = lending.socket().readable(), if awake.is_none() && !is_behind => {
+                    LoopEvent::Read(self.read(ready?).await?)
+                }
             };
             match woken {
                 LoopEvent::Read(ReadProgress::Closed) => return Ok(None),

@@ -594,7 +594,12 @@ mod tests {
     proptest! {
         /// Any bytes decode to a result, and a decoded packet survives another round trip.
         #[test]
-        fn any_bytes_decode_without_a_panic(bytes in prop::collection::vec(any::<u8>(), 0..200), kind in 0_u8..30, rows in 0_u8..5, row in prop::sample::select(vec![LOAN_BYTES, PLACE_BYTES, DESCRIPTOR_BYTES])) {
+        fn any_bytes_decode_without_a_panic(
+            bytes in prop::collection::vec(any::<u8>(), 0..200),
+            kind in 0_u8..30,
+            rows in 0_u8..5,
+            row in prop::sample::select(vec![LOAN_BYTES, PLACE_BYTES, DESCRIPTOR_BYTES]),
+        ) {
             let mut bytes = bytes;
             if bytes.len() >= HEAD_BYTES {
                 let body = bytes.len() - HEAD_BYTES;

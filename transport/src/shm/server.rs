@@ -43,7 +43,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Why a server cannot listen.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot listen at {path}: {cause}; make the directory writable for this user, or choose another", path = path.display())]
+#[error(
+        "cannot listen at {path}: {cause}; make the directory writable for this user, or choose another",
+        path = path.display()
+    )]
 pub struct ShmBindError {
     /// Socket path.
     pub path: PathBuf,

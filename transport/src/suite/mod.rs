@@ -72,8 +72,10 @@ macro_rules! behaviour_suite {
             deadline_before_any_block, deadline_between_frames,
             save_takes_the_wanted, save_refused, save_busy, aborted_save_leaves_nothing, release_reaches_the_node,
             operations_run_side_by_side, ping_answers, layers_of_all_blocks, layers_of_a_range, layers_of_what_is_held,
-            layers_that_are_late, layers_over_the_end_of_an_epoch, layers_that_are_wrong, layers_of_a_frame_without_a_head,
-            save_by_layer_takes_the_wanted, save_by_layer_refuses_alone_what_is_wrong, save_by_layer_without_room_comes_whole,
+            layers_that_are_late, layers_over_the_end_of_an_epoch, layers_that_are_wrong,
+            layers_of_a_frame_without_a_head,
+            save_by_layer_takes_the_wanted, save_by_layer_refuses_alone_what_is_wrong,
+            save_by_layer_without_room_comes_whole,
             save_by_layer_refused, aborted_save_by_layer_leaves_nothing,
         );
     };

@@ -85,7 +85,8 @@ pub async fn aborted_save_by_layer_leaves_nothing(service: &MemoryService, path:
     let mut some = computed(3).with_layers(2);
     let streams = path.streams_saves();
     tokio::select! {
-        result = path.save_layers(request(&hashes(3)), &mut some), if streams => panic!("the save ended without all layers: {result:?}"),
+        result = path.save_layers(request(&hashes(3)), &mut some), if streams => panic!("the save ended \
+            without all layers: {result:?}"),
         () = service.wait_for_slices(6), if streams => {}
         () = tokio::task::yield_now(), if !streams => {}
     }

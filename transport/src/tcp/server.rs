@@ -240,7 +240,8 @@ async fn accept(listener: TcpListener, shared: Arc<TcpServerState>) {
             Ok((socket, _)) => socket,
             Err(error) => {
                 if accept_warnings.should_warn() {
-                    tracing::warn!(%error, "cannot accept connections; raise the limit of open files if there are too many");
+                    tracing::warn!(%error, "cannot accept connections; raise the limit of open files if \
+                        there are too many");
                 }
                 sleep(ACCEPT_PAUSE).await;
                 continue;

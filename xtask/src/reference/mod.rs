@@ -90,6 +90,27 @@ fn head(columns: &[&str]) -> String {
     format!("\n{}|{}\n", row(columns), " --- |".repeat(columns.len()))
 }
 
+/// Breaks prose into lines of at most 100 columns.
+pub(crate) fn wrap(text: &str) -> String {
+    const COLUMNS: usize = 100;
+    let mut lines = vec![String::new()];
+    for word in text.split_whitespace() {
+        let needs_line = lines.last().is_some_and(|line| {
+            !line.is_empty() && line.chars().count() + 1 + word.chars().count() > COLUMNS
+        });
+        if needs_line {
+            lines.push(String::new());
+        }
+        if let Some(line) = lines.last_mut() {
+            if !line.is_empty() {
+                line.push(' ');
+            }
+            line.push_str(word);
+        }
+    }
+    lines.join("\n")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,7 +4,7 @@
 
 use anyhow::{Context, ensure};
 
-use super::{head, opening, row};
+use super::{head, opening, row, wrap};
 use crate::tidy::Tree;
 
 /// Folder of the sources.
@@ -153,7 +153,7 @@ impl Parser {
         match token {
             Token::Blank => self.comment.clear(),
             Token::Comment { text, is_alone: true } => self.comment.push(text),
-            Token::Comment { text, is_alone: false } => self.add_trailing(text),
+            Token::Comment { text, is_alone: false } => self.add_trailing(&text),
             Token::Sign('[') => self.is_option = true,
             Token::Sign(']') => self.is_option = false,
             _ if self.is_option => {}
@@ -167,7 +167,7 @@ impl Parser {
     }
 
     /// A comment behind an entry belongs to it.
-    fn add_trailing(&mut self, text: String) {
+    fn add_trailing(&mut self, text: &str) {
         let Some(EntryPosition { item, entry }) = self.last else { return };
         let Some(entry) = self.items.get_mut(item).and_then(|item| item.entries.get_mut(entry)) else {
             return;
@@ -175,7 +175,7 @@ impl Parser {
         if !entry.comment.is_empty() {
             entry.comment.push(' ');
         }
-        entry.comment.push_str(&text);
+        entry.comment.push_str(text);
     }
 
     fn take_comment(&mut self) -> String {
@@ -254,27 +254,6 @@ fn tokens(source: &str) -> Vec<Token> {
         found.extend(comment.map(|text| Token::Comment { text, is_alone }));
     }
     found
-}
-
-/// Breaks prose into lines of at most 100 columns.
-fn wrap(text: &str) -> String {
-    const COLUMNS: usize = 100;
-    let mut lines = vec![String::new()];
-    for word in text.split_whitespace() {
-        let needs_line = lines.last().is_some_and(|line| {
-            !line.is_empty() && line.chars().count() + 1 + word.chars().count() > COLUMNS
-        });
-        if needs_line {
-            lines.push(String::new());
-        }
-        if let Some(line) = lines.last_mut() {
-            if !line.is_empty() {
-                line.push(' ');
-            }
-            line.push_str(word);
-        }
-    }
-    lines.join("\n")
 }
 
 #[cfg(test)]

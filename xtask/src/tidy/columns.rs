@@ -8,8 +8,8 @@ use super::{Tree, Violation};
 /// Widest line, in characters.
 const COLUMNS_MAX: usize = 120;
 
-/// Wider lines that are left. Lower it with every line that goes; never raise it.
-const WIDE_LINES_MAX: usize = 158;
+/// Wider lines that are allowed: none.
+const WIDE_LINES_MAX: usize = 0;
 
 /// Documents that a program writes: their lines are its own.
 const GENERATED: [&str; 2] = ["<!-- generated", "<!-- Generated"];

@@ -165,7 +165,8 @@ impl std::fmt::Display for InvalidStats {
             InvalidStats::InvalidClusters { category } => {
                 write!(
                     out,
-                    "invalid clusters of category {category}: expected squares of 1 to {CLUSTER_BLOCKS_MAX} times their sum"
+                    "invalid clusters of category {category}: expected squares of 1 to {CLUSTER_BLOCKS_MAX} \
+                     times their sum"
                 )
             }
             InvalidStats::UnknownCategory { number } => {

@@ -111,7 +111,7 @@ proptest! {
         before.merge_capped(&of(&honest), most);
         after.merge_capped(&of(&honest), most);
         after.merge_capped(&of(&lie), most);
-        let (before, after) = (before.get(CategoryRole::Shared(2)).unwrap(), after.get(CategoryRole::Shared(2)).unwrap());
+        let [before, after] = [&before, &after].map(|all| all.get(CategoryRole::Shared(2)).unwrap());
         prop_assert!(after.reuses[7] >= before.reuses[7]);
         prop_assert!(after.requests() <= before.requests() + most * (1.0 + TOLERANCE));
         prop_assert!(after.total_reuses() <= before.total_reuses() + most * (1.0 + TOLERANCE));

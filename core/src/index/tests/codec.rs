@@ -52,7 +52,10 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_are_refused_or_canonical(mut bytes in prop::collection::vec(any::<u8>(), 2..200), tag in 0u8..10) {
+    fn arbitrary_bytes_are_refused_or_canonical(
+        mut bytes in prop::collection::vec(any::<u8>(), 2..200),
+        tag in 0u8..10,
+    ) {
         (bytes[0], bytes[1]) = (1, tag);
         if let Ok(command) = Command::decode(&bytes) {
             prop_assert_eq!(command.encode(), bytes);

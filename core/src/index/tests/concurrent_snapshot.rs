@@ -29,7 +29,8 @@ fn snapshot_action() -> impl Strategy<Value = SnapshotAction> {
         4 => Just(SnapshotAction::Nothing),
         2 => (16..200usize).prop_map(|chunk_bytes| SnapshotAction::Begin { chunk_bytes }),
         8 => (1..4usize).prop_map(|looks| SnapshotAction::Read { looks }),
-        1 => prop::bool::weighted(0.3).prop_map(|ends| if ends { SnapshotAction::End } else { SnapshotAction::Replace }),
+        1 => prop::bool::weighted(0.3)
+            .prop_map(|ends| if ends { SnapshotAction::End } else { SnapshotAction::Replace }),
     ]
 }
 

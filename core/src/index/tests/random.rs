@@ -174,7 +174,8 @@ fn change(who: Honesty) -> impl Strategy<Value = Change> {
             .prop_map(|((parent, blocks), tier)| Change::Stored { parent, blocks, tier }),
         2 => (some_blocks(), tier(), tier())
             .prop_map(|(blocks, from, to)| Change::Moved { blocks, from, to }),
-        3 => (some_blocks(), tier()).prop_map(|(blocks, tier)| Change::Dropped { blocks, tier, cause: Default::default() }),
+        3 => (some_blocks(), tier())
+            .prop_map(|(blocks, tier)| Change::Dropped { blocks, tier, cause: Default::default() }),
         1 => Just(Change::Cleared),
     ]
 }

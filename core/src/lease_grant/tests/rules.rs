@@ -422,7 +422,8 @@ proptest! {
             if is_new {
                 let bytes = u64::from(len).max(1);
                 let is_free = |at: &u64| taken.iter().all(|(start, of)| at + bytes <= *start || start + of <= *at);
-                let fits = (0..BYTES).step_by(align as usize).filter(|at| at + bytes <= BYTES.min(within)).find(is_free);
+                let within = BYTES.min(within);
+                    let fits = (0..BYTES).step_by(align as usize).filter(|at| at + bytes <= within).find(is_free);
                 let took = if within > BYTES { room.allocate(len) } else { room.allocate_within(len, within) };
                 prop_assert_eq!(took, fits);
                 taken.extend(fits.map(|at| (at, bytes)));

@@ -155,7 +155,8 @@ impl Admission {
     /// Admits a request, or returns the reason and a retry hint.
     ///
     /// # Errors
-    /// [`Rejection`] with [`RejectReason::TooLate`], [`RejectReason::Overloaded`], [`RejectReason::TooSlow`], [`RejectReason::SlowsOthers`] or [`RejectReason::DecodeOverloaded`].
+    /// [`Rejection`] with [`RejectReason::TooLate`], [`RejectReason::Overloaded`],
+    /// [`RejectReason::TooSlow`], [`RejectReason::SlowsOthers`] or [`RejectReason::DecodeOverloaded`].
     pub fn admit(&mut self, offer: &AdmissionRequest, now: Timestamp) -> Result<(), Rejection> {
         self.decay(now);
         let cost_us = offer.cost_us.max(1) as f64;

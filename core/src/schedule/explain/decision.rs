@@ -380,26 +380,24 @@ impl fmt::Display for Reason {
             Reason::CostTie { among } => {
                 write!(f, "equal cost on {among} instances ({COST_TERMS}), spread by request")
             }
-            Reason::StaleReport { staleness_us: doubt_us } => {
-                write!(f, "its last report is old: {doubt_us} us are added to its cost")
+            Reason::StaleReport { staleness_us } => {
+                write!(f, "its last report is old: {staleness_us} us are added to its cost")
             }
-            Reason::StaleReportAvoided { instance, staleness_us: doubt_us } => write!(
+            Reason::StaleReportAvoided { instance, staleness_us: added } => write!(
                 f,
-                "{instance} would cost less, but its last report is old: {doubt_us} us are added to its cost"
+                "{instance} would cost less, but its last report is old: {added} us are added to its cost"
             ),
-            Reason::SlowStart { slow_start_us: ramp_us } => {
-                write!(f, "it joined recently: {ramp_us} us are added to its cost")
+            Reason::SlowStart { slow_start_us } => {
+                write!(f, "it joined recently: {slow_start_us} us are added to its cost")
             }
-            Reason::SlowStartAvoided { instance, slow_start_us: ramp_us } => {
-                write!(
-                    f,
-                    "{instance} would cost less, but joined recently: {ramp_us} us are added to its cost"
-                )
+            Reason::SlowStartAvoided { instance, slow_start_us: added } => {
+                write!(f, "{instance} would cost less, but joined recently: {added} us are added to its cost")
             }
             Reason::OnlyCandidate => write!(f, "only instance that can take it"),
             Reason::TbtLimit { own, others } => write!(
                 f,
-                "on {own} instances its inter-token limit would be broken, on {others} that of requests that decode there"
+                "on {own} instances its inter-token limit would be broken, on {others} that of requests that \
+                 decode there"
             ),
             Reason::TtftLimit { late } => {
                 write!(
@@ -407,8 +405,8 @@ impl fmt::Display for Reason {
                     "on {late} instances that would cost less ({COST_TERMS}) its first token would be too late"
                 )
             }
-            Reason::WaitsForKvCapacity { kv_wait_us: room_us } => {
-                write!(f, "it waits {room_us} us for KV capacity in GPU memory, after the work ahead")
+            Reason::WaitsForKvCapacity { kv_wait_us } => {
+                write!(f, "it waits {kv_wait_us} us for KV capacity in GPU memory, after the work ahead")
             }
             Reason::Disaggregated { handover: Handover { instance, handover_us: us, running, others } } => {
                 write!(
@@ -592,7 +590,8 @@ pub enum RejectReason {
     },
     /// The fleet is overloaded: requests with a better claim come first.
     #[error(
-        "the first token would come after {} ms, within its limit of {} ms, but the fleet is overloaded: requests above {} ms are rejected",
+        "the first token would come after {} ms, within its limit of {} ms, but the fleet is overloaded: \
+         requests above {} ms are rejected",
         ttft.as_millis(),
         limit.as_millis(),
         within.as_millis()
@@ -608,7 +607,8 @@ pub enum RejectReason {
     /// No prefill instance has a decode partner that may be chosen, or only decode-only instances
     /// are left.
     #[error(
-        "of {instances} instances {decode} only decode, and no prefill instance has a reporting decode partner near enough: start one with the role \"both\", or one with the missing role"
+        "of {instances} instances {decode} only decode, and no prefill instance has a reporting decode \
+         partner near enough: start one with the role \"both\", or one with the missing role"
     )]
     NoPair {
         /// Known instances.
@@ -643,7 +643,8 @@ pub enum RejectReason {
     /// Decode capacity is overloaded: all of it is used, except for the share reserved for other
     /// tenants.
     #[error(
-        "its tokens would come {} us apart, within its limit of {} us, but decoding is overloaded: requests above {} us are rejected",
+        "its tokens would come {} us apart, within its limit of {} us, but decoding is overloaded: requests \
+         above {} us are rejected",
         tbt.as_micros(),
         limit.as_micros(),
         within.as_micros()

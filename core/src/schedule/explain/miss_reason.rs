@@ -144,7 +144,8 @@ impl fmt::Display for MissReason {
             MissReason::NodeLost { node: None } => write!(f, "a node that has left or started anew had them"),
             MissReason::IdentityMismatch => write!(
                 f,
-                "hashed under another identity than the nodes': compare `engines.identity` of the router with `identity` of the nodes"
+                "hashed under another identity than the nodes': compare `engines.identity` of the router \
+                 with `identity` of the nodes"
             ),
             MissReason::SlowerThanRecompute => write!(f, "held, and faster to compute than to fetch"),
             MissReason::CannotFetch => write!(f, "held, and the instance's engine fetches nothing"),
@@ -161,7 +162,8 @@ impl fmt::Display for MissReason {
                     FetchFailure::Busy => "was busy",
                     FetchFailure::MediumFailed => "could not read them from its medium",
                     FetchFailure::GenerationDiffers => {
-                        "serves another generation of weights: compare `kvfleet weights` with what the instance was told"
+                        "serves another generation of weights: compare `kvfleet weights` with what the \
+                         instance was told"
                     }
                 };
                 write!(f, "{node} {what}")

@@ -90,7 +90,8 @@ proptest! {
         };
         let mut fleet = Fleet::new(profile);
         fleet.put_instance(Instance { node: None, ..instance(1) });
-        fleet.set_nodes((1u32..).zip(&runs).map(|(n, run)| LiveNode { remote_stats: link_speeds(Some(run.1), [None; 3]), ..live(n) }).collect());
+        let node = |(n, run): (u32, &_)| LiveNode { remote_stats: link_speeds(Some(run.1), [None; 3]), ..live(n) };
+        fleet.set_nodes((1u32..).zip(&runs).map(node).collect());
         let held: u32 = runs.iter().map(|run| run.0).sum();
         let holders: Vec<_> = (1u32..).zip(&runs).map(|(n, run)| (run.0, vec![(n, run.2)])).collect();
         let matched = prefix(&holders.iter().map(|(len, at)| (*len, at.as_slice())).collect::<Vec<_>>());
@@ -98,7 +99,9 @@ proptest! {
         let input_tokens = held * BLOCK_TOKENS + tail;
         let request = RouteRequest { input_tokens, ..request(blocks) };
         let decision = chosen(&request, &matched, &fleet);
-        let leg = |&(len, link, tier): &(u32, PathSpeed, Tier)| (block_speed(&profile, tier, link), u64::from(len * BLOCK_TOKENS));
+        let leg = |&(len, link, tier): &(u32, PathSpeed, Tier)| {
+            (block_speed(&profile, tier, link), u64::from(len * BLOCK_TOKENS))
+        };
         let legs: Vec<_> = runs.iter().map(leg).collect();
         let ours = decision.predicted.ttft_us() as f64;
         for cut in 0..=u64::from(held * BLOCK_TOKENS) {

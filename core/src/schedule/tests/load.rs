@@ -225,7 +225,8 @@ fn slow_start_is_reported_if_decisive() {
     };
     let least = |margin_us: u64| {
         format!(
-            "least cost of 3 instances (TTFT, delay to others, slow start, stale reports), next best {margin_us} us more"
+            "least cost of 3 instances (TTFT, delay to others, slow start, stale reports), next best \
+             {margin_us} us more"
         )
     };
     // It would take 5 ms there, and counts as ten times as much.

@@ -215,7 +215,8 @@ proptest! {
             prop_assert_eq!(&decision.candidates[0], candidate.unwrap());
         }
         for reason in &together.reasons {
-            let profile_only = matches!(reason, Reason::MeasuredPrice { price, .. } if price.basis == PriceBasis::Profile);
+            let profile_only =
+            matches!(reason, Reason::MeasuredPrice { price, .. } if price.basis == PriceBasis::Profile);
             prop_assert!(!profile_only, "{reason}");
         }
     }

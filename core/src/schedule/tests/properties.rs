@@ -157,7 +157,9 @@ proptest! {
             let live = fleet.live(source.node);
             prop_assert!(live.is_some_and(|live| live.epoch == source.epoch), "dead source {:?}", source);
             let holder = Holder { node: source.node, epoch: source.epoch, tier: source.tier };
-            let overlaps = |run: &&HolderRun| run.start_blocks < next && run.start_blocks + run.len_blocks > source.start_blocks;
+            let overlaps = |run: &&HolderRun| {
+                run.start_blocks < next && run.start_blocks + run.len_blocks > source.start_blocks
+            };
             for run in matched.runs.iter().filter(overlaps) {
                 prop_assert!(run.holders.contains(&holder), "{:?} does not hold {:?}", holder, run);
             }

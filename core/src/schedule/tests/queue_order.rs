@@ -455,7 +455,8 @@ fn cost_based_choice_is_reported() {
     assert_eq!(
         decision.reasons[0].to_string(),
         format!(
-            "least cost of 2 instances (TTFT, delay to others, slow start, stale reports), next best {margin_us} us more"
+            "least cost of 2 instances (TTFT, delay to others, slow start, stale reports), next best \
+             {margin_us} us more"
         )
     );
 }

@@ -87,7 +87,8 @@ proptest! {
     ) {
         let Ok(bare) = choose(&request, &matched, &fleet, NOW) else { return Ok(()) };
         let resident = resident(&at.into_iter().collect::<Vec<_>>());
-        let decision = choose(&request, PrefixLocations { matched: &matched, resident: &resident, in_flight: &[] }, &fleet, NOW).unwrap();
+        let locations = PrefixLocations { matched: &matched, resident: &resident, in_flight: &[] };
+        let decision = choose(&request, locations, &fleet, NOW).unwrap();
         prop_assert!(decision.candidates[0].cost_us() <= bare.candidates[0].cost_us());
         let mut next = decision.resident_blocks;
         for source in &decision.sources {
@@ -113,7 +114,8 @@ proptest! {
         at in prop::collection::btree_map(0u32..12, 1u32..300, 0..6),
     ) {
         let resident = resident(&at.into_iter().collect::<Vec<_>>());
-        let Ok(together) = choose(&request, PrefixLocations { matched: &matched, resident: &resident, in_flight: &[] }, &fleet, NOW) else {
+        let locations = PrefixLocations { matched: &matched, resident: &resident, in_flight: &[] };
+        let Ok(together) = choose(&request, locations, &fleet, NOW) else {
             return Ok(());
         };
         for one in &resident {
@@ -121,7 +123,8 @@ proptest! {
             let Some(candidate) = together.candidates.iter().find(|candidate| candidate.instance == one.instance) else {
                 continue;
             };
-            let behind = PrefixMatch { runs: matched.runs.iter().filter_map(|run| without_first_blocks(run, one.blocks)).collect() };
+            let runs = matched.runs.iter().filter_map(|run| without_first_blocks(run, one.blocks)).collect();
+            let behind = PrefixMatch { runs };
             let held = PrefixLocations { matched: &behind, resident: std::slice::from_ref(one), in_flight: &[] };
             if let Ok(decision) = choose(&request, held, &alone(&fleet, *instance), NOW) {
                 prop_assert_eq!(&decision.candidates[0], candidate);

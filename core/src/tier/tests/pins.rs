@@ -262,7 +262,8 @@ proptest! {
             let [waiting, easy, hard] = [0, 1, 2].map(|class| of(class).collect::<Vec<u64>>());
             // More hard pins would refuse space.
             let hard = if hard.len() as u64 + 1 < dram { hard } else { Vec::new() };
-            book.set_pins([pin_directive(1, PinKind::Soft, &easy), pin_directive(2, PinKind::Hard, &hard)], Timestamp(now));
+            let pins = [pin_directive(1, PinKind::Soft, &easy), pin_directive(2, PinKind::Hard, &hard)];
+            book.set_pins(pins, Timestamp(now));
             set_window(&mut book, &waiting, now);
             let before = present(&book, 0..=13);
             request(&mut book, &[*number], now);

@@ -199,7 +199,10 @@ proptest! {
     /// Several tenants with excess demand get equal shares.
     #[test]
     fn excess_demand_is_split_evenly(
-        tenants in 2u32..6, each in 2u64..8, ssd_each in 0u64..6, turns in prop::collection::vec((0u32..6, 0u64..40), 0..300),
+        tenants in 2u32..6,
+        each in 2u64..8,
+        ssd_each in 0u64..6,
+        turns in prop::collection::vec((0u32..6, 0u64..40), 0..300),
     ) {
         let count = u64::from(tenants);
         let mut book = blocks(each * count, ssd_each * count);

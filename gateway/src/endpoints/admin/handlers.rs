@@ -179,29 +179,29 @@ fn check_changeable(endpoint: &Endpoint) -> Result<(), RequestError> {
 
 type SharedState = State<Arc<AdminState>>;
 
-pub(super) async fn not_found(State(door): SharedState, headers: HeaderMap) -> AdminResult {
-    door.authorize(&headers)?;
+pub(super) async fn not_found(State(state): SharedState, headers: HeaderMap) -> AdminResult {
+    state.authorize(&headers)?;
     Err(RequestError::NoSuchPath)
 }
 
-pub(super) async fn list(State(door): SharedState, headers: HeaderMap) -> AdminResult {
-    door.authorize(&headers)?;
-    let all: Vec<_> = door.endpoints.list().iter().map(|endpoint| door.describe(endpoint)).collect();
+pub(super) async fn list(State(state): SharedState, headers: HeaderMap) -> AdminResult {
+    state.authorize(&headers)?;
+    let all: Vec<_> = state.endpoints.list().iter().map(|endpoint| state.describe(endpoint)).collect();
     Ok(json_response(StatusCode::OK, &json!(all)))
 }
 
 pub(super) async fn show(
-    State(door): SharedState,
+    State(state): SharedState,
     Path(number): Path<String>,
     headers: HeaderMap,
 ) -> AdminResult {
-    door.authorize(&headers)?;
-    let endpoint = door.endpoint(&number)?;
-    Ok(json_response(StatusCode::OK, &door.describe(&endpoint)))
+    state.authorize(&headers)?;
+    let endpoint = state.endpoint(&number)?;
+    Ok(json_response(StatusCode::OK, &state.describe(&endpoint)))
 }
 
-pub(super) async fn add(State(door): SharedState, headers: HeaderMap, body: Body) -> AdminResult {
-    door.authorize(&headers)?;
+pub(super) async fn add(State(state): SharedState, headers: HeaderMap, body: Body) -> AdminResult {
+    state.authorize(&headers)?;
     let body = tokio::time::timeout(BODY_TIMEOUT, to_bytes(body, BODY_BYTES_MAX)).await;
     let body = body.map_err(|_| RequestError::BodyTimeout)?.map_err(|_| RequestError::BodyTooLong)?;
     let named: EngineDescription =
@@ -221,9 +221,9 @@ pub(super) async fn add(State(door): SharedState, headers: HeaderMap, body: Body
         origin: Origin::Admin,
     };
     // Cancel a pending removal; only endpoints of this API have one.
-    door.removals.keep(instance);
+    state.removals.keep(instance);
     let mut status = StatusCode::CREATED;
-    door.endpoints.put_if(endpoint.clone(), named.reports_itself, |known, count| {
+    state.endpoints.put_if(endpoint.clone(), named.reports_itself, |known, count| {
         match known {
             Some(known) => {
                 check_changeable(known)?;
@@ -239,27 +239,27 @@ pub(super) async fn add(State(door): SharedState, headers: HeaderMap, body: Body
         authority = endpoint.authority,
         "the admin API registered an engine"
     );
-    Ok(json_response(status, &door.describe(&endpoint)))
+    Ok(json_response(status, &state.describe(&endpoint)))
 }
 
 pub(super) async fn remove(
-    State(door): SharedState,
+    State(state): SharedState,
     Path(number): Path<String>,
     request: Request,
 ) -> AdminResult {
-    door.authorize(request.headers())?;
-    let endpoint = door.endpoint(&number)?;
+    state.authorize(request.headers())?;
+    let endpoint = state.endpoint(&number)?;
     check_changeable(&endpoint)?;
     let wait = parse_drain_s(request.uri().query())?;
     if wait.is_zero() {
-        door.removals.keep(endpoint.instance);
-        door.endpoints.remove(endpoint.instance);
+        state.removals.keep(endpoint.instance);
+        state.endpoints.remove(endpoint.instance);
         return Ok(json_response(
             StatusCode::OK,
             &json!({ "instance": endpoint.instance.0, "removed": true }),
         ));
     }
-    door.removals.remove_within(endpoint.instance, wait);
+    state.removals.remove_within(endpoint.instance, wait);
     Ok(json_response(StatusCode::ACCEPTED, &json!({ "instance": endpoint.instance.0, "removed": false })))
 }
 
@@ -274,30 +274,30 @@ fn parse_drain_s(query: Option<&str>) -> Result<Duration, RequestError> {
 }
 
 pub(super) async fn drain(
-    State(door): SharedState,
+    State(state): SharedState,
     Path(number): Path<String>,
     headers: HeaderMap,
 ) -> AdminResult {
-    door.authorize(&headers)?;
-    set_draining(&door, &number, true)
+    state.authorize(&headers)?;
+    set_draining(&state, &number, true)
 }
 
 pub(super) async fn resume(
-    State(door): SharedState,
+    State(state): SharedState,
     Path(number): Path<String>,
     headers: HeaderMap,
 ) -> AdminResult {
-    door.authorize(&headers)?;
-    set_draining(&door, &number, false)
+    state.authorize(&headers)?;
+    set_draining(&state, &number, false)
 }
 
-fn set_draining(door: &AdminState, number: &str, draining: bool) -> AdminResult {
-    let endpoint = door.endpoint(number)?;
+fn set_draining(state: &AdminState, number: &str, draining: bool) -> AdminResult {
+    let endpoint = state.endpoint(number)?;
     if endpoint.origin == Origin::Discovered {
         return Err(RequestError::Discovered(endpoint.instance.0));
     }
-    door.removals.keep(endpoint.instance);
-    let changed = door.endpoints.update(endpoint.instance, |endpoint| endpoint.is_draining = draining);
+    state.removals.keep(endpoint.instance);
+    let changed = state.endpoints.update(endpoint.instance, |endpoint| endpoint.is_draining = draining);
     let endpoint = changed.ok_or(RequestError::UnknownInstance(endpoint.instance.0))?;
-    Ok(json_response(StatusCode::OK, &door.describe(&endpoint)))
+    Ok(json_response(StatusCode::OK, &state.describe(&endpoint)))
 }

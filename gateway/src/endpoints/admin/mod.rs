@@ -135,14 +135,14 @@ pub(crate) async fn start(
     let bound = listener.local_addr().map_err(listen_error)?;
     let removals = PendingRemovals::new(endpoints.clone());
     tokio::spawn(removals.clone().run(stop.clone()));
-    let door = Arc::new(AdminState { endpoints: endpoints.clone(), removals, token });
+    let state = Arc::new(AdminState { endpoints: endpoints.clone(), removals, token });
     let app = Router::new()
         .route("/instances", get(handlers::list).post(handlers::add))
         .route("/instances/{instance}", get(handlers::show).delete(handlers::remove))
         .route("/instances/{instance}/drain", post(handlers::drain))
         .route("/instances/{instance}/resume", post(handlers::resume))
         .fallback(handlers::not_found)
-        .with_state(door);
+        .with_state(state);
     let stop = stop.clone();
     let orders = ServerControl { close: stop.clone(), abort: stop, ..ServerControl::default() };
     tokio::spawn(serve(listener, app, CONNECTION_LIMITS, orders));

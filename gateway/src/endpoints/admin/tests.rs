@@ -246,8 +246,8 @@ async fn explains_start_failures() {
         let config = AdminConfig { listen: listen.into(), ..AdminConfig::default() };
         config.check().expect_err("must be refused").to_string()
     };
-    says("a door for calls at no address", &refused("localhost"), &[]);
-    says("a door for calls without a secret", &refused("0.0.0.0:7480"), &[]);
+    says("an admin API at no address", &refused("localhost"), &[]);
+    says("an admin API without a secret", &refused("0.0.0.0:7480"), &[]);
     let directory = tempfile::TempDir::new().expect("a directory");
     let token_file = directory.path().join("token");
     let config = AdminConfig { listen: "0.0.0.0:0".into(), token_file };
@@ -263,5 +263,5 @@ async fn explains_start_failures() {
     let listen = taken.local_addr().expect("is bound").to_string();
     let config = AdminConfig { listen: listen.clone(), ..AdminConfig::default() };
     let failed = start(&config, &endpoints, &stop).await.expect_err("is in use").to_string();
-    says("a door for calls at a port in use", &failed, &[&listen]);
+    says("an admin API at a port in use", &failed, &[&listen]);
 }

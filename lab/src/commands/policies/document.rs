@@ -65,7 +65,8 @@ fn judgement_text(out: &mut String, judgement: &PolicyJudgement) {
             let share = percent(*capacity_share);
             let _ = writeln!(
                 out,
-                "- Worst distance at {at} of the blocks: {points:+.2} points ({traffic} at {share}, against {baseline})."
+                "- Worst distance at {at} of the blocks: {points:+.2} points ({traffic} at {share}, against \
+                 {baseline})."
             );
         }
     }

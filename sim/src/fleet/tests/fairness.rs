@@ -91,7 +91,8 @@ fn overloaded_waits_are_bounded_by_queue_and_passing_window() {
             |all: &[(u64, u32, u64)]| all.iter().map(|one| one.2).sum::<u64>() / all.len() as u64 / 1_000_000;
         let [turn_ns, coming_ns, work_ns] = longest;
         println!(
-            "{passed} were passed; mean {} ms, {} ms in order of arrival; longest wait of a long prompt {} ms and {} ms",
+            "{passed} were passed; mean {} ms, {} ms in order of arrival; longest wait of a long prompt {} \
+             ms and {} ms",
             mean(&by_turn),
             mean(&by_coming),
             turn_ns / 1_000_000,
@@ -161,7 +162,8 @@ fn a_tenant_gets_its_share_beside_a_flooding_one() {
         let [(first, first_asked), (flood, _)] = served_by_tenant(&own, INSTANCES, &tenants);
         let [(together, _), _] = served_by_tenant(&workload, INSTANCES, &tenants);
         println!(
-            "demand {first_asked:.2}: served {first:.2}, and {together:.2} without tenants; the flooding tenant has {flood:.2}"
+            "demand {first_asked:.2}: served {first:.2}, and {together:.2} without tenants; the flooding \
+             tenant has {flood:.2}"
         );
         assert!((asked * 0.9..asked * 1.1).contains(&first_asked));
         assert!(first >= least * first_asked, "{first} of {first_asked}");

@@ -303,7 +303,8 @@ fn slower_instances_are_predicted_correctly_and_get_less_work() {
     let [fast, slow] = [of(false), of(true)];
     let [fast_off, slow_off] = [fast, slow].map(|(predicted, observed, _)| predicted / observed);
     println!(
-        "predicted over observed: {fast_off:.2} for fast instances, {slow_off:.2} for slow ones; {} and {} requests, mean {} ms",
+        "predicted over observed: {fast_off:.2} for fast instances, {slow_off:.2} for slow ones; {} and {} \
+         requests, mean {} ms",
         fast.2,
         slow.2,
         report.ttft().mean_ms

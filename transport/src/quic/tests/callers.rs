@@ -62,29 +62,29 @@ async fn dial(server: &QuicServer, identity: &Identity) -> Arc<dyn crate::Path> 
 
 #[tokio::test]
 async fn a_callers_connections_share_its_service() {
-    let (authority, door) = (TestAuthority::new(), PerCallerServices::new(2));
-    let server = QuicServer::bind(ANY, &authority.member(), door.clone()).unwrap();
+    let (authority, gate) = (TestAuthority::new(), PerCallerServices::new(2));
+    let server = QuicServer::bind(ANY, &authority.member(), gate.clone()).unwrap();
     let (ours, theirs) = (authority.member(), authority.member());
     let (first, again, other) =
         (dial(&server, &ours).await, dial(&server, &ours).await, dial(&server, &theirs).await);
     let saved = suite::done(suite::save(&*first, save_request(&hashes(2)), 1000).await.unwrap());
     assert_eq!(saved.stored_blocks, 2);
-    assert!(door.service(&ours).holds(hash(0)) && !door.service(&theirs).holds(hash(0)));
+    assert!(gate.service(&ours).holds(hash(0)) && !gate.service(&theirs).holds(hash(0)));
     let answer = suite::fetch(&*again, fetch_request(&hashes(2))).await.unwrap();
     assert_eq!(answer, FetchAnswer::Hit { tiers: in_dram(2) }, "another connection of the same caller");
     let answer = suite::fetch(&*other, fetch_request(&hashes(2))).await.unwrap();
     assert_eq!(answer, FetchAnswer::Miss { reason: MissReason::NotHeld });
     other.release(LeaseId(7)).await.unwrap();
     assert_eq!(
-        (door.service(&ours).released(), door.service(&theirs).released()),
+        (gate.service(&ours).released(), gate.service(&theirs).released()),
         (vec![], vec![LeaseId(7)])
     );
 }
 
 #[tokio::test]
 async fn refused_callers_get_an_error_and_others_are_served() {
-    let (authority, door) = (TestAuthority::new(), PerCallerServices::new(1));
-    let server = QuicServer::bind(ANY, &authority.member(), door.clone()).unwrap();
+    let (authority, gate) = (TestAuthority::new(), PerCallerServices::new(1));
+    let server = QuicServer::bind(ANY, &authority.member(), gate.clone()).unwrap();
     let ours = authority.member();
     let path = dial(&server, &ours).await;
     let error = dial_error(&server, &authority.member()).await;

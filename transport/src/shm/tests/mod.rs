@@ -114,11 +114,11 @@ impl ShmTestNode {
         config: ShmServerConfig,
     ) {
         let maps = arena.is_some();
-        let door = Arc::new(TestGate { service, maps_arena: maps, is_open: Arc::clone(&self.is_open) });
+        let gate = Arc::new(TestGate { service, maps_arena: maps, is_open: Arc::clone(&self.is_open) });
         let ends = ShmRuntimes { event_loop: Handle::current(), may_move: false, bulk: Handle::current() };
         let arena = arena.map(|arena| arena as Arc<dyn SharedArena>);
         let socket = socket_path(self.dir.path(), ADDRESS);
-        self.server = Some(ShmServer::bind(&socket, config, arena, door, ends).unwrap());
+        self.server = Some(ShmServer::bind(&socket, config, arena, gate, ends).unwrap());
     }
 
     fn dir(&self) -> PathBuf {
@@ -154,7 +154,11 @@ mod mapped {
     }
 
     crate::behaviour_suite!(pair; MemoryService::new(Some(BumpArena::new(ARENA_BYTES))));
-    crate::behaviour_suite!(pair; MemoryService::new(Some(BumpArena::new(ARENA_BYTES))); layers_come_one_after_the_other, slices_leave_before_the_last_layer);
+    crate::behaviour_suite!(
+        pair;
+        MemoryService::new(Some(BumpArena::new(ARENA_BYTES)));
+        layers_come_one_after_the_other, slices_leave_before_the_last_layer
+    );
 }
 
 /// The suite with all blocks copied.

@@ -41,12 +41,12 @@ impl BlockService for FirstCallerOnly {
 #[tokio::test]
 async fn admitted_callers_get_their_own_service_and_others_are_refused() {
     let authority = TestAuthority::new();
-    let door = Arc::new(FirstCallerOnly { service: MemoryService::default(), first: Mutex::default() });
-    let server = TcpServer::bind(ANY, &authority.member(), door.clone()).unwrap();
+    let gate = Arc::new(FirstCallerOnly { service: MemoryService::default(), first: Mutex::default() });
+    let server = TcpServer::bind(ANY, &authority.member(), gate.clone()).unwrap();
     let (address, ours) = (server.local_addr().to_string(), authority.member());
     let path = TcpDialer::new(&ours, TcpConfig::default()).dial(address.clone()).await.unwrap();
     path.release(LeaseId(7)).await.unwrap();
-    assert_eq!(door.service.released(), [LeaseId(7)]);
+    assert_eq!(gate.service.released(), [LeaseId(7)]);
     let other = TcpDialer::new(&authority.member(), TcpConfig::default()).dial(address.clone()).await;
     assert!(matches!(other.err(), Some(PathError::Broken { .. } | PathError::Unreachable { .. })));
     let again = TcpDialer::new(&ours, TcpConfig::default()).dial(address).await.unwrap();

@@ -63,7 +63,8 @@ async fn a_dropped_fetch_closes_its_connection() {
     let mut seen = came.subscribe();
     let mut sink = |_| came.send_modify(|came| *came += 1);
     tokio::select! {
-        answer = path.fetch(fetch_request(&hashes(3)), &mut sink) => panic!("the fetch passed a closed gate: {answer:?}"),
+        answer = path.fetch(fetch_request(&hashes(3)), &mut sink) => panic!("the fetch passed a closed gate: \
+            {answer:?}"),
         _ = seen.wait_for(|came| *came == 1) => {}
     }
     assert_eq!(path.pool.idle_count(), 0, "its connection was kept");
