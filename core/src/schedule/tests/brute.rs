@@ -90,8 +90,8 @@ proptest! {
         };
         let mut fleet = Fleet::new(profile);
         fleet.put_instance(Instance { node: None, ..instance(1) });
-        let node = |(n, run): (u32, &_)| LiveNode { remote_stats: link_speeds(Some(run.1), [None; 3]), ..live(n) };
-        fleet.set_nodes((1u32..).zip(&runs).map(node).collect());
+        let node = |n, speed| LiveNode { remote_stats: link_speeds(Some(speed), [None; 3]), ..live(n) };
+        fleet.set_nodes((1u32..).zip(&runs).map(|(n, run)| node(n, run.1)).collect());
         let held: u32 = runs.iter().map(|run| run.0).sum();
         let holders: Vec<_> = (1u32..).zip(&runs).map(|(n, run)| (run.0, vec![(n, run.2)])).collect();
         let matched = prefix(&holders.iter().map(|(len, at)| (*len, at.as_slice())).collect::<Vec<_>>());
