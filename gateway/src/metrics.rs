@@ -135,7 +135,7 @@ impl OpenAiMetrics {
             )?,
             overhead: histogram(
                 registry,
-                "kvfleet_gateway_own_seconds",
+                "kvfleet_gateway_overhead_seconds",
                 "Seconds from a request's last byte until it was sent to an engine.",
             )?,
         })

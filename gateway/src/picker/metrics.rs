@@ -50,7 +50,7 @@ impl PickerMetrics {
             )?,
             streams,
             shed: counter(
-                "kvfleet_gateway_picker_turned_away_total",
+                "kvfleet_gateway_picker_shed_total",
                 "Streams refused because streams_max was reached.",
             )?,
             pick_seconds: seconds,

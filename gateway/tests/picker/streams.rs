@@ -261,7 +261,7 @@ async fn hostile_streams_end_with_an_error() {
     };
     assert_eq!(refused.code(), Code::ResourceExhausted);
     kvfleet_errors_doc::says("more requests of Envoy's than a picker takes", &refused.message(), &[]);
-    assert_eq!(opened.metric("kvfleet_gateway_picker_turned_away_total"), 1);
+    assert_eq!(opened.metric("kvfleet_gateway_picker_shed_total"), 1);
     // Streams that wait for a response do not delay the shutdown.
     tokio::time::timeout(Duration::from_secs(4), opened.gateway.shutdown())
         .await

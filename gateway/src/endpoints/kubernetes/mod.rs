@@ -76,7 +76,7 @@ impl DiscoveryMetrics {
             up: gauge("kvfleet_gateway_discovery_up", "1 while the Kubernetes watch works, else 0.")?,
             failures,
             skipped: gauge(
-                "kvfleet_gateway_discovery_left_out",
+                "kvfleet_gateway_discovery_skipped",
                 "Engines in Kubernetes that are skipped because their object is invalid or conflicts with another one.",
             )?,
         })

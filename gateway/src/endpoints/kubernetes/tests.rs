@@ -417,7 +417,7 @@ async fn assigns_unique_instance_numbers() {
             (hashed, "[fd00::1]:8000", false),
         ])
         .await;
-    scene.until_count("kvfleet_gateway_discovery_left_out", 5.0).await;
+    scene.until_count("kvfleet_gateway_discovery_skipped", 5.0).await;
     // After the conflicting endpoint is removed, the engine is registered without a new event.
     scene.endpoints.remove(InstanceId(7));
     scene
@@ -427,7 +427,7 @@ async fn assigns_unique_instance_numbers() {
             (hashed, "[fd00::1]:8000", false),
         ])
         .await;
-    scene.until_count("kvfleet_gateway_discovery_left_out", 4.0).await;
+    scene.until_count("kvfleet_gateway_discovery_skipped", 4.0).await;
     scene.end().await;
 }
 
@@ -468,7 +468,7 @@ async fn follows_events_while_the_pod_exists() {
     assert!(desk.follows(8), "it exists, although it is not ready");
     let other = annotated(pod("vllm-9", "127.0.0.1"), json!({ "kvfleet.io/events-port": "5557" }));
     scene.event("ADDED", &other).await;
-    scene.until_count("kvfleet_gateway_discovery_left_out", 1.0).await;
+    scene.until_count("kvfleet_gateway_discovery_skipped", 1.0).await;
     assert!(!desk.follows(9));
     scene.event("DELETED", &engine).await;
     until("the other's events", || async { (desk.follows(9) && !desk.follows(8)).then_some(()) }).await;
@@ -543,7 +543,7 @@ async fn reads_endpoint_slices() {
         .await;
     let query = scene.server.lock().lists[0].clone();
     assert!(query.contains("service-name%3Dvllm"), "{query}");
-    assert_eq!(scene.count("kvfleet_gateway_discovery_left_out"), 0.0, "a Pod in two slices counts once");
+    assert_eq!(scene.count("kvfleet_gateway_discovery_skipped"), 0.0, "a Pod in two slices counts once");
     let fewer = with_value(slice, "/endpoints", json!([]));
     scene.event("MODIFIED", &fewer).await;
     scene.until_known(&[(4, "[fd00::2]:8000", false)]).await;

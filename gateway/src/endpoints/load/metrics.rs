@@ -57,7 +57,7 @@ impl EndpointMetrics {
                 "instance",
             )?,
             probes: counter(
-                "kvfleet_gateway_endpoint_asked_total",
+                "kvfleet_gateway_endpoint_probes_total",
                 "Load probes of an engine, by outcome.",
                 &["instance", "outcome"],
             )?,
@@ -83,7 +83,7 @@ impl EndpointMetrics {
                 "instance",
             )?,
             model_probes: counter(
-                "kvfleet_gateway_endpoint_models_asked_total",
+                "kvfleet_gateway_endpoint_model_probes_total",
                 "Model list requests to an engine, by outcome.",
                 &["instance", "outcome"],
             )?,

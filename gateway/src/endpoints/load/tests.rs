@@ -225,7 +225,7 @@ async fn probes_engines_and_routes_by_their_load() {
     scene.endpoints.remove(INSTANCE);
     scene.until_chosen(false).await;
     until("its series to be removed", || async {
-        (scene.count("kvfleet_gateway_endpoint_asked_total", "") == 0.0).then_some(())
+        (scene.count("kvfleet_gateway_endpoint_probes_total", "") == 0.0).then_some(())
     })
     .await;
     scene.end().await;
@@ -269,7 +269,7 @@ async fn a_failed_request_triggers_a_probe() {
         let scene = &scene;
         async move {
             let asked = || async {
-                (scene.count("kvfleet_gateway_endpoint_asked_total", "ok") >= least).then_some(())
+                (scene.count("kvfleet_gateway_endpoint_probes_total", "ok") >= least).then_some(())
             };
             until("a probe", asked).await;
         }
@@ -306,7 +306,7 @@ async fn excludes_an_unhealthy_engine_with_its_problem() {
     engine.set(|says| says.metrics = load(0, 0, 1).replace("running 0", "running NaN"));
     scene.until_chosen(false).await;
     says("an engine whose load is not believed", &scene.problem().await, &[&address]);
-    assert!(scene.count("kvfleet_gateway_endpoint_asked_total", "nonsense") >= 3.0);
+    assert!(scene.count("kvfleet_gateway_endpoint_probes_total", "nonsense") >= 3.0);
     engine.set(|says| *says = EngineAnswers { status: StatusCode::NOT_FOUND, ..EngineAnswers::default() });
     until("the status", || async { scene.status().problem.filter(|said| said.contains("status 404")) }).await;
     engine.set(|says| *says = EngineAnswers::default());
@@ -352,7 +352,7 @@ async fn draining_engines_get_no_requests_and_reporting_ones_no_probes() {
     let endpoint = scene.endpoints.get(INSTANCE).expect("the instance is registered");
     scene.endpoints.put_reporting(Endpoint { is_draining: false, ..Endpoint::clone(&endpoint) }, true);
     until("no probes", || async {
-        (scene.count("kvfleet_gateway_endpoint_asked_total", "") == 0.0).then_some(())
+        (scene.count("kvfleet_gateway_endpoint_probes_total", "") == 0.0).then_some(())
     })
     .await;
     engine.set(|says| says.health = StatusCode::INTERNAL_SERVER_ERROR);
@@ -419,9 +419,9 @@ async fn asks_each_process_once_for_its_events() {
         };
         until("the requests", || async { (asked_so_far().len() >= asked.len()).then_some(()) }).await;
         // Later rounds probe load and health only.
-        let before = scene.count("kvfleet_gateway_endpoint_asked_total", "ok");
+        let before = scene.count("kvfleet_gateway_endpoint_probes_total", "ok");
         until("more rounds", || async {
-            (scene.count("kvfleet_gateway_endpoint_asked_total", "ok") >= before + 4.0).then_some(())
+            (scene.count("kvfleet_gateway_endpoint_probes_total", "ok") >= before + 4.0).then_some(())
         })
         .await;
         assert_eq!(asked_so_far(), asked, "available at {info_at:?}");
