@@ -8,20 +8,30 @@ use serde::{Deserialize, Serialize};
 /// The identity manifest as written in a file; fields as in [`IdentityManifest`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-#[allow(missing_docs)]
 pub struct IdentitySection {
+    /// Public name of the model.
     pub model: String,
+    /// Digest of the weights, in the form that the model's publisher gives.
     pub weights_digest: String,
+    /// Element type of the stored keys and values, for example `bf16`.
     pub dtype: String,
+    /// Layout of one block: order of dimensions and groups, as in `layer-major/kv/token/head`.
     pub layout: String,
+    /// Layers stored per block.
     pub layers: u32,
+    /// Tensor-parallel degree.
     pub tp: u32,
+    /// Pipeline-parallel degree.
     pub pp: u32,
+    /// The rank, of `tp * pp`, that the bytes belong to; 0 if a block holds all ranks.
     pub rank: u32,
+    /// Tokens per block: a power of two up to 512.
     pub block_tokens: u32,
+    /// Parameters of the rotary embedding, for example `theta=500000`.
     pub rope: String,
     /// Keys are stored before the rotary embedding.
     pub raw_keys: bool,
+    /// Adapter (LoRA) in use; empty for none.
     pub adapter: String,
 }
 

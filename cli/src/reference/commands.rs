@@ -12,8 +12,7 @@ fn the_page_on_commands_is_current() {
     let mut text = opening("Commands", "the command line of kvfleet");
     text.push_str("\nEvery command also has `--help`. Flags of all commands:");
     text.push_str(" `--help`, and `--version` of `kvfleet` itself.\n");
-    let about = command.get_about().unwrap().to_string();
-    text.push_str(&format!("\n{about}\n\n```\n{}\n```\n", command.get_after_help().unwrap()));
+    text.push_str(&format!("\n```\n{}\n```\n", command.get_after_help().unwrap()));
     for command in command.get_subcommands().filter(|command| !is_hidden(command)) {
         add(&mut text, command, "kvfleet");
     }
