@@ -151,7 +151,7 @@ impl OurHasher {
 
 #[cfg(test)]
 mod tests {
-    use kv_core::id::OCTET_BLOCKS;
+    use kv_core::id::BLOCK_GROUP_BLOCKS;
 
     use super::*;
 
@@ -166,8 +166,11 @@ mod tests {
         let ours = chains.ours(3);
         assert!(ours.iter().all(|hash| hash.root_tag() == ours[0].root_tag()));
         for (position, hash) in ours.iter().enumerate() {
-            let first = ours[position - position % OCTET_BLOCKS];
-            assert_eq!((hash.octet(), hash.nth_of_octet()), (first.octet(), position % OCTET_BLOCKS));
+            let first = ours[position - position % BLOCK_GROUP_BLOCKS];
+            assert_eq!(
+                (hash.block_group(), hash.position_in_group()),
+                (first.block_group(), position % BLOCK_GROUP_BLOCKS)
+            );
         }
     }
 

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use benches::Spent;
+use benches::TimeSpent;
 
 use crate::allocated::allocated;
 use crate::chains::Chains;
@@ -56,16 +56,16 @@ impl<'chains> Replay<'chains> {
     }
 
     /// A full index, the time to fill it, and its bytes.
-    pub(crate) fn fill<S: IndexSide>(&self) -> anyhow::Result<(S, Spent, u64)> {
+    pub(crate) fn fill<S: IndexSide>(&self) -> anyhow::Result<(S, TimeSpent, u64)> {
         let before = allocated()?;
         let mut side = S::empty(self.threads)?;
         let spent = self.apply(&mut side, Action::Store)?;
         Ok((side, spent, allocated()?.saturating_sub(before)))
     }
 
-    fn apply<S: IndexSide>(&self, side: &mut S, action: Action) -> anyhow::Result<Spent> {
+    fn apply<S: IndexSide>(&self, side: &mut S, action: Action) -> anyhow::Result<TimeSpent> {
         let events = if action == Action::Store { &self.store } else { &self.remove };
-        let mut spent = Spent { wall: Duration::ZERO, cpu: Duration::ZERO };
+        let mut spent = TimeSpent { wall: Duration::ZERO, cpu: Duration::ZERO };
         for events in events.chunks(READY_EVENTS) {
             spent += side.apply(self.chains, action, events)?;
         }

@@ -2,7 +2,7 @@
 //!
 //! Not here: the measurements (`index.rs`, `growth.rs`, `consensus.rs`).
 
-use benches::{Better, Outcome, Row, figure};
+use benches::{BenchRow, Better, Outcome, format_figure};
 use serde::Serialize;
 
 /// Target of a row.
@@ -22,7 +22,7 @@ pub(crate) enum Target {
 
 impl Target {
     /// The target in words, and whether the row meets it.
-    fn judge(self, row: &Row) -> Option<(String, bool)> {
+    fn judge(self, row: &BenchRow) -> Option<(String, bool)> {
         match self {
             Target::RatioAtMost(most) => Some((format!("ratio <= {most}"), row.ratio <= most)),
             Target::RatioAtLeast(least) => Some((format!("ratio >= {least}"), row.ratio >= least)),
@@ -37,7 +37,7 @@ impl Target {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct JudgedRow {
     #[serde(flatten)]
-    row: Row,
+    row: BenchRow,
     /// Target in words; `None` without one.
     reach: Option<String>,
     /// Whether the target is met.
@@ -45,14 +45,15 @@ pub(crate) struct JudgedRow {
 }
 
 impl JudgedRow {
-    pub(crate) fn new(row: Row, reach: Target) -> Self {
+    pub(crate) fn new(row: BenchRow, reach: Target) -> Self {
         let (reach, reached) = reach.judge(&row).unzip();
         Self { row, reach, reached }
     }
 
     fn line(&self) -> String {
-        let Row { row, unit, ours, peer, theirs, ratio, min, max, .. } = &self.row;
-        let [ours, theirs, ratio, min, max] = [ours, theirs, ratio, min, max].map(|value| figure(*value));
+        let BenchRow { row, unit, ours, peer, theirs, ratio, min, max, .. } = &self.row;
+        let [ours, theirs, ratio, min, max] =
+            [ours, theirs, ratio, min, max].map(|value| format_figure(*value));
         let verdict = match (&self.reach, self.reached) {
             (Some(reach), Some(true)) => format!("PASS   {reach}"),
             (Some(reach), _) => format!("short  {reach}"),
@@ -115,7 +116,7 @@ pub(crate) struct RowLabel<'names> {
 
 impl RowLabel<'_> {
     pub(crate) fn judge(&self, outcome: Outcome, reach: Target) -> JudgedRow {
-        JudgedRow::new(Row::new(self.bench, self.row, self.unit, self.peer, self.better, outcome), reach)
+        JudgedRow::new(BenchRow::new(self.bench, self.row, self.unit, self.peer, self.better, outcome), reach)
     }
 }
 

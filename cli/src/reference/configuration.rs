@@ -87,7 +87,8 @@ fn the_page_on_configuration_is_current() {
     let mut text = opening("Configuration keys", "the configuration structures and their defaults");
     text.push_str("\nThe [guide](../guide/configure.md) says how to set a key. ");
     text.push_str("`name[].key` is a key of each entry of the\nlist `name`. ");
-    text.push_str("A default of – means that the key has no value unless it is set,\nor belongs to an entry of a list.\n");
+    text.push_str("A default of – means that the key has no value unless it is set,\n");
+    text.push_str("or belongs to an entry of a list.\n");
     for part in parts() {
         text.push_str(&format!("\n## {}\n\n{}\n", part.title, part.introduction));
         text.push_str(&head(&["key", "type", "default", "meaning"]));

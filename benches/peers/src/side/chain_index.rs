@@ -9,7 +9,7 @@ use std::hint::black_box;
 use std::ops::Range;
 
 use anyhow::{anyhow, ensure};
-use benches::{Spent, spend};
+use benches::{TimeSpent, measure_time};
 use dynamo_kv_router::protocols::{BlockHashOptions, LocalBlockHash, compute_block_hash_for_seq};
 use kv_index::{ChainBlockMap, ChainIndex, ContentHash, SequenceHash, StoredBlock};
 
@@ -92,7 +92,7 @@ impl IndexSide for SmgChainIndex {
         Ok(Self { index, workers, lanes })
     }
 
-    fn apply(&mut self, chains: &Chains, action: Action, events: &[Event]) -> anyhow::Result<Spent> {
+    fn apply(&mut self, chains: &Chains, action: Action, events: &[Event]) -> anyhow::Result<TimeSpent> {
         let lanes = self.lanes.len();
         let mut batches: Vec<Batch> = (0..lanes).map(|_| Batch::default()).collect();
         events.iter().for_each(|event| batches[event.node as usize % lanes].push(chains, action, event));
@@ -101,8 +101,8 @@ impl IndexSide for SmgChainIndex {
             Self::apply_batch(index, workers, lanes, maps, batch)
         };
         let (took, spent) = match (&mut self.lanes[..], &batches[..]) {
-            ([maps], [batch]) => spend(|| run(maps, batch)),
-            (lanes, batches) => spend(|| {
+            ([maps], [batch]) => measure_time(|| run(maps, batch)),
+            (lanes, batches) => measure_time(|| {
                 std::thread::scope(|scope| {
                     let start = |(maps, batch)| scope.spawn(move || run(maps, batch));
                     let threads: Vec<_> = lanes.iter_mut().zip(batches).map(start).collect();

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use anyhow::Context;
-use benches::{Spent, spend};
+use benches::{TimeSpent, measure_time};
 use dynamo_kv_router::ConcurrentRadixTreeCompressed;
 use dynamo_kv_router::indexer::{SyncIndexer, WorkerTask};
 use dynamo_kv_router::protocols::{
@@ -87,10 +87,10 @@ impl IndexSide for DynamoCrtc {
         Ok(Self { index, lanes })
     }
 
-    fn apply(&mut self, chains: &Chains, action: Action, events: &[Event]) -> anyhow::Result<Spent> {
+    fn apply(&mut self, chains: &Chains, action: Action, events: &[Event]) -> anyhow::Result<TimeSpent> {
         let lane_of = |one: &Event| &self.lanes[one.node as usize % self.lanes.len()];
         let tasks: Vec<_> = events.iter().map(|one| (lane_of(one), event(chains, action, one))).collect();
-        let (sent, spent) = spend(|| {
+        let (sent, spent) = measure_time(|| {
             tasks.into_iter().try_for_each(|(lane, task)| lane.send(task))?;
             let mut flushed = Vec::new();
             for lane in &self.lanes {

@@ -7,7 +7,7 @@ use std::hint::black_box;
 use std::ops::Range;
 
 use anyhow::{bail, ensure};
-use benches::{Spent, spend};
+use benches::{TimeSpent, measure_time};
 use kv_core::id::{BlockHash, Epoch, IdentityDigest, NodeId, Seq, Tier};
 use kv_core::index::command::{AnnounceOutcome, Announcement, Applied, Change, Command, NodeRecord};
 use kv_core::index::{Index, IndexLimits};
@@ -106,7 +106,7 @@ impl IndexSide for KvfleetIndex {
         Ok(Self { shards, hasher: OurHasher::new() })
     }
 
-    fn apply(&mut self, chains: &Chains, action: Action, events: &[Event]) -> anyhow::Result<Spent> {
+    fn apply(&mut self, chains: &Chains, action: Action, events: &[Event]) -> anyhow::Result<TimeSpent> {
         let places: Vec<_> = events.iter().map(|event| self.shard_of(chains.ours(event.chain)[0])).collect();
         let mut commands = Vec::new();
         for (number, shard) in self.shards.iter_mut().enumerate() {
@@ -114,8 +114,8 @@ impl IndexSide for KvfleetIndex {
             commands.push(shard.commands(chains, action, mine.map(|(event, _)| event)));
         }
         let (took, spent) = match (&self.shards[..], &commands[..]) {
-            ([shard], [commands]) => spend(|| shard.apply(commands)),
-            (shards, commands) => spend(|| {
+            ([shard], [commands]) => measure_time(|| shard.apply(commands)),
+            (shards, commands) => measure_time(|| {
                 std::thread::scope(|scope| {
                     let pairs = shards.iter().zip(commands);
                     let threads: Vec<_> =

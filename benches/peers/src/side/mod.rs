@@ -10,7 +10,7 @@ mod kvfleet_index;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use benches::Spent;
+use benches::TimeSpent;
 
 pub(crate) use chain_index::SmgChainIndex;
 pub(crate) use crtc::DynamoCrtc;
@@ -33,7 +33,7 @@ pub(crate) trait IndexSide: Sized + Sync {
     fn empty(threads: usize) -> anyhow::Result<Self>;
 
     /// Applies events, in order for each node, and returns the time spent.
-    fn apply(&mut self, chains: &Chains, action: Action, events: &[Event]) -> anyhow::Result<Spent>;
+    fn apply(&mut self, chains: &Chains, action: Action, events: &[Event]) -> anyhow::Result<TimeSpent>;
 
     /// Appends blocks of a chain in this side's prompt form.
     fn append_prompt(chains: &Chains, chain: u32, blocks: Range<usize>, prompt: &mut Vec<Self::Hash>);

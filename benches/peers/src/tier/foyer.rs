@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::{Context, bail, ensure};
-use benches::ssd_tier::Shape;
+use benches::ssd_tier::IoShape;
 use bytes::Bytes;
 use foyer::{
     BlockEngineConfig, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder, IoEngineConfig, Load,
@@ -51,7 +51,7 @@ pub(super) struct Foyer {
 }
 
 impl Foyer {
-    pub(super) fn open(io: IoEngine, shape: &Shape, dir: &Path, stock_bytes: u64) -> anyhow::Result<Foyer> {
+    pub(super) fn open(io: IoEngine, shape: &IoShape, dir: &Path, stock_bytes: u64) -> anyhow::Result<Foyer> {
         let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let buffers = usize::try_from(2 * DRAIN_BYTES)?;
         // Half again as large as the stock, with some space for foyer's own records.
@@ -79,7 +79,7 @@ impl Foyer {
         Ok(foyer)
     }
 
-    pub(super) fn run(&mut self, shape: &Shape, count: u64) -> anyhow::Result<()> {
+    pub(super) fn run(&mut self, shape: &IoShape, count: u64) -> anyhow::Result<()> {
         if shape.is_put {
             self.put(count);
             return Ok(());

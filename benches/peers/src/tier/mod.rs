@@ -11,7 +11,7 @@ mod process;
 use std::path::Path;
 
 use anyhow::Context;
-use benches::ssd_tier::{RUN_BYTES, SHAPES, Shape};
+use benches::ssd_tier::{IoShape, RUN_BYTES, SHAPES};
 use benches::{Better, outcome};
 
 use crate::Effort;
@@ -30,7 +30,7 @@ pub(crate) fn run(effort: &Effort, data: &Path, printer: Printer) -> anyhow::Res
 }
 
 /// Targets of the rate and of the bytes per CPU-second.
-fn targets(shape: &Shape) -> (Target, Target) {
+fn targets(shape: &IoShape) -> (Target, Target) {
     match (shape.is_put, shape.in_flight) {
         (true, _) => (Target::RatioAtLeast(1.3), Target::Unjudged),
         (false, 1) => (Target::RatioAtLeast(1.4), Target::Unjudged),
@@ -41,7 +41,7 @@ fn targets(shape: &Shape) -> (Target, Target) {
 fn compare(
     effort: &Effort,
     number: usize,
-    shape: &Shape,
+    shape: &IoShape,
     dir: &Path,
     printer: Printer,
 ) -> anyhow::Result<()> {

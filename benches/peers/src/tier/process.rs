@@ -8,8 +8,8 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use anyhow::{Context, ensure};
-use benches::spend;
-use benches::ssd_tier::{RUN_BYTES, SHAPES, STOCK_BYTES, SsdTier};
+use benches::measure_time;
+use benches::ssd_tier::{RUN_BYTES, SHAPES, STOCK_BYTES, SsdTierBench};
 use clap::ValueEnum;
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
@@ -39,8 +39,8 @@ pub(crate) fn serve(side: TierKind, shape: usize, dir: &Path) -> anyhow::Result<
     let count = RUN_BYTES / u64::from(shape.block_bytes);
     let mut go: Box<dyn FnMut() -> anyhow::Result<()>> = match side {
         TierKind::Ours => {
-            let mut tier = SsdTier::open(shape, dir, STOCK_BYTES)?;
-            Box::new(move || tier.go(shape, count))
+            let mut tier = SsdTierBench::open(shape, dir, STOCK_BYTES)?;
+            Box::new(move || tier.run(shape, count))
         }
         TierKind::FoyerUring | TierKind::FoyerCalls => {
             let io = if matches!(side, TierKind::FoyerUring) { IoEngine::Uring } else { IoEngine::Psync };
@@ -51,7 +51,7 @@ pub(crate) fn serve(side: TierKind, shape: usize, dir: &Path) -> anyhow::Result<
     println!("ready");
     for line in std::io::stdin().lines() {
         line?;
-        let (end, spent) = spend(&mut go);
+        let (end, spent) = measure_time(&mut go);
         end?;
         let took = RunTimes { wall_s: spent.wall.as_secs_f64(), cpu_s: spent.cpu.as_secs_f64() };
         println!("{}", serde_json::to_string(&took)?);
