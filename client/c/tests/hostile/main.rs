@@ -528,7 +528,7 @@ fn new_client_has_no_paths_or_links() {
             assert_eq!((carried.fetched_bytes, carried.saved_bytes), (0, 0));
             kinds.push(carried.path);
         }
-        assert!(kinds.len() <= 4 && kinds.ends_with(&[abi::PATH_QUIC, abi::PATH_TCP]), "{kinds:?}");
+        assert!(kinds.len() <= 4 && kinds.ends_with(&[abi::PATH_TCP, abi::PATH_QUIC]), "{kinds:?}");
         let beyond = kvf_paths_traffic(paths, kinds.len(), &raw mut carried);
         assert_refused(beyond, status::NOT_FOUND, "no path of this number");
         kvf_paths_free(paths);
