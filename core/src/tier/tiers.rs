@@ -88,7 +88,7 @@ pub struct TierStats {
     /// blocks evicted from DRAM that are unlikely to be used again.
     pub not_admitted_blocks: u64,
     /// Blocks evicted from DRAM and not written to SSD, because the SSD's write queue was full
-    /// ([`Book::set_ssd_queue_max`]).
+    /// ([`Book::set_ssd_queue_max`](super::Book::set_ssd_queue_max)).
     pub unwritten_blocks: u64,
     /// Blocks dropped since the start because their group's time to live expired.
     pub expired_blocks: u64,

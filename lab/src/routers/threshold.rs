@@ -12,7 +12,7 @@ use kvfleet_sim::routers::{Route, Router, limits_of};
 pub struct ThresholdRouter {
     /// The router.
     pub inner: Box<dyn Router>,
-    /// See [`AdmittingRouter::new`].
+    /// See [`kvfleet_sim::routers::AdmittingRouter::new`].
     pub limits: Arc<[(u64, u64)]>,
     /// Maximum shares of the TTFT limit and of the inter-token latency limit.
     pub shares: [f64; 2],
