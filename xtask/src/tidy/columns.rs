@@ -8,18 +8,15 @@ use super::{Tree, Violation};
 /// Widest line, in characters.
 const COLUMNS_MAX: usize = 120;
 
-/// Wider lines that are allowed: none.
-const WIDE_LINES_MAX: usize = 0;
-
 /// Documents that a program writes: their lines are its own.
 const GENERATED: [&str; 2] = ["<!-- generated", "<!-- Generated"];
 
 /// Finds lines that are wider.
 pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
-    Ok(judge(tree, WIDE_LINES_MAX))
+    Ok(judge(tree))
 }
 
-fn judge(tree: &Tree, wide_lines_max: usize) -> Vec<Violation> {
+fn judge(tree: &Tree) -> Vec<Violation> {
     let mut found = Vec::new();
     for (path, text) in tree.texts() {
         let is_markdown = path.ends_with(".md");
@@ -37,7 +34,7 @@ fn judge(tree: &Tree, wide_lines_max: usize) -> Vec<Violation> {
             }
         }
     }
-    if found.len() <= wide_lines_max { Vec::new() } else { found }
+    found
 }
 
 /// Whether there is nowhere to break it: a link or a path that stands alone.
@@ -50,7 +47,7 @@ mod tests {
     use super::*;
 
     fn found(path: &str, text: &str) -> usize {
-        judge(&Tree::of(&[(path, text)]), 0).len()
+        judge(&Tree::of(&[(path, text)])).len()
     }
 
     #[test]
