@@ -10,7 +10,7 @@ mod structs;
 
 use std::path::{Path, PathBuf};
 
-/// Environment variable that makes the tests write their pages.
+/// Set to `1` to write the pages instead of comparing them, as for errors.
 const BLESS: &str = "KVFLEET_BLESS";
 
 /// Top folder of the repository.
@@ -22,7 +22,7 @@ fn root() -> PathBuf {
 #[track_caller]
 fn check(name: &str, text: &str) {
     let path = root().join("docs/reference").join(name);
-    if std::env::var_os(BLESS).is_some() {
+    if std::env::var_os(BLESS).is_some_and(|value| value == "1") {
         std::fs::write(&path, text).unwrap();
         return;
     }
