@@ -19,9 +19,7 @@ pub(crate) fn check(tree: &Tree) -> anyhow::Result<Vec<Violation>> {
         }
     }
     for source in tree.sources() {
-        let mut types = TypeNames::default();
-        types.visit_file(&source.syntax);
-        for (name, line) in types.seen {
+        for (name, line) in defined(&source.syntax) {
             if let Some(word) = words(&name).into_iter().find(|word| EMPTY_WORDS.contains(&word.as_str())) {
                 found.push(Violation::new(
                     &source.path,
@@ -48,7 +46,14 @@ pub(crate) fn words(name: &str) -> Vec<String> {
     split.split('_').filter(|word| !word.is_empty()).map(str::to_owned).collect()
 }
 
-/// Names of types and modules, with the line of each.
+/// Names of the types and modules of a file, with the line of each. Associated types belong to their
+/// trait and are left out.
+pub(crate) fn defined(file: &syn::File) -> Vec<(String, usize)> {
+    let mut types = TypeNames::default();
+    types.visit_file(file);
+    types.seen
+}
+
 #[derive(Default)]
 struct TypeNames {
     seen: Vec<(String, usize)>,
@@ -71,6 +76,9 @@ impl<'ast> Visit<'ast> for TypeNames {
         self.add(&item.ident);
     }
     fn visit_item_type(&mut self, item: &'ast syn::ItemType) {
+        self.add(&item.ident);
+    }
+    fn visit_item_union(&mut self, item: &'ast syn::ItemUnion) {
         self.add(&item.ident);
     }
     fn visit_item_mod(&mut self, item: &'ast syn::ItemMod) {

@@ -5,8 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use syn::visit::Visit;
-
+use super::names::defined;
 use super::{Tree, Violation};
 
 /// Types that may carry a word of [`NOT_NOUNS`]. Lower it with every type that goes; never raise it.
@@ -71,10 +70,10 @@ fn judge(tree: &Tree, not_nouns_max: usize) -> Vec<Violation> {
 fn definitions(tree: &Tree) -> Vec<Definition<'_>> {
     let mut all = Vec::new();
     for source in tree.sources() {
-        let mut types = Types::default();
-        types.visit_file(&source.syntax);
         let package = package(&source.path);
-        all.extend(types.seen.into_iter().map(|(name, line)| Definition {
+        // Modules have names in lower case.
+        let is_type = |(name, _): &(String, usize)| name.starts_with(char::is_uppercase);
+        all.extend(defined(&source.syntax).into_iter().filter(is_type).map(|(name, line)| Definition {
             package,
             name,
             path: &source.path,
@@ -88,36 +87,6 @@ fn definitions(tree: &Tree) -> Vec<Definition<'_>> {
 fn package(path: &str) -> &str {
     let end = ["/src/", "/tests/", "/examples/"].iter().filter_map(|part| path.find(part)).min();
     end.map_or(path, |end| &path[..end])
-}
-
-/// Types defined at the level of a module, with the line of each. Associated types belong to their trait.
-#[derive(Default)]
-struct Types {
-    seen: Vec<(String, usize)>,
-}
-
-impl Types {
-    fn add(&mut self, name: &syn::Ident) {
-        self.seen.push((name.to_string(), name.span().start().line));
-    }
-}
-
-impl<'ast> Visit<'ast> for Types {
-    fn visit_item_struct(&mut self, item: &'ast syn::ItemStruct) {
-        self.add(&item.ident);
-    }
-    fn visit_item_enum(&mut self, item: &'ast syn::ItemEnum) {
-        self.add(&item.ident);
-    }
-    fn visit_item_trait(&mut self, item: &'ast syn::ItemTrait) {
-        self.add(&item.ident);
-    }
-    fn visit_item_type(&mut self, item: &'ast syn::ItemType) {
-        self.add(&item.ident);
-    }
-    fn visit_item_union(&mut self, item: &'ast syn::ItemUnion) {
-        self.add(&item.ident);
-    }
 }
 
 #[cfg(test)]
