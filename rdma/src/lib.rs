@@ -64,6 +64,11 @@ pub const IN_FLIGHT_MAX: u32 = 1024;
 /// Maximum transfers in flight on one queue pair.
 pub const QUEUE_IN_FLIGHT_MAX: u32 = 64;
 
+/// Time without a completion after which a queue pair with transfers in flight counts as failed. A
+/// card reports a dead peer by itself within about two seconds, so this ends only what it neither
+/// completes nor reports. Soft-RoCE needs two seconds for each of its eight retries.
+pub const COMPLETION_TIMEOUT: Duration = Duration::from_secs(30);
+
 /// Settings that depend on the network.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RdmaTuning {
@@ -78,6 +83,8 @@ pub struct RdmaTuning {
     pub ack_timeout: u8,
     /// Retransmissions of a packet before its queue pair fails, at most 7.
     pub retries: u8,
+    /// See [`COMPLETION_TIMEOUT`].
+    pub completion_timeout: Duration,
     /// Traffic class of the packets; lossless networks recognise RDMA by it.
     pub traffic_class: u8,
 }
@@ -92,6 +99,7 @@ impl Default for RdmaTuning {
             // connection notices it too.
             ack_timeout: 14,
             retries: 7,
+            completion_timeout: COMPLETION_TIMEOUT,
             traffic_class: 0,
         }
     }

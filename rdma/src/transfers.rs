@@ -2,7 +2,8 @@
 //!
 //! One thread polls the card while transfers are in flight, and sleeps longer the longer no
 //! completion comes. A buffer moves into its transfer and returns with the completion. A queue pair
-//! with a failed transfer is unusable. Its owner destroys it, and only then the buffers of its
+//! with a failed transfer is unusable, and so is one whose card neither completes nor fails its
+//! transfers. Its owner destroys it, and only then the buffers of its
 //! remaining transfers are released. That may take the system a while, so a separate thread does
 //! it. Not here: the card (`rail.rs`), the purpose of a transfer.
 
@@ -10,7 +11,7 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
@@ -31,6 +32,9 @@ const SLEEP_MAX: Duration = Duration::from_micros(320);
 /// Pause after a failed poll. The card hardly recovers, and the transfers in flight time out
 /// anyway.
 const POLL_ERROR_PAUSE: Duration = Duration::from_millis(50);
+
+/// Time between two searches for queue pairs without completions.
+const SILENCE_CHECK: Duration = Duration::from_millis(100);
 
 /// Divisor that gives one peer's share of all transfers. Eight dead peers together hold all of them
 /// until their retries end, and two full queue pairs already keep a rail busy.
@@ -90,6 +94,8 @@ pub(super) struct QpHandle {
     queue: Box<dyn QueuePair>,
     id: u64,
     is_broken: AtomicBool,
+    /// When the last transfer was submitted or completed.
+    last_progress: Mutex<Instant>,
     in_flight_limit: Arc<Semaphore>,
     /// Limits the transfers of all queue pairs to the same peer.
     peer_limit: Arc<Semaphore>,
@@ -99,6 +105,15 @@ impl QpHandle {
     /// Whether a transfer failed.
     pub(super) fn is_broken(&self) -> bool {
         self.is_broken.load(Ordering::Acquire)
+    }
+
+    fn record_progress(&self) {
+        *self.last_progress.lock().unwrap_or_else(PoisonError::into_inner) = Instant::now();
+    }
+
+    fn is_silent(&self, now: Instant, timeout: Duration) -> bool {
+        let last = *self.last_progress.lock().unwrap_or_else(PoisonError::into_inner);
+        now.saturating_duration_since(last) >= timeout
     }
 
     pub(super) fn queue(&self) -> &dyn QueuePair {
@@ -131,6 +146,8 @@ struct TransferTable {
 /// State shared by both threads and all users.
 struct EngineState {
     rail: Arc<dyn Rail>,
+    /// See [`super::COMPLETION_TIMEOUT`].
+    completion_timeout: Duration,
     table: Mutex<TransferTable>,
     submitted: Condvar,
     read_bytes: AtomicU64,
@@ -148,6 +165,7 @@ impl EngineState {
         for Completion { id, status } in ended.drain(..) {
             // An unknown transfer belongs to a queue pair that was destroyed.
             let Some(flight) = self.lock_table().transfers.remove(&id) else { continue };
+            flight.qp.record_progress();
             let bytes = u64::from(flight.buffer.len_bytes());
             let result = if status == 0 {
                 match flight.direction {
@@ -168,6 +186,7 @@ impl EngineState {
 
     fn poll_until_closed(&self) {
         let (mut pace, mut ended, mut is_failed) = (PollBackoff::default(), Vec::new(), false);
+        let mut checked_at = Instant::now();
         loop {
             {
                 let mut table = self.lock_table();
@@ -183,7 +202,7 @@ impl EngineState {
                 if !std::mem::replace(&mut is_failed, true) {
                     tracing::error!(%cause, "cannot poll the RDMA device any more; restart this process");
                 }
-                self.fail_all();
+                self.fail(|_| true);
                 std::thread::sleep(POLL_ERROR_PAUSE);
             }
             match pace.next_pause(!ended.is_empty()) {
@@ -191,14 +210,24 @@ impl EngineState {
                 Some(sleep) => std::thread::sleep(sleep),
             }
             self.complete(&mut ended);
+            let now = Instant::now();
+            if now.saturating_duration_since(checked_at) >= SILENCE_CHECK {
+                checked_at = now;
+                self.fail(|qp| qp.is_silent(now, self.completion_timeout));
+            }
         }
     }
 
-    /// No further completion will come: the owners must destroy their queue pairs.
-    fn fail_all(&self) {
+    /// No further completion will come from these queue pairs: their owners must destroy them.
+    fn fail(&self, is_failed: impl Fn(&QpHandle) -> bool) {
         let flights = &mut self.lock_table().transfers;
-        for flight in flights.values_mut() {
-            flight.qp.is_broken.store(true, Ordering::Release);
+        for flight in flights.values_mut().filter(|flight| is_failed(&flight.qp)) {
+            if !flight.qp.is_broken.swap(true, Ordering::AcqRel) {
+                tracing::warn!(
+                    "an RDMA device neither completes nor fails its transfers: their connection is \
+                     replaced; if this repeats, check the device and its driver"
+                );
+            }
             let (nobody, _) = oneshot::channel();
             drop(std::mem::replace(&mut flight.done, nobody));
         }
@@ -241,6 +270,7 @@ impl TransferEngine {
         let table = Mutex::new(TransferTable { transfers: HashMap::new(), is_closed: false });
         let shared = Arc::new(EngineState {
             rail,
+            completion_timeout: tuning.completion_timeout,
             table,
             submitted: Condvar::new(),
             read_bytes: AtomicU64::new(0),
@@ -284,6 +314,7 @@ impl TransferEngine {
             queue,
             id: self.next_id.fetch_add(1, Ordering::Relaxed),
             is_broken: AtomicBool::new(false),
+            last_progress: Mutex::new(Instant::now()),
             in_flight_limit: Arc::new(Semaphore::new(self.queue_in_flight_max as usize)),
             peer_limit: Arc::clone(of_peer),
         });
@@ -345,6 +376,7 @@ impl TransferEngine {
         let _permits = [of_line, of_peer, of_all];
         let (number, owner) = (line.id, Arc::clone(line));
         let flight = InFlightTransfer { direction, qp_id: number, qp: owner, buffer: place, done, _permits };
+        line.record_progress();
         // Inserted before the post, because the completion could arrive first.
         self.state.lock_table().transfers.insert(id, flight);
         if let Err(cause) = line.queue.post(&transfer) {

@@ -269,6 +269,20 @@ async fn operations_use_the_connection_if_no_link_can_be_made() {
     }
 }
 
+/// A device that neither completes nor fails a transfer must not hold an operation until its deadline.
+#[tokio::test]
+async fn a_device_without_completions_is_replaced_by_the_connection() {
+    let tuning = RdmaTuning { completion_timeout: Duration::from_millis(200), ..RdmaTuning::default() };
+    let world = world(&service_with_blocks(3, 1000), true, &RdmaConfig { tuning, ..small() });
+    let path = world.path().await;
+    world.fabric.hold();
+    let request = FetchRequest { deadline: suite::PATIENCE, ..fetch_request(&hashes(3)) };
+    let hit = suite::fetch(path.as_ref(), request).await.unwrap();
+    assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(3) });
+    world.fabric.release();
+    assert_eq!(suite::fetch(path.as_ref(), fetch_request(&hashes(3))).await.unwrap().tiers().len(), 3);
+}
+
 #[tokio::test]
 async fn waiting_for_a_link_counts_against_the_deadline() {
     let config = RdmaConfig { links_per_peer: 1, ..small() };
