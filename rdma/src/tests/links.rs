@@ -276,7 +276,7 @@ async fn a_device_without_completions_is_replaced_by_the_connection() {
     let world = world(&service_with_blocks(3, 1000), true, &RdmaConfig { tuning, ..small() });
     let path = world.path().await;
     world.fabric.hold();
-    let request = FetchRequest { deadline: suite::PATIENCE, ..fetch_request(&hashes(3)) };
+    let request = FetchRequest { deadline: PATIENCE, ..fetch_request(&hashes(3)) };
     let hit = suite::fetch(path.as_ref(), request).await.unwrap();
     assert_eq!(hit, FetchAnswer::Hit { tiers: in_dram(3) });
     world.fabric.release();
