@@ -192,7 +192,7 @@ impl Router {
             is_untokenized: false,
         };
         let decision = choose(&request, &matched, &self.fleet, NOW).ok()?;
-        self.admission.admit(&AdmissionRequest::of(&decision, (tenant, 0), None), NOW).ok()?;
+        self.admission.admit(&AdmissionRequest::of(&decision, tenant, 0, None), NOW).ok()?;
         let waiting = self.fleet.waiting_tokens();
         self.fleet.record(&decision, NOW);
         self.admission.record(tenant, decision.recompute_tokens, waiting, NOW);

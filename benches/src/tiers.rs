@@ -9,7 +9,7 @@ use kv_core::evict::{DEFAULT, by_name};
 use kvfleet_lab::policies::Traffic;
 use kvfleet_node::NodeConfig;
 use kvfleet_sim::generate::{TraceGenerator, TraceSpec, TrafficKind};
-use kvfleet_sim::tiers::{TiersOutcome, TwoTierReplay};
+use kvfleet_sim::tiers::{ReplayTier, TiersOutcome, TwoTierReplay};
 use kvfleet_sim::trace::Request;
 
 use crate::Effort;
@@ -87,7 +87,11 @@ fn replay_kind(
     let (dram, ssd) = ((dram * unique) as u64, (ssd * unique) as u64);
     let replay = |dram: u64, ssd: (u64, &str), reuse_min: f64| -> anyhow::Result<TiersOutcome> {
         let policy = |name| by_name(name, seed).ok_or_else(|| anyhow::anyhow!("no policy named {name}"));
-        let mut tiers = TwoTierReplay::new((dram, policy(DEFAULT)?), (ssd.0, policy(ssd.1)?), reuse_min);
+        let mut tiers = TwoTierReplay::new(
+            ReplayTier { blocks: dram, policy: policy(DEFAULT)? },
+            ReplayTier { blocks: ssd.0, policy: policy(ssd.1)? },
+            reuse_min,
+        );
         requests.iter().for_each(|request| tiers.serve(request));
         Ok(tiers.outcome())
     };

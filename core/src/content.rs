@@ -16,43 +16,46 @@ const MIX: u64 = 0xE703_7ED1_A0B4_28DB;
 /// The 8-byte word at `position` of the stream, a mixed counter. Any position is computed without
 /// the others.
 #[inline(always)]
-fn word(key: (u64, u64), position: u64) -> u64 {
-    let counter = key.0.wrapping_add(position.wrapping_mul(STEP));
-    let product = u128::from(counter ^ MIX) * u128::from(counter ^ key.1);
+fn word(seed: StreamSeed, position: u64) -> u64 {
+    let counter = seed.0.wrapping_add(position.wrapping_mul(STEP));
+    let product = u128::from(counter ^ MIX) * u128::from(counter ^ seed.1);
     #[expect(clippy::cast_possible_truncation, reason = "folds the two halves of the product")]
     let folded = (product as u64) ^ ((product >> 64) as u64);
     folded
 }
 
-/// The two halves of the hash.
-fn key(hash: BlockHash) -> (u64, u64) {
+/// The two halves of a hash.
+#[derive(Clone, Copy)]
+struct StreamSeed(u64, u64);
+
+fn seed(hash: BlockHash) -> StreamSeed {
     let (words, _) = hash.0.as_chunks::<8>();
-    (u64::from_le_bytes(words[0]), u64::from_le_bytes(words[1]))
+    StreamSeed(u64::from_le_bytes(words[0]), u64::from_le_bytes(words[1]))
 }
 
 /// Fills `bytes` with the content of block `hash`. A longer buffer continues a shorter one.
 pub fn fill(hash: BlockHash, bytes: &mut [u8]) {
-    fill_from(key(hash), 0, bytes);
+    fill_from(seed(hash), 0, bytes);
 }
 
 /// Fills `bytes` with the content of block `hash` from byte `start` on.
 pub fn fill_at(hash: BlockHash, start: usize, bytes: &mut [u8]) {
-    let key = key(hash);
+    let seed = seed(hash);
     let (first_word, within) = ((start / STRIDE) as u64, start % STRIDE);
     let (head, rest) = bytes.split_at_mut(bytes.len().min((STRIDE - within) % STRIDE));
-    head.copy_from_slice(&word(key, first_word).to_le_bytes()[within..][..head.len()]);
-    fill_from(key, first_word + u64::from(within > 0), rest);
+    head.copy_from_slice(&word(seed, first_word).to_le_bytes()[within..][..head.len()]);
+    fill_from(seed, first_word + u64::from(within > 0), rest);
 }
 
 /// Fills `bytes` with the words of the stream from word `first` on.
-fn fill_from(key: (u64, u64), first: u64, bytes: &mut [u8]) {
+fn fill_from(seed: StreamSeed, first: u64, bytes: &mut [u8]) {
     let (words, tail) = bytes.as_chunks_mut::<STRIDE>();
     let mut position = first;
     for chunk in words {
-        *chunk = word(key, position).to_le_bytes();
+        *chunk = word(seed, position).to_le_bytes();
         position += 1;
     }
-    let last = word(key, position).to_le_bytes();
+    let last = word(seed, position).to_le_bytes();
     let tail_bytes = tail.len();
     tail.copy_from_slice(&last[..tail_bytes]);
 }
@@ -60,29 +63,29 @@ fn fill_from(key: (u64, u64), first: u64, bytes: &mut [u8]) {
 /// Whether `bytes` are exactly the content of block `hash`.
 #[must_use]
 pub fn matches(hash: BlockHash, bytes: &[u8]) -> bool {
-    matches_from(key(hash), 0, bytes)
+    matches_from(seed(hash), 0, bytes)
 }
 
 /// Whether `bytes` equal the content of block `hash` from byte `start` on.
 #[must_use]
 pub fn matches_at(hash: BlockHash, start: usize, bytes: &[u8]) -> bool {
-    let key = key(hash);
+    let seed = seed(hash);
     let (first_word, within) = ((start / STRIDE) as u64, start % STRIDE);
     let (head, rest) = bytes.split_at(bytes.len().min((STRIDE - within) % STRIDE));
-    let is_head = head == &word(key, first_word).to_le_bytes()[within..][..head.len()];
-    is_head && matches_from(key, first_word + u64::from(within > 0), rest)
+    let is_head = head == &word(seed, first_word).to_le_bytes()[within..][..head.len()];
+    is_head && matches_from(seed, first_word + u64::from(within > 0), rest)
 }
 
 /// Whether `bytes` equal the words of the stream from word `first` on.
-fn matches_from(key: (u64, u64), first: u64, bytes: &[u8]) -> bool {
+fn matches_from(seed: StreamSeed, first: u64, bytes: &[u8]) -> bool {
     let (words, tail) = bytes.as_chunks::<STRIDE>();
     let mut position = first;
     let mut difference = 0u64;
     for chunk in words {
-        difference |= u64::from_le_bytes(*chunk) ^ word(key, position);
+        difference |= u64::from_le_bytes(*chunk) ^ word(seed, position);
         position += 1;
     }
-    difference == 0 && tail == &word(key, position).to_le_bytes()[..tail.len()]
+    difference == 0 && tail == &word(seed, position).to_le_bytes()[..tail.len()]
 }
 
 #[cfg(test)]

@@ -119,7 +119,7 @@ fn comparisons_are_complete_and_reproducible() {
     let workload = generated(400);
     let setup = FleetSetup::new(2, H100, 512);
     let capacity = capacity(&workload, &setup);
-    let compared = compare(&workload, &setup, (0.5, capacity), &LoadDraw::all(3, 1));
+    let compared = compare(&workload, &setup, 0.5, capacity, &LoadDraw::all(3, 1));
     assert_eq!(compared.baselines.len(), BASELINES.len());
     let (mean, p90) = compared.ratios();
     assert!(mean > 0.0 && mean.is_finite() && p90 > 0.0 && p90.is_finite());
@@ -128,7 +128,7 @@ fn comparisons_are_complete_and_reproducible() {
     assert_eq!((all.len(), all[0]), (3, compared.ratios()), "the load itself comes first");
     assert!(all[1] != all[0] && all[2] != all[1], "other rates, other runs: {all:?}");
     let below = [LoadDraw { rate: 0.99, seed: 2 }];
-    assert_eq!(compare(&workload, &setup, (0.5, capacity), &below).ratios(), all[1]);
+    assert_eq!(compare(&workload, &setup, 0.5, capacity, &below).ratios(), all[1]);
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn overload_rejects_requests_and_serves_the_others_in_time() {
     let setup = FleetSetup { fetch_scope: FetchScope::Pool, ..FleetSetup::new(2, H100, 512) };
     let capacity = capacity(&workload, &setup);
     let limits = LatencyLimits::Equal { ttft_ms: 2_000, tbt_ms: 100 };
-    let goodput = goodput(&workload, &setup, (3.0, capacity), limits, &LoadDraw::all(2, 1)).unwrap();
+    let goodput = goodput(&workload, &setup, 3.0, capacity, limits, &LoadDraw::all(2, 1)).unwrap();
     let production = &goodput.production;
     assert!(production.rejected > 0.0, "{production:?}");
     assert!(
@@ -155,7 +155,7 @@ fn overload_rejects_requests_and_serves_the_others_in_time() {
     assert!(all[1].0 > 0.9, "{all:?}");
     // Ratios of counts may be equal in two draws, but other results are not.
     let second = [LoadDraw { rate: 1.01, seed: 2 }];
-    let second = kvfleet_lab::routers::goodput(&workload, &setup, (3.0, capacity), limits, &second).unwrap();
+    let second = kvfleet_lab::routers::goodput(&workload, &setup, 3.0, capacity, limits, &second).unwrap();
     let ratios = (second.ratio(), second.ratio_by_ttft().unwrap_or_default());
     assert_eq!(ratios, all[1]);
     assert_ne!(second.production, *production);
@@ -167,8 +167,8 @@ fn oracle_gap_separates_levels_of_knowledge_reproducibly() {
     let setup = FleetSetup::new(2, H100, 512);
     let capacity = capacity(&workload, &setup);
     let draws = LoadDraw::all(2, 1);
-    let once = oracle_gap(&workload, &setup, (0.9, capacity), 8, &draws).unwrap();
-    assert_eq!(Some(&once), oracle_gap(&workload, &setup, (0.9, capacity), 8, &draws).as_ref());
+    let once = oracle_gap(&workload, &setup, 0.9, capacity, 8, &draws).unwrap();
+    assert_eq!(Some(&once), oracle_gap(&workload, &setup, 0.9, capacity, 8, &draws).as_ref());
     assert_eq!(once.drawn.len(), 1);
     assert_eq!(once.knowing.iter().map(|one| one.knowledge).collect::<Vec<_>>(), Knowledge::ALL);
     let [first, .., last] = &once.knowing[..] else { panic!("{once:?}") };
@@ -176,7 +176,7 @@ fn oracle_gap_separates_levels_of_knowledge_reproducibly() {
     assert!((lost - (1.0 - last.ttft.mean_ms / first.ttft.mean_ms)).abs() < 1e-9, "{once:?}");
     // Without delays in the baseline, staleness costs nothing, and without a window the future has
     // no value.
-    let fresh = oracle_gap(&workload, &setup.with_fresh_state(), (0.9, capacity), 0, &draws[..1]).unwrap();
+    let fresh = oracle_gap(&workload, &setup.with_fresh_state(), 0.9, capacity, 0, &draws[..1]).unwrap();
     assert_eq!((fresh.lost.delay, fresh.lost.greed), (0.0, 0.0));
     assert!(fresh.knowing[0].ttft.mean_ms > 0.0);
 }

@@ -161,8 +161,9 @@ impl RdmaDialer {
             }
             match lane.attach(&tcp).await? {
                 AttachOutcome::Attached(first) => {
-                    let limits = (config.links_per_peer, self.config.idle_timeout);
-                    return Ok(RdmaPath::new(RailPairs::new(tcp, (lanes, told), (at, *first), limits)));
+                    let (links_max, idle) = (config.links_per_peer, self.config.idle_timeout);
+                    let pairs = RailPairs::new(tcp, lanes, told, at, *first, links_max, idle);
+                    return Ok(RdmaPath::new(pairs));
                 }
                 AttachOutcome::Unavailable(why) => whys.push(why),
                 AttachOutcome::Unreachable(why) => {

@@ -255,7 +255,8 @@ impl FetchOperation<'_, '_, '_, '_> {
             FetchSink::Slices(slices) => {
                 let plan = layers::plan_slices(
                     slices,
-                    (self.blocks_received, rows),
+                    self.blocks_received,
+                    rows,
                     &ReadChannels::new(own, []),
                     terms,
                     &mut signs,

@@ -81,7 +81,7 @@ impl UpgradedConnection for ServerLink {
         operations: &'a Operations,
         stream: &'a mut TlsStream,
     ) -> BoxFuture<'a, Result<(), ServeError>> {
-        Box::pin(self.serve_operation(request, (service, operations), stream))
+        Box::pin(self.serve_operation(request, service, operations, stream))
     }
 }
 
@@ -89,7 +89,8 @@ impl ServerLink {
     async fn serve_operation(
         &mut self,
         request: data::DataRequest,
-        (service, operations): (&dyn BlockService, &Operations),
+        service: &dyn BlockService,
+        operations: &Operations,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
         use data::data_request::Op;
@@ -99,11 +100,11 @@ impl ServerLink {
         match wire::operation_from_pb(request)? {
             wire::Operation::Fetch(request, layers) => {
                 let span = operations.fetch_timeout(request.deadline);
-                let fetch = self.fetch((request, layers), span, (service, operations), stream);
+                let fetch = self.fetch(request, layers, span, service, operations, stream);
                 tokio::time::timeout(span, fetch).await?
             }
             wire::Operation::Save(request, _) => {
-                let save = self.save(request, (service, operations), stream);
+                let save = self.save(request, service, operations, stream);
                 tokio::time::timeout(operations.save_timeout(), save).await?
             }
             wire::Operation::Release(_) | wire::Operation::Ping => Ok(()),
@@ -112,9 +113,11 @@ impl ServerLink {
 
     async fn fetch(
         &mut self,
-        (request, layers): (FetchRequest, Option<LayerRequest>),
+        request: FetchRequest,
+        layers: Option<LayerRequest>,
         span: Duration,
-        (service, operations): (&dyn BlockService, &Operations),
+        service: &dyn BlockService,
+        operations: &Operations,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
         let (lease, asked_epoch) = (request.context.lease, request.epoch);
@@ -131,7 +134,7 @@ impl ServerLink {
         let layers = layers.map(|layers| layers.layers);
         let terms = ServeTerms { lease, lease_time: span, epoch: reply.epoch.0, batch_bytes, layers };
         let lent = if reply.epoch == asked_epoch {
-            self.serve_blocks(reply, &terms, (service, operations), stream).await
+            self.serve_blocks(reply, &terms, service, operations, stream).await
         } else {
             // The client would read no block of another epoch, so send none, and the link stays
             // usable.
@@ -152,7 +155,8 @@ impl ServerLink {
         &mut self,
         mut reply: FetchReply,
         terms: &ServeTerms,
-        (service, operations): (&dyn BlockService, &Operations),
+        service: &dyn BlockService,
+        operations: &Operations,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
         let head = encode(&wire::head_to_pb(&reply.answer, reply.epoch))?;
@@ -226,7 +230,7 @@ impl ServerLink {
         let arena = self.arena.as_ref().filter(|_| may_lend);
         if let Some(at) = arena.and_then(|arena| arena.offset_of(bytes)) {
             let kept = GrantedBytes { _bytes: Some(bytes.clone()), bounce_offset: None };
-            return self.grant(lease, GrantMemory::Arena, (at, len), kept);
+            return self.grant(lease, GrantMemory::Arena, at, len, kept);
         }
         if u64::from(len) > self.bounce.bytes {
             return BlockDelivery::Streamed;
@@ -236,7 +240,8 @@ impl ServerLink {
         self.grant(
             lease,
             GrantMemory::BounceBuffer,
-            (at, len),
+            at,
+            len,
             GrantedBytes { _bytes: None, bounce_offset: Some(at) },
         )
     }
@@ -245,7 +250,8 @@ impl ServerLink {
         &mut self,
         lease: LeaseId,
         place: GrantMemory,
-        (at, len): (u64, u32),
+        at: u64,
+        len: u32,
         kept: GrantedBytes,
     ) -> BlockDelivery {
         let tray_at = kept.bounce_offset;

@@ -136,7 +136,8 @@ pub(super) struct SlicePlan {
 /// Reads the heads of these rows; the first row is the `nth` block of the current request.
 pub(super) async fn plan_slices(
     slices: &mut SliceFetch<'_>,
-    (nth, rows): (usize, &[GrantDescriptor]),
+    nth: usize,
+    rows: &[GrantDescriptor],
     reaches: &ReadChannels<'_>,
     terms: &GrantTerms,
     signs: &mut ReturnSender<'_>,

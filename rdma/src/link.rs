@@ -239,7 +239,8 @@ impl RdmaLink {
     /// If the TCP path fails, or the node sends a malformed message.
     pub(super) async fn attach(
         tcp: &TcpPath,
-        (local, rail): (&Arc<LocalRail>, u32),
+        local: &Arc<LocalRail>,
+        rail: u32,
         of_peer: &Arc<Semaphore>,
     ) -> Result<AttachOutcome, PathError> {
         let QueuePairs { bounce: tray, arena, addresses: ends } =
@@ -282,7 +283,7 @@ impl RdmaLink {
             Err(cause) => return Ok(AttachOutcome::Unavailable(local_error("join queue pairs", &cause))),
         };
         let peer = welcome.bounce_address.gid;
-        let link = RdmaLink::new(local, control, welcome, (tray_line, arena_line)).await;
+        let link = RdmaLink::new(local, control, welcome, tray_line, arena_line).await;
         Ok(link.probed(peer).await)
     }
 
@@ -290,7 +291,8 @@ impl RdmaLink {
         local: &Arc<LocalRail>,
         control: PooledConnection,
         welcome: AttachReply,
-        (tray_line, arena_line): (Arc<QpHandle>, Option<Arc<QpHandle>>),
+        tray_line: Arc<QpHandle>,
+        arena_line: Option<Arc<QpHandle>>,
     ) -> RdmaLink {
         let board = local.epoch_words.wait(EPOCH_WORD_BYTES).await;
         let reach = RdmaChannel {
@@ -522,7 +524,7 @@ impl RdmaChannel {
         place: PooledBuffer,
         remote: RemoteAddress,
     ) -> Result<PendingTransfer, TransferError> {
-        let ours = (place, self.local.registered.local_key());
-        self.local.rdma.transfers.submit(line, direction, ours, remote).await
+        let key = self.local.registered.local_key();
+        self.local.rdma.transfers.submit(line, direction, place, key, remote).await
     }
 }

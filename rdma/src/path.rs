@@ -111,7 +111,7 @@ impl RdmaPath {
         let class = request.class();
         let mut rest = FetchRemainder::new(request);
         loop {
-            let held = self.rail_pairs.acquire((class, deadline), &rest.tried, rest.allows_used_link);
+            let held = self.rail_pairs.acquire(class, deadline, &rest.tried, rest.allows_used_link);
             let Ok(held) = timeout_at(deadline, held).await else {
                 return rest.answers.finish(Ok(FetchAnswer::Miss { reason: MissReason::TooLate }));
             };
@@ -161,7 +161,7 @@ impl RdmaPath {
             drop(held);
             let end = match answer {
                 Some(answer) => rest.after_partial_answer(answer, &stop, taker, at),
-                None => rest.after_no_answer(stop, (at, was_used), self.rail_pairs.tcp.peer()),
+                None => rest.after_no_answer(stop, at, was_used, self.rail_pairs.tcp.peer()),
             };
             if let Some(end) = end {
                 return rest.answers.finish(end);
@@ -181,7 +181,7 @@ impl RdmaPath {
         loop {
             // Other operations may hold all links for long, which is no failure of the peer.
             let until = Instant::now() + stall_timeout;
-            let held = timeout_at(until, self.rail_pairs.acquire((class, until), &tried, may_be_used)).await;
+            let held = timeout_at(until, self.rail_pairs.acquire(class, until, &tried, may_be_used)).await;
             let Ok(Some(mut held)) = held else {
                 return tcp.save(request, source).await;
             };
@@ -280,7 +280,8 @@ impl FetchRemainder {
     fn after_no_answer(
         &mut self,
         stop: FetchStop,
-        (at, was_used): (usize, bool),
+        at: usize,
+        was_used: bool,
         peer: &str,
     ) -> Option<Result<FetchAnswer, PathError>> {
         if !stop.is_link_failure() {

@@ -191,7 +191,7 @@ impl Probe {
             place.write(bytes);
         }
         let remote = RemoteAddress { address: self.remote.address.wrapping_add(at), key };
-        let begun = rdma.transfers.submit(line, direction, (place, registered.local_key()), remote).await;
+        let begun = rdma.transfers.submit(line, direction, place, registered.local_key(), remote).await;
         let place = begun.map_err(|error| error.to_string())?.wait().await;
         Ok(place.map_err(|error| error.to_string())?.bytes().to_vec())
     }
@@ -217,7 +217,7 @@ impl Probe {
             let span = self.responder.memory.len_bytes() - u64::from(len);
             let at = (number as u64 * u64::from(len)) % (span + 1);
             let remote = RemoteAddress { address: self.remote.address + at, key: self.remote.key };
-            let begun = rdma.transfers.submit(line, Direction::Read, (place, registered.local_key()), remote);
+            let begun = rdma.transfers.submit(line, Direction::Read, place, registered.local_key(), remote);
             under_way.push_back(begun.await.map_err(text)?);
         }
         for last in under_way {

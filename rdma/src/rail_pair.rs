@@ -210,8 +210,7 @@ impl RailPair {
 
     /// Requests a link and probes it.
     pub(super) async fn attach(&self, tcp: &TcpPath) -> Result<AttachOutcome, PathError> {
-        match timeout(ATTACH_TIMEOUT, RdmaLink::attach(tcp, (&self.local, self.remote), &self.peer_limit))
-            .await
+        match timeout(ATTACH_TIMEOUT, RdmaLink::attach(tcp, &self.local, self.remote, &self.peer_limit)).await
         {
             Ok(asked) => asked,
             Err(_) => Ok(AttachOutcome::Unreachable("its RDMA device answers too slowly".to_owned())),
@@ -349,9 +348,12 @@ impl RailPairs {
     /// `links_max` operations; several run at least enough to keep each of them busy.
     pub(super) fn new(
         tcp: TcpPath,
-        (lanes, wake): (Vec<RailPair>, Arc<Notify>),
-        (at, first): (usize, RdmaLink),
-        (links_max, idle_timeout): (usize, Duration),
+        lanes: Vec<RailPair>,
+        wake: Arc<Notify>,
+        at: usize,
+        first: RdmaLink,
+        links_max: usize,
+        idle_timeout: Duration,
     ) -> RailPairs {
         let abreast = lanes.iter().filter(|lane| !lane.is_spare).count();
         let many = if abreast > 1 { LINKS_PER_RAIL_PAIR * abreast } else { 1 };
@@ -397,7 +399,8 @@ impl RailPairs {
     /// left `until` the deadline; the other half stays for the fallback.
     pub(super) async fn acquire(
         &self,
-        (class, until): (TrafficClass, Instant),
+        class: TrafficClass,
+        until: Instant,
         tried: &[usize],
         may_be_used: bool,
     ) -> Option<ExclusiveLink> {

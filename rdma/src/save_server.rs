@@ -27,7 +27,8 @@ impl ServerLink {
     pub(super) async fn save(
         &mut self,
         request: SaveRequest,
-        (service, operations): (&dyn BlockService, &Operations),
+        service: &dyn BlockService,
+        operations: &Operations,
         stream: &mut impl Stream,
     ) -> Result<(), ServeError> {
         let frame_bytes = request.frame_bytes;
@@ -50,7 +51,7 @@ impl ServerLink {
         operations.answer(stream, &said).await?;
         let stopped = stream.stopped();
         let session = tokio::select! {
-            session = self.receive_frames(stream, session, (wanted, limit), slots, operations) => session?,
+            session = self.receive_frames(stream, session, wanted, limit, slots, operations) => session?,
             () = stopped => return Err(ServeError::GaveUp),
         };
         let done = session.finish().await;
@@ -70,7 +71,8 @@ impl ServerLink {
         &self,
         stream: &mut impl Stream,
         mut session: Box<dyn SaveSession>,
-        (wanted, limit): (usize, usize),
+        wanted: usize,
+        limit: usize,
         mut slots: SaveSlots,
         operations: &Operations,
     ) -> Result<Box<dyn SaveSession>, ServeError> {

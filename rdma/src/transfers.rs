@@ -348,7 +348,8 @@ impl TransferEngine {
         &self,
         line: &Arc<QpHandle>,
         direction: Direction,
-        (place, local_key): (PooledBuffer, u32),
+        place: PooledBuffer,
+        local_key: u32,
         remote: RemoteAddress,
     ) -> Result<PendingTransfer, TransferError> {
         let of_line =

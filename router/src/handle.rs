@@ -112,7 +112,7 @@ impl RouterHandle {
         instance: InstanceId,
         decode_instance: Option<InstanceId>,
     ) {
-        moved_requests::record_move(&self.shared, request, (instance, decode_instance));
+        moved_requests::record_move(&self.shared, request, instance, decode_instance);
     }
 
     /// Records the time from the decision to the first token, which corrects TTFT predictions. Has

@@ -58,6 +58,14 @@ impl TiersOutcome {
     }
 }
 
+/// Size and eviction policy of a tier.
+pub struct ReplayTier {
+    /// Blocks that fit.
+    pub blocks: u64,
+    /// Chooses victims.
+    pub policy: Box<dyn Policy>,
+}
+
 /// Two tiers of equal blocks.
 pub struct TwoTierReplay {
     book: Book,
@@ -69,15 +77,15 @@ impl TwoTierReplay {
     /// Empty tiers, each with its policy. Blocks with a reuse probability on SSD below
     /// `ssd_reuse_min` are not written to it.
     #[must_use]
-    pub fn new(dram: (u64, Box<dyn Policy>), ssd: (u64, Box<dyn Policy>), ssd_reuse_min: f64) -> Self {
+    pub fn new(dram: ReplayTier, ssd: ReplayTier, ssd_reuse_min: f64) -> Self {
         let limits = BookLimits {
-            dram: TierLimits::exact(Capacity::Blocks(dram.0)),
-            ssd: TierLimits::exact(Capacity::Blocks(ssd.0)),
+            dram: TierLimits::exact(Capacity::Blocks(dram.blocks)),
+            ssd: TierLimits::exact(Capacity::Blocks(ssd.blocks)),
             lease: Duration::MAX,
             leases_max: 1,
             seed: 0,
         };
-        let book = Book::new(&limits, dram.1, ssd.1).with_ssd_reuse_min(ssd_reuse_min);
+        let book = Book::new(&limits, dram.policy, ssd.policy).with_ssd_reuse_min(ssd_reuse_min);
         TwoTierReplay { book, outcome: TiersOutcome::default(), refitted_us: 0 }
     }
 
@@ -174,7 +182,11 @@ mod tests {
     fn replay(requests: &[Request], dram: u64, ssd: (u64, &str), reuse_min: f64) -> TiersOutcome {
         let policy = |name| by_name(name, 0).unwrap();
         let above = if ssd.1 == "lru" && reuse_min > 0.0 { "lru" } else { "density" };
-        let mut tiers = TwoTierReplay::new((dram, policy(above)), (ssd.0, policy(ssd.1)), reuse_min);
+        let mut tiers = TwoTierReplay::new(
+            ReplayTier { blocks: dram, policy: policy(above) },
+            ReplayTier { blocks: ssd.0, policy: policy(ssd.1) },
+            reuse_min,
+        );
         requests.iter().for_each(|request| tiers.serve(request));
         tiers.outcome()
     }

@@ -235,7 +235,7 @@ async fn send_layers<A: OperationClient>(
     let lost = |loss: crate::stream::StreamError| loss.at(asks.peer());
     let mut patience = LayerWait::new(asks.peer(), asks.stall_timeout());
     for layer in 0.. {
-        let slices = match layered::next_layer(layers, (layer, wanted.len()), &patience).await? {
+        let slices = match layered::next_layer(layers, layer, wanted.len(), &patience).await? {
             NextLayer::Layer(slices) => slices,
             NextLayer::End => break,
             NextLayer::Slow => return Ok(LayeredSaveOutcome::Abandoned),

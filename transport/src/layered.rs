@@ -128,7 +128,8 @@ impl LayerWait<'_> {
 /// The next layer's slices, one per block, or the end after the last.
 pub(crate) async fn next_layer(
     source: &mut dyn LayerSource,
-    (layer, blocks): (usize, usize),
+    layer: usize,
+    blocks: usize,
     patience: &LayerWait<'_>,
 ) -> Result<NextLayer, PathError> {
     if patience.is_expired() {
@@ -151,7 +152,8 @@ pub(crate) async fn next_layer(
 pub(crate) async fn read_slice(
     source: &mut impl Source,
     room: &mut dyn LayerBuffers,
-    (position, layer): (usize, usize),
+    position: usize,
+    layer: usize,
     behind: usize,
 ) -> Result<Option<usize>, ItemError> {
     let Some(slice) = room.slice(position, layer) else { return Ok(None) };
@@ -206,7 +208,7 @@ mod tests {
         let begun = Instant::now();
         let mut patience = LayerWait::new("a node", stall_timeout);
         for layer in 0.. {
-            match next_layer(&mut source, (layer, 1), &patience).await.unwrap() {
+            match next_layer(&mut source, layer, 1, &patience).await.unwrap() {
                 NextLayer::Layer(_) => patience.record_progress(),
                 NextLayer::Slow => break,
                 NextLayer::End => panic!("the source ended early"),

@@ -409,7 +409,7 @@ impl Operations {
             self.answer(stream, &answer).await?;
             let stopped = stream.stopped();
             session = tokio::select! {
-                session = self.receive_frames(stream, session, wanted, (limit, layout.is_some())) => session?,
+                session = self.receive_frames(stream, session, wanted, limit, layout.is_some()) => session?,
                 () = stopped => return Err(ServeError::GaveUp),
             };
         }
@@ -442,7 +442,7 @@ impl Operations {
         for (layer, slice_bytes) in layout.slice_bytes().iter().enumerate() {
             for position in 0..wanted {
                 let behind = (wanted - position - 1) * *slice_bytes as usize;
-                let reading = layered::read_slice(stream, room, (position, layer), behind);
+                let reading = layered::read_slice(stream, room, position, layer, behind);
                 let bytes = self.with_stall_timeout(reading).await??.ok_or(ServeError::MissingSession)?;
                 self.traffic.received(bytes);
                 // Slices may be empty, so a million of them need no wait: yield to other tasks.
@@ -470,7 +470,8 @@ impl Operations {
         stream: &mut impl Stream,
         mut session: Box<dyn SaveSession>,
         wanted: usize,
-        (limit, may_end): (usize, bool),
+        limit: usize,
+        may_end: bool,
     ) -> Result<Box<dyn SaveSession>, ServeError> {
         for got in 0..wanted {
             match self.with_stall_timeout(read_frame(stream, limit)).await?? {

@@ -10,7 +10,7 @@
 //! next page of that group reuses it, or it is released with the last of the others. Not here: the
 //! table (`table.rs`) and page owners (`store.rs`).
 
-use super::pages::{PageSlot, Pages};
+use super::pages::{PageOwner, PageSlot, Pages};
 use super::table::{BucketProbe as Entry, Table, TableKey};
 use crate::id::BlockHash;
 
@@ -121,7 +121,7 @@ impl BlockLocations {
     pub(super) fn list_in_new_page(
         &mut self,
         hashes: &[BlockHash],
-        owner: (u32, u32),
+        owner: PageOwner,
         pages: &mut Pages,
     ) -> Option<(Option<u32>, u32)> {
         let page = pages.allocate()?;
@@ -142,7 +142,7 @@ impl BlockLocations {
         &mut self,
         page: u32,
         hashes: &[BlockHash],
-        owner: (u32, u32),
+        owner: PageOwner,
         pages: &mut Pages,
     ) -> (Option<u32>, u32) {
         let Some(anchor) = self.canonical_page(hashes[0].block_group(), pages) else { return (None, 0) };
@@ -244,12 +244,14 @@ impl BlockLocations {
     pub(super) fn restore_page(
         &mut self,
         place: PageSlot,
-        (whose, is_anchor): ((u32, u32), bool),
-        (hashes, live): (&[BlockHash], u8),
+        owner: PageOwner,
+        is_anchor: bool,
+        hashes: &[BlockHash],
+        live: u8,
         pages: &mut Pages,
     ) -> bool {
         let page = place.page();
-        pages.init_page(page, hashes[0].block_group(), whose, is_anchor);
+        pages.init_page(page, hashes[0].block_group(), owner, is_anchor);
         pages.write(place, hashes);
         pages.set_listed(page, live);
         self.blocks += u64::from(live.count_ones());
@@ -270,7 +272,7 @@ impl BlockLocations {
         if !pages.allocate_exact(page) {
             return false;
         }
-        pages.init_page(page, octet, (0, 0), true);
+        pages.init_page(page, octet, PageOwner::default(), true);
         self.tombstones += 1;
         self.table.insert(TableKey::Group(octet), PageSlot::new(page, 0), pages)
     }

@@ -108,7 +108,7 @@ impl Index {
         let last = places.seek(*last);
         if !self.diverges_at_fork(first, hashes) {
             match self.find_last(last) {
-                Some(last) if self.walk_back(hashes, (first, last), &mut path) => {}
+                Some(last) if self.walk_back(hashes, first, last, &mut path) => {}
                 last => {
                     path.clear();
                     ends_unlisted = last.is_none();
@@ -121,7 +121,7 @@ impl Index {
             let run = runs.get(at.run);
             let known = path.pop().filter(|(expected, _)| *expected == at);
             let len = known.map_or_else(
-                || self.matching_blocks(run, at.offset, (&hashes[position..], ends_unlisted)),
+                || self.matching_blocks(run, at.offset, &hashes[position..], ends_unlisted),
                 |(_, len)| len,
             );
             let held = self.push_holders(found, run, at.offset, len);
@@ -203,7 +203,8 @@ impl Index {
     fn walk_back(
         &self,
         hashes: &[BlockHash],
-        (first, last): (RunPosition, RunPosition),
+        first: RunPosition,
+        last: RunPosition,
         path: &mut RunPath,
     ) -> bool {
         let runs = &self.store.runs;
@@ -235,8 +236,14 @@ impl Index {
     /// Number of hashes that match the run from an offset on; the first one does. `ends_unlisted`
     /// says that the last hash is known to be unlisted. Compares suffixes and then the whole last
     /// hash: a match there covers all blocks before it.
-    fn matching_blocks(&self, run: &PrefixRun, offset: u32, hashes: (&[BlockHash], bool)) -> u32 {
-        let (equal, (hashes, _)) = (self.matching_blocks_by_suffix(run, offset, hashes), hashes);
+    fn matching_blocks(
+        &self,
+        run: &PrefixRun,
+        offset: u32,
+        hashes: &[BlockHash],
+        ends_unlisted: bool,
+    ) -> u32 {
+        let equal = self.matching_blocks_by_suffix(run, offset, hashes, ends_unlisted);
         let last = run.page_slot(offset + equal - 1);
         if equal == 1 || last.is_some_and(|last| self.store.pages.matches(last, hashes[equal as usize - 1])) {
             return equal;
@@ -262,7 +269,8 @@ impl Index {
         &self,
         run: &PrefixRun,
         offset: u32,
-        (hashes, ends_unlisted): (&[BlockHash], bool),
+        hashes: &[BlockHash],
+        ends_unlisted: bool,
     ) -> u32 {
         let pages = &self.store.pages;
         let len = (run.end() - offset).min(hashes.len() as u32);

@@ -50,6 +50,13 @@ impl PageSlot {
     }
 }
 
+/// The run that a page belongs to, and the page's index in it.
+#[derive(Clone, Copy, Default)]
+pub(super) struct PageOwner {
+    pub(super) run: u32,
+    pub(super) nth: u32,
+}
+
 /// Owner of a page, and its hashes. A free page lists no block and is not canonical.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C, align(64))]
@@ -125,9 +132,8 @@ impl Page {
         u64::from(self.tag) | u64::from(self.group_bytes) << 8
     }
 
-    /// Sets the run, and the page's index in it.
-    fn set_owner(&mut self, run: u32, nth: u32) {
-        let owner = u64::from(run) << PAGE_INDEX_BITS | u64::from(nth);
+    fn set_owner(&mut self, owner: PageOwner) {
+        let owner = u64::from(owner.run) << PAGE_INDEX_BITS | u64::from(owner.nth);
         self.owner = owner as u32;
         self.owner_high = self.owner_high & CANONICAL | (owner >> 32) as u8;
     }
@@ -340,17 +346,17 @@ impl Pages {
 
     /// Initialises an allocated page for this block group and run, with no listed blocks.
     #[inline]
-    pub(super) fn init_page(&mut self, number: u32, octet: u64, (run, nth): (u32, u32), is_anchor: bool) {
+    pub(super) fn init_page(&mut self, number: u32, octet: u64, owner: PageOwner, is_anchor: bool) {
         let page = self.page_mut(number);
         (page.tag, page.group_bytes) = (octet as u8, (octet >> 8) as u32);
         (page.siblings, page.entry_points, page.listed) = (0, 0, 0);
         page.owner_high = if is_anchor { CANONICAL } else { 0 };
-        page.set_owner(run, nth);
+        page.set_owner(owner);
     }
 
     /// Assigns a tombstone page to a run.
-    pub(super) fn assign_to_run(&mut self, anchor: u32, (run, nth): (u32, u32)) {
-        self.page_mut(anchor).set_owner(run, nth);
+    pub(super) fn assign_to_run(&mut self, anchor: u32, owner: PageOwner) {
+        self.page_mut(anchor).set_owner(owner);
     }
 
     /// Clears the canonical flag of a new page, because its group has a canonical page already.

@@ -14,7 +14,7 @@ use super::codec::{read_pin, read_record};
 use super::directives::Directives;
 use super::holders::TierSet;
 use super::nodes::{DEPARTED_MAX, NodeState, Nodes};
-use super::pages::{PAGE_BLOCKS, PageSlot};
+use super::pages::{PAGE_BLOCKS, PageOwner, PageSlot};
 use super::run::{Extent, Predecessor, PrefixRun, RUN_BLOCKS_MAX};
 use super::snapshot::{
     CHECKSUM_BYTES, END, GROUP_BYTES, HEADER, RUNS, SnapshotError, TOMBSTONES, is_valid_chunk,
@@ -165,7 +165,7 @@ impl Restore {
             heads.push(reader.varint_u32("head")?);
         }
         let numbers: Vec<_> = pages.iter().map(|page| page.map(|page| page / 2)).collect();
-        let run = PrefixRun::from_snapshot(end, (born, head, fork, before), &numbers, &holds);
+        let run = PrefixRun::from_snapshot(end, born, head, fork, before, &numbers, &holds);
         let run = run.ok_or(invalid("run", at, end.into()))?;
         let mut present = Vec::new();
         for (nth, page) in (0..).zip(pages) {
@@ -379,8 +379,10 @@ impl Store {
             }
             let Some(page) = pages.next() else { return false };
             let place = PageSlot::new(page.number, first % PAGE_BLOCKS);
-            let whose = ((number, nth), page.is_canonical);
-            if live == 0 || !self.locations.restore_page(place, whose, (&page.hashes, live), &mut self.pages)
+            let owner = PageOwner { run: number, nth };
+            let (is_canonical, hashes) = (page.is_canonical, &page.hashes);
+            if live == 0
+                || !self.locations.restore_page(place, owner, is_canonical, hashes, live, &mut self.pages)
             {
                 return false;
             }

@@ -199,8 +199,10 @@ impl PrefixRun {
     /// the slot must have this incarnation.
     pub(super) fn change_tiers(
         &mut self,
-        (slot, incarnation): (u16, u32),
-        (from, to): (u32, u32),
+        slot: u16,
+        incarnation: u32,
+        from: u32,
+        to: u32,
         tiers: TierUpdate,
         mut report: impl FnMut(TierChange),
     ) {
@@ -237,8 +239,10 @@ impl PrefixRun {
     /// shrinks, appears or vanishes. Returns `None` and changes no extent in all other cases.
     pub(super) fn change_tail(
         &mut self,
-        (slot, incarnation): (u16, u32),
-        (from, to): (u32, u32),
+        slot: u16,
+        incarnation: u32,
+        from: u32,
+        to: u32,
         tiers: TierUpdate,
     ) -> Option<TierChange> {
         let (first, end) = (from as u16, to as u16);
@@ -325,7 +329,10 @@ impl PrefixRun {
     /// A run from a snapshot; `None` if the description is invalid. The caller lists the blocks.
     pub(super) fn from_snapshot(
         end: u32,
-        (born, head, fork, before): (u16, u16, u16, Predecessor),
+        born: u16,
+        head: u16,
+        fork: u16,
+        before: Predecessor,
         pages: &[Option<u32>],
         holds: &[Extent],
     ) -> Option<PrefixRun> {

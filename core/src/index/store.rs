@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 use super::entry_points::EntryPoints;
 use super::holders::{TierSet, TierUpdate};
 use super::locations::{BlockLocations, LocationProbe};
-use super::pages::{PAGE_BLOCKS, PageSlot, Pages};
+use super::pages::{PAGE_BLOCKS, PageOwner, PageSlot, Pages};
 use super::run::{Extent, PrefixRun, RUN_BLOCKS_MAX, Runs, TierChange};
 use crate::id::{BlockHash, Tier};
 use kvfleet_cpu::prefetch;
@@ -382,7 +382,7 @@ impl Store {
             Some(page) if slot > 0 => {
                 (None, self.locations.list(PageSlot::new(page, slot), kin, &mut self.pages))
             }
-            _ => self.locations.list_in_new_page(kin, (number, nth), &mut self.pages)?,
+            _ => self.locations.list_in_new_page(kin, PageOwner { run: number, nth }, &mut self.pages)?,
         };
         if count > 0 {
             self.runs.grow_mut(number).push(new_page, count);
@@ -399,9 +399,9 @@ impl Store {
         }
         let run = self.runs.get_mut(number);
         let is_stale = |hold: &Extent| !hold.is_current(change.writer.incarnations);
-        let who = (change.writer.slot, change.writer.incarnation());
+        let (slot, incarnation) = (change.writer.slot, change.writer.incarnation());
         if !run.extents().iter().any(is_stale)
-            && let Some(changed) = run.change_tail(who, (from, to), change.tiers)
+            && let Some(changed) = run.change_tail(slot, incarnation, from, to, change.tiers)
         {
             if self.record_changes(number, &[changed], &mut change.delta) {
                 self.trim_or_free(number);
@@ -412,7 +412,7 @@ impl Store {
         let mut gone: SmallVec<[Extent; 2]> = SmallVec::new();
         run.retain_extents(|hold| !is_stale(hold), |hold| gone.push(hold));
         let mut stretches: SmallVec<[TierChange; 2]> = SmallVec::new();
-        run.change_tiers(who, (from, to), change.tiers, |stretch| stretches.push(stretch));
+        run.change_tiers(slot, incarnation, from, to, change.tiers, |stretch| stretches.push(stretch));
         let buried = self.record_changes(number, &stretches, &mut change.delta);
         self.release_extents(number, &gone);
         if buried || !gone.is_empty() {

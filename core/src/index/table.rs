@@ -643,6 +643,7 @@ fn grow_threshold(buckets: usize, segment: usize) -> u32 {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use super::super::pages::PageOwner;
     use super::*;
 
     #[test]
@@ -677,7 +678,7 @@ mod tests {
             let page = self.pages.allocate().unwrap();
             let place = match key {
                 TableKey::Group(octet) => {
-                    self.pages.init_page(page, octet, (0, 0), true);
+                    self.pages.init_page(page, octet, PageOwner::default(), true);
                     // A block with another address for its own key.
                     let mut first = BlockHash([0xC3; 16]);
                     first.0[..5].copy_from_slice(&octet.to_le_bytes()[..5]);
@@ -685,7 +686,7 @@ mod tests {
                     PageSlot::new(page, 0)
                 }
                 TableKey::Block(hash) => {
-                    self.pages.init_page(page, hash.block_group(), (0, 0), false);
+                    self.pages.init_page(page, hash.block_group(), PageOwner::default(), false);
                     self.pages.write(PageSlot::of_hash(page, hash), &[hash]);
                     PageSlot::of_hash(page, hash)
                 }

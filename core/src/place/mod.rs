@@ -66,8 +66,10 @@ impl Ring {
         members.retain(|&(_, weight)| weight > 0);
         members.sort_unstable_by_key(|&(node, weight)| (node, Reverse(weight)));
         members.dedup_by_key(|member| member.0);
-        let mut points: Vec<_> =
-            (0u32..).zip(&members).flat_map(|(rank, &member)| points_of(rank, member)).collect();
+        let mut points: Vec<_> = (0u32..)
+            .zip(&members)
+            .flat_map(|(rank, &(node, weight))| points_of(rank, node, weight))
+            .collect();
         points.sort_unstable();
         Self { points, members }
     }
@@ -122,7 +124,7 @@ impl Ring {
     }
 }
 
-fn points_of(rank: u32, (node, weight): (NodeId, u32)) -> impl Iterator<Item = Point> {
+fn points_of(rank: u32, node: NodeId, weight: u32) -> impl Iterator<Item = Point> {
     (0..weight * POINTS_PER_WEIGHT).map(move |copy| {
         let mut bytes = [0u8; 8];
         bytes[..4].copy_from_slice(&node.0.to_le_bytes());

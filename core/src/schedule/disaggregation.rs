@@ -169,7 +169,8 @@ impl<'a> DecodePartners<'a> {
     pub(super) fn find(
         request: &'a RouteRequest,
         held: PrefixLocations<'_>,
-        (fleet, decode): (&'a Fleet, &DecodeForecast),
+        fleet: &'a Fleet,
+        decode: &DecodeForecast,
         is_open: impl Fn(&Instance) -> bool,
     ) -> Option<DecodePartners<'a>> {
         if !fleet.has_roles() {

@@ -194,7 +194,7 @@ pub fn choose_filtered<'a>(
     let held = held.into();
     let decode = DecodeForecast::for_request(request, fleet, now);
     let mut planners = PlannerCache::new(request, held.matched, fleet);
-    let mut candidates = ranked(&price_candidates(held, &mut planners, eligible, (fleet, &decode, now)));
+    let mut candidates = ranked(&price_candidates(held, &mut planners, eligible, fleet, &decode, now));
     let open = candidates.partition_point(|candidate| candidate.filtered.is_none());
     if open == 0 {
         return Err(rejection(fleet, &candidates));
@@ -206,7 +206,7 @@ pub fn choose_filtered<'a>(
     let tied = candidates[..alike].partition_point(|candidate| candidate.cost_us() == best_us);
     candidates[..tied].rotate_left(tie_break_index(request.request, tied));
     let chosen = fleet.with_paths(candidates[0].instance).expect("candidates are instances of the fleet");
-    let asking = fetch_context(chosen);
+    let asking = fetch_context(chosen.0, chosen.1);
     let place = planners.index_for(asking);
     let planner = planners.at(place);
     Ok(decide(
@@ -220,7 +220,9 @@ fn price_candidates(
     held: PrefixLocations<'_>,
     planners: &mut PlannerCache<'_>,
     eligible: InstanceFilter<'_>,
-    (fleet, decode, now): (&Fleet, &DecodeForecast, Timestamp),
+    fleet: &Fleet,
+    decode: &DecodeForecast,
+    now: Timestamp,
 ) -> Vec<Candidate> {
     // Instances without any of the prefix on their own node share one plan if they take the same
     // paths.
@@ -232,7 +234,7 @@ fn price_candidates(
     // A pinned request stays on its instance, so partners do not matter.
     let pairs = (!eligible.is_pinned).then_some(planners.request());
     let pairs = pairs.and_then(|request| {
-        DecodePartners::find(request, held, (fleet, decode), |instance| filtered(instance).is_none())
+        DecodePartners::find(request, held, fleet, decode, |instance| filtered(instance).is_none())
     });
     let filtered = |instance: &Instance| {
         let decodes = || pairs.is_some() && fleet.placement(instance.id).role == InstanceRole::Decode;
@@ -243,8 +245,8 @@ fn price_candidates(
     let share = |instance: &Instance| speed_share(instance.joined_at, now, fleet.limits.slow_start);
     let is_settled =
         fleet.instances().iter().any(|instance| share(instance) >= 1.0 && filtered(instance).is_none());
-    let mut cost = |known: (&Instance, &InstancePaths)| {
-        let (instance, asking) = (known.0, fetch_context(known));
+    let mut cost = |(instance, paths): (&Instance, &InstancePaths)| {
+        let asking = fetch_context(instance, paths);
         if let Some(filtered) = filtered(instance) {
             return filtered_out(instance, filtered);
         }
@@ -255,20 +257,20 @@ fn price_candidates(
         if resident_blocks > 0 || coming.is_some() || !asking.can_fetch {
             let price = |blocks, behind| {
                 let plan = planner.after_resident(blocks).plan(asking);
-                price_plan(instance, &plan, behind, (fleet, decode, now))
+                price_plan(instance, &plan, behind, fleet, decode, now)
             };
             return cheaper_of(price(resident_blocks, None), coming, price);
         }
         let whole = planner.after_resident(0);
         if instance.node.is_some_and(|node| whole.holds_any(node)) {
-            return price_plan(instance, &whole.plan(asking), None, (fleet, decode, now));
+            return price_plan(instance, &whole.plan(asking), None, fleet, decode, now);
         }
         if shared_plans.len() <= place {
             shared_plans.resize_with(place + 1, || None);
         }
         let plan =
             shared_plans[place].get_or_insert_with(|| whole.plan(FetchContext { own_node: None, ..asking }));
-        price_plan(instance, plan, None, (fleet, decode, now))
+        price_plan(instance, plan, None, fleet, decode, now)
     };
     let ramped = |known: (&Instance, &InstancePaths)| {
         let share = if is_settled { share(known.0) } else { 1.0 };
@@ -389,7 +391,9 @@ fn price_plan(
     instance: &Instance,
     plan: &FetchPlan,
     behind: Option<Timestamp>,
-    (fleet, decode, now): (&Fleet, &DecodeForecast, Timestamp),
+    fleet: &Fleet,
+    decode: &DecodeForecast,
+    now: Timestamp,
 ) -> Candidate {
     let turn = priority_deadline(instance, decode.queue_priority, plan.prefill_us, now);
     let turn = behind.map_or(turn, |before| turn.max(before.after(Duration::from_micros(1))));
@@ -399,7 +403,8 @@ fn price_plan(
     let (transfer_us, prefill_us) =
         (plan.transfer_us, predict::relative_speed::slowed_us(plan.prefill_us, times));
     let wait = predict::cost::queue_wait(
-        (&decode.speeds, times),
+        &decode.speeds,
+        times,
         &instance.load,
         &Newcomer { priority_deadline: turn, unprioritized_deadline: unprioritized, transfer_us, prefill_us },
         LoadInstant { now, reported_at: instance.reported_at },

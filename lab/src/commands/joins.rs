@@ -63,7 +63,9 @@ fn mean_and_range(seeds: &[JoinResult], of: impl Fn(&JoinResult) -> f64) -> (f64
     (mean, least.unwrap_or(mean), most.unwrap_or(mean))
 }
 
-fn gain_text((mean, least, most): (f64, f64, f64)) -> String {
+/// The gain of `of` over seeds: its mean, least and greatest.
+fn gain_text(seeds: &[JoinResult], of: impl Fn(&JoinResult) -> f64) -> String {
+    let (mean, least, most) = mean_and_range(seeds, of);
     format!("{mean:+.2} ({least:+.2} to {most:+.2})")
 }
 
@@ -83,8 +85,7 @@ fn tables(all: &[Vec<Vec<JoinResult>>], args: &JoinsArgs) -> String {
                 mean_and_range(seeds, |joining| joining.first[at].blind).0,
                 mean_and_range(seeds, |joining| joining.first[at].told).0,
             );
-            let gain =
-                gain_text(mean_and_range(seeds, |joining| joining.first[at].told - joining.first[at].blind));
+            let gain = gain_text(seeds, |joining| joining.first[at].told - joining.first[at].blind);
             let (traffic, share) = (&seeds[0].traffic, 100.0 * seeds[0].capacity_share);
             let _ = writeln!(out, "| {traffic} | {share} % | {requests} | {blind:.2} | {told:.2} | {gain} |");
         }
@@ -95,7 +96,7 @@ fn tables(all: &[Vec<Vec<JoinResult>>], args: &JoinsArgs) -> String {
     out.push_str("| --- | ---: | ---: | ---: | ---: |\n");
     for seeds in &points {
         let [alone, told] = [0, 1].map(|at| mean_and_range(seeds, |joining| joining.fleet[at]).0);
-        let gain = gain_text(mean_and_range(seeds, |joining| joining.fleet[1] - joining.fleet[0]));
+        let gain = gain_text(seeds, |joining| joining.fleet[1] - joining.fleet[0]);
         let (traffic, share) = (&seeds[0].traffic, 100.0 * seeds[0].capacity_share);
         let _ = writeln!(out, "| {traffic} | {share} % | {alone:.2} | {told:.2} | {gain} |");
     }

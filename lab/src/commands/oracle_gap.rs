@@ -29,9 +29,9 @@ pub(super) fn run(args: &OracleGapArgs) -> anyhow::Result<()> {
     let setup = FleetSetup::new(args.instances, profile, workload.block_tokens);
     let capacity_per_s = capacity(&workload, &setup);
     let draws = LoadDraw::all(args.draws, args.seed);
+    let window = args.window as usize;
     for load in &args.loads {
-        let load = (*load, capacity_per_s);
-        let Some(gap) = oracle_gap(&workload, &setup, load, args.window as usize, &draws) else {
+        let Some(gap) = oracle_gap(&workload, &setup, *load, capacity_per_s, window, &draws) else {
             continue;
         };
         if args.json {

@@ -115,10 +115,11 @@ impl Comparison {
 pub fn compare(
     workload: &Workload,
     setup: &FleetSetup,
-    (load, capacity): (f64, f64),
+    load: f64,
+    capacity: f64,
     draws: &[LoadDraw],
 ) -> Comparison {
-    let mut all = draws.iter().map(|draw| compare_draw(workload, setup, (load, capacity), *draw));
+    let mut all = draws.iter().map(|draw| compare_draw(workload, setup, load, capacity, *draw));
     let Some(first) = all.next() else { return Comparison { load, ..Comparison::default() } };
     let drawn = all.map(|comparison| comparison.ratios()).collect();
     let paced = workload.at_rate(load * capacity * draws.first().map_or(1.0, |draw| draw.rate));
@@ -135,7 +136,8 @@ pub fn compare(
 fn compare_draw(
     workload: &Workload,
     setup: &FleetSetup,
-    (load, capacity): (f64, f64),
+    load: f64,
+    capacity: f64,
     draw: LoadDraw,
 ) -> Comparison {
     let paced = workload.at_rate(load * capacity * draw.rate);

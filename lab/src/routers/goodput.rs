@@ -132,11 +132,12 @@ impl Goodput {
 pub fn goodput(
     workload: &Workload,
     setup: &FleetSetup,
-    (load, capacity): (f64, f64),
+    load: f64,
+    capacity: f64,
     limits: LatencyLimits,
     draws: &[LoadDraw],
 ) -> Option<Goodput> {
-    let mut all = draws.iter().map(|draw| goodput_of_draw(workload, setup, (load, capacity), limits, *draw));
+    let mut all = draws.iter().map(|draw| goodput_of_draw(workload, setup, load, capacity, limits, *draw));
     let first = all.next()?;
     let drawn = all.flat_map(|goodput| goodput.all_ratios().next()).collect();
     Some(Goodput { drawn, ..first })
@@ -145,7 +146,8 @@ pub fn goodput(
 fn goodput_of_draw(
     workload: &Workload,
     setup: &FleetSetup,
-    (load, capacity): (f64, f64),
+    load: f64,
+    capacity: f64,
     limits: LatencyLimits,
     LoadDraw { rate, seed }: LoadDraw,
 ) -> Goodput {
@@ -154,7 +156,7 @@ fn goodput_of_draw(
     let of: Arc<[(u64, u64)]> = of.into();
     let judged = |router: &mut dyn Router, threshold: [Option<f64>; 2]| {
         let report = run(&paced, setup, router);
-        goodput_result(router.name(), &report, &paced, (&of, threshold))
+        goodput_result(router.name(), &report, &paced, &of, threshold)
     };
     let production = judged(&mut AdmittingRouter::new(of.clone()), [None; 2]);
     debug_assert_eq!(production.router, PRODUCTION);
@@ -188,7 +190,8 @@ fn goodput_result(
     name: &str,
     report: &FleetReport,
     workload: &Workload,
-    (limits, [threshold, pace]): (&[(u64, u64)], [Option<f64>; 2]),
+    limits: &[(u64, u64)],
+    [threshold, pace]: [Option<f64>; 2],
 ) -> GoodputResult {
     let offered = workload.len().max(1) as f64;
     let in_time = report.within_limits(|nth| limits[nth]);

@@ -85,11 +85,12 @@ impl OracleGap {
 pub fn oracle_gap(
     workload: &Workload,
     setup: &FleetSetup,
-    (load, capacity): (f64, f64),
+    load: f64,
+    capacity: f64,
     window: usize,
     draws: &[LoadDraw],
 ) -> Option<OracleGap> {
-    let mut all = draws.iter().map(|draw| gap_of_draw(workload, setup, (load, capacity), window, *draw));
+    let mut all = draws.iter().map(|draw| gap_of_draw(workload, setup, load, capacity, window, *draw));
     let first = all.next()?;
     Some(OracleGap { drawn: all.map(|gap| gap.lost).collect(), ..first })
 }
@@ -97,7 +98,8 @@ pub fn oracle_gap(
 fn gap_of_draw(
     workload: &Workload,
     setup: &FleetSetup,
-    (load, capacity): (f64, f64),
+    load: f64,
+    capacity: f64,
     window: usize,
     LoadDraw { rate, .. }: LoadDraw,
 ) -> OracleGap {

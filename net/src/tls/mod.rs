@@ -24,13 +24,13 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tonic::transport::{Certificate, ClientTlsConfig};
 
 pub mod callers;
-mod keep;
 pub mod listen;
 mod names;
+mod reload;
 mod renew;
 
-pub use keep::{RENEW_INTERVAL, keep_renewed};
 pub use names::{NamesError, tenant_name, tenants_of};
+pub use reload::{RENEW_INTERVAL, keep_renewed};
 pub use renew::{Renewal, RenewalOutcome};
 
 use renew::CertResolver;

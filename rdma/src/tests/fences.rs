@@ -69,12 +69,7 @@ fn single_rail_path(tcp: TcpPath, local: &Arc<LocalRail>, link: RdmaLink) -> pat
     let pair = rail_match::RailMatch { local: 0, remote: 0, is_spare: false };
     let told = Arc::default();
     let lane = rail_pair::RailPair::new(local, pair, FAILED_RAIL_RULES, &told);
-    path::RdmaPath::new(rail_pair::RailPairs::new(
-        tcp,
-        (vec![lane], told),
-        (0, link),
-        (1, Duration::from_secs(20)),
-    ))
+    path::RdmaPath::new(rail_pair::RailPairs::new(tcp, vec![lane], told, 0, link, 1, Duration::from_secs(20)))
 }
 
 /// Cuts off a fetch during the client's reads, and returns the log of events.
@@ -96,7 +91,7 @@ async fn cut_off_fetch(is_refused: bool) -> Vec<String> {
     let tcp = tcp.open(&server.local_addr().to_string()).await.unwrap();
     let local = LocalRail::new(&client).unwrap();
     let AttachOutcome::Attached(link) =
-        RdmaLink::attach(&tcp, (&local, 0), &local.rdma.transfers.peer_limit()).await.unwrap()
+        RdmaLink::attach(&tcp, &local, 0, &local.rdma.transfers.peer_limit()).await.unwrap()
     else {
         panic!("no link")
     };
@@ -176,7 +171,7 @@ async fn a_buffer_returns_with_its_transfer_not_with_its_fetch() {
     let tcp = TcpDialer::new(&world.authority.member(), TcpConfig::default());
     let tcp = tcp.open(&world.address()).await.unwrap();
     let AttachOutcome::Attached(mut link) =
-        RdmaLink::attach(&tcp, (&local, 0), &local.rdma.transfers.peer_limit()).await.unwrap()
+        RdmaLink::attach(&tcp, &local, 0, &local.rdma.transfers.peer_limit()).await.unwrap()
     else {
         panic!("no link")
     };

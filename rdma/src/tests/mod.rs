@@ -123,7 +123,7 @@ impl RdmaWorld {
     async fn link_with(&self, local: &Arc<LocalRail>) -> RdmaLink {
         let tcp = TcpDialer::new(&self.authority.member(), TcpConfig::default());
         let tcp = tcp.open(&self.address()).await.unwrap();
-        match RdmaLink::attach(&tcp, (local, 0), &local.rdma.transfers.peer_limit()).await.unwrap() {
+        match RdmaLink::attach(&tcp, local, 0, &local.rdma.transfers.peer_limit()).await.unwrap() {
             AttachOutcome::Attached(link) => *link,
             AttachOutcome::Unavailable(why) | AttachOutcome::Unreachable(why) => panic!("{why}"),
         }

@@ -35,7 +35,7 @@ async fn two_rail_pairs(rails: &TestRails) -> (Arc<RailPairs>, tokio::task::Join
         })
         .collect();
     let AttachOutcome::Attached(first) = lanes[0].attach(&tcp).await.unwrap() else { panic!("no link") };
-    let lanes = Arc::new(RailPairs::new(tcp, (lanes, told), (0, *first), (4, Duration::from_secs(20))));
+    let lanes = Arc::new(RailPairs::new(tcp, lanes, told, 0, *first, 4, Duration::from_secs(20)));
     let tending = tokio::spawn(Arc::clone(&lanes).maintain());
     rails
         .world
@@ -71,10 +71,8 @@ async fn lending_the_last_link_as_helper_triggers_a_new_one() {
     assert_eq!(helping.channels().count(), 1);
     rails.world.wait_until("another link is made", |world| world.fabric.queues_made() >= made + 4).await;
     let until = Instant::now() + PATIENCE;
-    let held = lanes
-        .acquire((TrafficClass::Fetch, until), &[0], true)
-        .await
-        .expect("the new link must be available");
+    let held =
+        lanes.acquire(TrafficClass::Fetch, until, &[0], true).await.expect("the new link must be available");
     assert_eq!(held.at, 1);
     drop((held, helping));
     tending.abort();

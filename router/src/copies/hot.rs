@@ -235,8 +235,8 @@ impl HotCopier {
         tracing::debug!(from = %source.node, to = %destination, blocks, gain_us, "copying a hot prefix");
         let order = {
             let control = self.groups.control().published.read();
-            let from = (source.node, source.epoch);
-            CopyOrder::new(&control.index, run.clone(), from, destination, (bytes_max, COPY_TIMEOUT))
+            let (from, epoch, run) = (source.node, source.epoch, run.clone());
+            CopyOrder::new(&control.index, run, from, epoch, destination, bytes_max, COPY_TIMEOUT)
         };
         let Some(order) = order else {
             let lost = CopyResult { end: Some(CopyOutcome::SourceLost), ..CopyResult::default() };
@@ -252,7 +252,7 @@ impl HotCopier {
     fn finish_copy(&self, hot: &mut HotPrefixes, proposal: &Proposal, result: &CopyResult) {
         let end = result.end.unwrap_or(CopyOutcome::TargetLost);
         self.metrics.record_hot_copy(end, result.stored_bytes);
-        hot.finish(proposal, end, (result.blocks, result.stored_bytes), self.clock.now());
+        hot.finish(proposal, end, result.blocks, result.stored_bytes, self.clock.now());
     }
 }
 

@@ -36,7 +36,8 @@ const CHANNELS_MAX: usize = 1_024;
 #[derive(Clone, Debug)]
 pub(crate) struct CopyOrder {
     pub(crate) run: BlockRun,
-    pub(crate) source: (NodeId, Epoch),
+    pub(crate) source: NodeId,
+    pub(crate) source_epoch: Epoch,
     pub(crate) source_address: String,
     pub(crate) target: NodeId,
     pub(crate) target_address: String,
@@ -51,14 +52,17 @@ impl CopyOrder {
     pub(crate) fn new(
         control: &Index,
         run: BlockRun,
-        source: (NodeId, Epoch),
+        source: NodeId,
+        source_epoch: Epoch,
         target: NodeId,
-        (bytes_max, within): (u64, Duration),
+        bytes_max: u64,
+        within: Duration,
     ) -> Option<CopyOrder> {
         Some(CopyOrder {
             run,
             source,
-            source_address: control.node(source.0)?.record.data_address.clone(),
+            source_epoch,
+            source_address: control.node(source)?.record.data_address.clone(),
             target,
             target_address: control.node(target)?.record.control_address.clone(),
             identity: control.identity()?.with_generation(control.generation()),
@@ -106,7 +110,7 @@ impl CopyDispatcher {
         if let Some(end) = result.end {
             self.metrics.record_copy(end, result.stored_bytes);
             tracing::debug!(
-                from = %order.source.0, to = %order.target, end = end.name(), blocks = result.blocks, "a copy ended"
+                from = %order.source, to = %order.target, end = end.name(), blocks = result.blocks, "a copy ended"
             );
         }
         result
@@ -117,8 +121,8 @@ impl CopyDispatcher {
         let Some(channel) = self.channel(&order.target_address) else { return lost };
         let request = pb::CopyBlocksRequest {
             run: Some(convert::run_to_pb(&order.run)),
-            source: order.source.0.0,
-            source_epoch: order.source.1.0,
+            source: order.source.0,
+            source_epoch: order.source_epoch.0,
             source_address: order.source_address.clone(),
             identity: order.identity.0.to_vec(),
             bytes_max: order.bytes_max,

@@ -17,22 +17,23 @@ pub(super) fn admit(shared: &ServerState, asked: pb::AdmitDecodeRequest) -> pb::
         0 => shared.history.decisions().tbt_limit_us(request, instance),
         said => said,
     };
-    answer(shared, (instance, true), limit_us)
+    answer(shared, instance, true, limit_us)
 }
 
 /// Answers a caller that wants to send a routed request to another instance, under the limit of its
 /// decision.
 pub(crate) fn admit_on(shared: &ServerState, request: u64, instance: InstanceId) -> pb::AdmitDecodeReply {
     let limit_us = shared.history.decisions().get(request).map_or(0, |decided| decided.tbt_max_us);
-    answer(shared, (instance, false), limit_us)
+    answer(shared, instance, false, limit_us)
 }
 
 fn answer(
     shared: &ServerState,
-    (instance, pinned_instance): (InstanceId, bool),
+    instance: InstanceId,
+    pinned_instance: bool,
     limit_us: u64,
 ) -> pb::AdmitDecodeReply {
-    let answer = shared.fleet.admit_decode((instance, pinned_instance), limit_us, shared.clock.now());
+    let answer = shared.fleet.admit_decode(instance, pinned_instance, limit_us, shared.clock.now());
     shared.metrics.record_decode_admission(answer.is_ok());
     match answer {
         Ok(tbt_us) => pb::AdmitDecodeReply { admitted: true, tbt_us, ..pb::AdmitDecodeReply::default() },

@@ -159,7 +159,7 @@ impl RunEvacuation<'_> {
 
     fn order(&self, run: BlockRun, target: NodeId, within: Duration) -> Option<CopyOrder> {
         let control = self.shared.control().published.read();
-        CopyOrder::new(&control.index, run, (self.node, self.epoch), target, (u64::MAX, within))
+        CopyOrder::new(&control.index, run, self.node, self.epoch, target, u64::MAX, within)
     }
 }
 

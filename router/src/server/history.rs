@@ -63,7 +63,7 @@ impl RequestHistory {
         capacity_tokens: u64,
         now: Timestamp,
     ) {
-        self.inferred.lock().record(asked, hashes, (decision, capacity_tokens), now);
+        self.inferred.lock().record(asked, hashes, decision, capacity_tokens, now);
     }
 
     /// Adds a request to the prefetch windows.

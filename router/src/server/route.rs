@@ -76,13 +76,13 @@ async fn decide(
     let (matched, applied) = holders::longest_prefix(&shared.groups, &control.index, &hashes);
     let now = shared.clock.now();
     if again {
-        moved_requests::uncount(shared, (&asked, &hashes), request.text, now);
+        moved_requests::uncount(shared, &asked, &hashes, request.text, now);
     }
-    let resident = resident_prefixes(shared, &asked, (&hashes, request.text), now);
+    let resident = resident_prefixes(shared, &asked, &hashes, request.text, now);
     // For a request that runs there already, blocks in flight may be its own.
     let in_flight = match request.pinned_instance {
         true => SmallVec::new(),
-        false => in_flight_prefixes(shared, (&asked, request.text), &hashes, now),
+        false => in_flight_prefixes(shared, &asked, request.text, &hashes, now),
     };
     let held = PrefixLocations { matched: &matched, resident: &resident, in_flight: &in_flight };
     let (candidates, excluded) = eligible(&request);
@@ -101,7 +101,7 @@ async fn decide(
     if let Ok((decision, _)) = &chosen
         && !request.pinned_instance
     {
-        record_sent(shared, (&asked, &hashes, held_blocks), request.text, decision, now);
+        record_sent(shared, &asked, &hashes, held_blocks, request.text, decision, now);
     }
     let (control_index, is_text) = (&control.index, request.text);
     let is_tenant = caller.share_tenant().is_some();
@@ -111,7 +111,7 @@ async fn decide(
         control: control_index,
         held_blocks,
         is_text,
-        is_foreign: !is_text && hashes_are_foreign(shared, control_index, (&hashes, &hashed_under)),
+        is_foreign: !is_text && hashes_are_foreign(shared, control_index, &hashes, &hashed_under),
         is_tenants: is_tenant,
     };
     // The sender's decision log has this request and its alternatives.
@@ -120,7 +120,7 @@ async fn decide(
         let counted_at = (!request.pinned_instance && !is_tenant).then_some(now);
         why::record(shared, &known, &chosen, counted_at);
     }
-    let answer = answer(shared, control_index, chosen, (is_tenant, now))?;
+    let answer = answer(shared, control_index, chosen, is_tenant, now)?;
     drop(control);
     Ok(pb::RouteReply { answer: Some(answer), freshness: Some(freshness(shared, &hashes, applied)) })
 }
@@ -136,12 +136,13 @@ fn answer(
     shared: &ServerState,
     index: &Index,
     chosen: Result<(Decision, DecisionAddresses), Rejection>,
-    (is_tenants, now): (bool, Timestamp),
+    is_tenants: bool,
+    now: Timestamp,
 ) -> Result<pb::route_reply::Answer, Status> {
     match chosen {
         Ok((decision, addresses)) => {
             let deadline_ms = priority_deadline_ms(shared.unix.now_ms(), decision.priority_deadline, now);
-            let mut decision = decision_to_pb(index, &decision, (addresses, deadline_ms));
+            let mut decision = decision_to_pb(index, &decision, addresses, deadline_ms);
             if is_tenants {
                 hide_other_candidates(&mut decision);
             }
@@ -159,12 +160,14 @@ fn answer(
 /// Records a sent request for later decisions: expected prefixes, queued work, and remote reads.
 fn record_sent(
     shared: &ServerState,
-    (asked, hashes, held_blocks): (&RouteRequest, &[BlockHash], u32),
+    asked: &RouteRequest,
+    hashes: &[BlockHash],
+    held_blocks: u32,
     is_text: bool,
     decision: &Decision,
     now: Timestamp,
 ) {
-    record_expected(shared, (asked, hashes), is_text, decision, now);
+    record_expected(shared, asked, hashes, is_text, decision, now);
     if is_text {
         return;
     }
@@ -178,7 +181,8 @@ fn record_sent(
 /// Records the prefixes expected on the instance, and the queued request.
 pub(super) fn record_expected(
     shared: &ServerState,
-    (asked, hashes): (&RouteRequest, &[BlockHash]),
+    asked: &RouteRequest,
+    hashes: &[BlockHash],
     is_text: bool,
     decision: &Decision,
     now: Timestamp,
@@ -200,7 +204,8 @@ pub(super) fn record_expected(
 pub(super) fn resident_prefixes(
     shared: &ServerState,
     asked: &RouteRequest,
-    (hashes, is_text): (&[BlockHash], bool),
+    hashes: &[BlockHash],
+    is_text: bool,
     now: Timestamp,
 ) -> Vec<ResidentPrefix> {
     match is_text {
@@ -218,7 +223,8 @@ fn reports_residency(shared: &ServerState, instance: InstanceId, now: Timestamp)
 /// Instances that are computing leading blocks of the request for other requests.
 fn in_flight_prefixes(
     shared: &ServerState,
-    (asked, is_text): (&RouteRequest, bool),
+    asked: &RouteRequest,
+    is_text: bool,
     hashes: &[BlockHash],
     now: Timestamp,
 ) -> SmallVec<[InFlightPrefix; 4]> {
@@ -363,7 +369,8 @@ fn identity_mismatch(
 fn hashes_are_foreign(
     shared: &ServerState,
     index: &Index,
-    (hashes, hashed_under): (&[BlockHash], &[IdentityDigest]),
+    hashes: &[BlockHash],
+    hashed_under: &[IdentityDigest],
 ) -> bool {
     // Unknown without hashes, for example for a prompt with an unknown salt.
     let nodes = index.identity().filter(|_| !hashes.is_empty());
@@ -382,14 +389,12 @@ async fn other_identity(shared: &ServerState, ours: IdentityDigest, theirs: Iden
 fn decision_to_pb(
     index: &Index,
     decision: &Decision,
-    (DecisionAddresses { instance: instance_address, decode_instance: partner }, priority_deadline_ms): (
-        DecisionAddresses,
-        u64,
-    ),
+    addresses: DecisionAddresses,
+    priority_deadline_ms: u64,
 ) -> pb::Decision {
     pb::Decision {
         instance: decision.instance.0,
-        instance_address,
+        instance_address: addresses.instance,
         sources: decision.sources.iter().map(|source| source_to_pb(index, source)).collect(),
         fetch_blocks: decision.fetch_blocks,
         recompute_blocks: decision.recompute_blocks,
@@ -401,7 +406,7 @@ fn decision_to_pb(
         priority_deadline_ms,
         handover: decision
             .handover
-            .map(|handover| pb::Handover { address: partner, ..handover_to_pb(&handover) }),
+            .map(|handover| pb::Handover { address: addresses.decode_instance, ..handover_to_pb(&handover) }),
     }
 }
 

@@ -343,10 +343,16 @@ impl DecisionLog {
     }
 
     /// Whether this placement differs from the known one. False for an unknown or ended request.
-    pub(crate) fn is_move(&self, request: u64, to: (InstanceId, Option<InstanceId>)) -> bool {
+    pub(crate) fn is_move(
+        &self,
+        request: u64,
+        instance: InstanceId,
+        decode_instance: Option<InstanceId>,
+    ) -> bool {
         let Some(known) = self.by_request.get(&request) else { return false };
         let is_over = known.outcome.is_some() || known.answer_stats.output_tokens > 0 || known.is_aborted;
-        !is_over && known.current_placement().is_some_and(|runs| (runs.instance, runs.decode_instance) != to)
+        let differs = |runs: Placement| runs.instance != instance || runs.decode_instance != decode_instance;
+        !is_over && known.current_placement().is_some_and(differs)
     }
 
     /// Takes the load that was counted for a request, once.
@@ -482,11 +488,11 @@ mod tests {
         let mut log = DecisionLog::default();
         log.insert(record(9));
         let (from, to) = (InstanceId(4), InstanceId(5));
-        assert!(!log.is_move(9, (from, None)), "already there");
-        assert!(!log.is_move(8, (to, None)), "unknown");
-        assert!(log.is_move(9, (to, None)) && log.is_move(9, (from, Some(to))));
+        assert!(!log.is_move(9, from, None), "already there");
+        assert!(!log.is_move(8, to, None), "unknown");
+        assert!(log.is_move(9, to, None) && log.is_move(9, from, Some(to)));
         log.record_move(9, at(5), None);
-        assert!(!log.is_move(9, (to, None)), "already there");
+        assert!(!log.is_move(9, to, None), "already there");
         assert_eq!(
             [4, 5].map(|nth| log.record_first_token(9, InstanceId(nth))),
             [None, None],
@@ -499,7 +505,7 @@ mod tests {
         assert_eq!(log.record_outcome(9, from, outcome(vec![])), None);
         let update = log.record_outcome(9, to, outcome(vec![])).expect("it ran there");
         assert_eq!(update.predicted, None, "its first token teaches no correction");
-        assert!(!log.is_move(9, (from, None)), "already ended");
+        assert!(!log.is_move(9, from, None), "already ended");
         let known = log.get(9).expect("known");
         let RouteAnswer::Sent(sent) = &known.answer else { panic!("it was sent") };
         assert_eq!(

@@ -250,7 +250,7 @@ impl FleetView {
         let decision = choose(&soft.fleet, status)?;
         drop(soft);
         let mut soft = self.state.write();
-        let offer = AdmissionRequest::of(&decision, (claim.tenant, claim.priority), claim.ttft_max_us);
+        let offer = AdmissionRequest::of(&decision, claim.tenant, claim.priority, claim.ttft_max_us);
         soft.admission.admit(&offer, now)?;
         let waiting = soft.fleet.waiting_tokens();
         let tokens = count_decision(&mut soft, claim.share, &decision, now);
@@ -322,11 +322,12 @@ impl FleetView {
     /// with a rejection if it exceeds the limit. 0 if the instance is unknown.
     pub(crate) fn admit_decode(
         &self,
-        (instance, pinned_instance): (InstanceId, bool),
+        instance: InstanceId,
+        pinned_instance: bool,
         limit_us: u64,
         now: Timestamp,
     ) -> Result<u64, (u64, Rejection)> {
-        self.state.read().fleet.admit_decode((instance, pinned_instance), limit_us, now)
+        self.state.read().fleet.admit_decode(instance, pinned_instance, limit_us, now)
     }
 
     /// Learned factors on the time between tokens, on a step, and on each request in it.

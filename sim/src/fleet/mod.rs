@@ -140,10 +140,12 @@ impl FleetSetup {
     /// Mock engines under this profile, with these blocks in DRAM and on SSD of each node.
     #[must_use]
     pub fn mock_engines(
-        (instances, nodes): (u32, u32),
+        instances: u32,
+        nodes: u32,
         profile: HardwareProfile,
         takes_time: bool,
-        node_blocks: (u64, u64),
+        dram_blocks: u64,
+        ssd_blocks: u64,
     ) -> FleetSetup {
         FleetSetup {
             engine_kind: EngineKind::Mock { takes_time },
@@ -151,7 +153,7 @@ impl FleetSetup {
             nodes,
             batch: BatchLimits { requests_max: usize::MAX, chunk_tokens: u32::MAX },
             gpu_blocks: usize::MAX,
-            node_blocks,
+            node_blocks: (dram_blocks, ssd_blocks),
             // If computing takes no time, no request waits.
             uses_priority_deadlines: takes_time,
             ..FleetSetup::new(instances, profile, 1)
@@ -406,7 +408,7 @@ impl<'a> SimFleet<'a> {
             Decider::Oracle(oracle) => (oracle.route(nth, &ask, self, now_ns), false),
         };
         match route {
-            Route::To(decision) => self.send(nth, &asked, (&decision, keeps_fetched), now_ns),
+            Route::To(decision) => self.send(nth, &asked, &decision, keeps_fetched, now_ns),
             Route::Reject => {
                 self.open_requests -= 1;
                 self.report.rejected += 1;
@@ -418,10 +420,11 @@ impl<'a> SimFleet<'a> {
         &mut self,
         nth: usize,
         asked: &RouteRequest,
-        (decision, keeps_fetched): (&Decision, bool),
+        decision: &Decision,
+        keeps_fetched: bool,
         now_ns: u64,
     ) {
-        self.view.record_sent((asked, self.workload.prompt(nth)), decision, Timestamp(now_ns / 1_000));
+        self.view.record_sent(asked, self.workload.prompt(nth), decision, Timestamp(now_ns / 1_000));
         self.sent[nth] = Some(SentRequest {
             instance: decision.instance.0,
             save_to: decision.save_to.as_ref().map(|holder| holder.node),
@@ -444,8 +447,9 @@ impl<'a> SimFleet<'a> {
     fn on_delivery(&mut self, nth: usize, now_ns: u64) {
         let Some(sent) = &mut self.sent[nth] else { return };
         let instance = sent.instance;
-        let whose = (NodeId(instance), self.workload.block_tokens, self.workload.requests[nth].category);
-        let fetched = self.store.fetch(&sent.sources, self.workload.prompt(nth), whose, now_ns);
+        let (own, category) = (NodeId(instance), self.workload.requests[nth].category);
+        let (prompt, block_tokens) = (self.workload.prompt(nth), self.workload.block_tokens);
+        let fetched = self.store.fetch(&sent.sources, prompt, own, block_tokens, category, now_ns);
         sent.fetched = fetched;
         let (plan, nodes) = (sent.plan, nodes_of(&sent.sources));
         nodes.into_iter().for_each(|node| self.announce_node_changes(node, now_ns));
@@ -499,16 +503,15 @@ impl<'a> SimFleet<'a> {
                     self.view.record_end(InstanceId(instance), request.input_tokens.into());
                     let (predicted_ns, parts, limit_us) = &self.predicted_pacing[nth];
                     if self.setup.engine_kind == EngineKind::Batching {
-                        let (said, now) =
-                            ((request.category, request.output_tokens), Timestamp(now_ns / 1_000));
+                        let (category, tokens) = (request.category, request.output_tokens);
                         let paced = DecodeObservation {
                             uncorrected: parts,
                             predicted_us: predicted_ns / 1_000,
-                            tokens: request.output_tokens,
+                            tokens,
                             tbt_us: tbt_ns / 1_000,
                             limit_us: *limit_us,
                         };
-                        self.view.record_output(said, paced, now);
+                        self.view.record_output(category, tokens, paced, Timestamp(now_ns / 1_000));
                     }
                     self.report.paced.push((*predicted_ns, tbt_ns));
                 }
@@ -548,7 +551,7 @@ impl<'a> SimFleet<'a> {
             SkippedBlocks::Fetched(plan.resident_blocks, fetched.blocks)
         };
         if let Some(node) = save_to {
-            self.store.save(node, (self.workload.prompt(nth), leaves), request.category, now_ns);
+            self.store.save(node, self.workload.prompt(nth), leaves, request.category, now_ns);
             self.announce_node_changes(node, now_ns);
         }
         if held {

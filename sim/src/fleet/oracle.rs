@@ -111,7 +111,7 @@ impl Oracle {
         for to_come in from..(nth + 1 + self.window).min(fleet.workload.len()) {
             let (at_ns, job) = self.future_job(to_come, fleet);
             self.planned.push(PlannedRequest { at_ns, job, instance: 0 });
-            self.place_request(self.planned.len() - 1, (None, fleet), now_ns);
+            self.place_request(self.planned.len() - 1, None, fleet, now_ns);
         }
     }
 
@@ -119,7 +119,8 @@ impl Oracle {
     fn place_request(
         &mut self,
         which: usize,
-        (now, fleet): (Option<&OracleOption>, &SimFleet<'_>),
+        now: Option<&OracleOption>,
+        fleet: &SimFleet<'_>,
         now_ns: u64,
     ) -> bool {
         let before = self.planned[which].instance;
@@ -143,7 +144,7 @@ impl Oracle {
         let mut is_other = false;
         for _ in 0..MOVES_PER_ARRIVAL.min(self.planned.len()) {
             self.cursor = (self.cursor + 1) % self.planned.len();
-            is_other |= self.place_request(self.cursor, (Some(now), fleet), now_ns);
+            is_other |= self.place_request(self.cursor, Some(now), fleet, now_ns);
         }
         is_other
     }

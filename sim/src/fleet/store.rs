@@ -108,7 +108,9 @@ impl NodeStore {
         &mut self,
         sources: &[Source],
         hashes: &[BlockHash],
-        (own, block_tokens, category): (NodeId, u32, Category),
+        own: NodeId,
+        block_tokens: u32,
+        category: Category,
         now_ns: u64,
     ) -> FetchResult {
         let asker = self.asker(category);
@@ -116,7 +118,7 @@ impl NodeStore {
         for source in sources {
             let range = source.start_blocks as usize..(source.start_blocks + source.len_blocks) as usize;
             let Some(wanted) = hashes.get(range.start..range.end.min(hashes.len())) else { break };
-            let reached = self.read(source.node, wanted, (own, block_tokens, asker), now_ns);
+            let reached = self.read(source.node, wanted, own, block_tokens, asker, now_ns);
             fetched.blocks += reached.blocks;
             fetched.ready_ns = fetched.ready_ns.max(reached.ready_ns);
             let sums = fetched.blocks_by_tier.iter_mut().flatten();
@@ -132,7 +134,9 @@ impl NodeStore {
         &mut self,
         from: NodeId,
         wanted: &[BlockHash],
-        (own, block_tokens, asker): (NodeId, u32, Requester),
+        own: NodeId,
+        block_tokens: u32,
+        asker: Requester,
         now_ns: u64,
     ) -> FetchResult {
         let is_own = from == own;
@@ -211,7 +215,8 @@ impl NodeStore {
     pub(super) fn save(
         &mut self,
         to: NodeId,
-        (hashes, leaves): (&[BlockHash], SkippedBlocks<'_>),
+        hashes: &[BlockHash],
+        leaves: SkippedBlocks<'_>,
         category: Category,
         now_ns: u64,
     ) {

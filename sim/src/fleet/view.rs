@@ -179,7 +179,8 @@ impl RouterView {
     /// Records a decision that was sent.
     pub(super) fn record_sent(
         &mut self,
-        (request, hashes): (&RouteRequest, &[BlockHash]),
+        request: &RouteRequest,
+        hashes: &[BlockHash],
         decision: &Decision,
         now: Timestamp,
     ) {
@@ -210,7 +211,8 @@ impl RouterView {
     /// Records the output length and pacing of a finished request.
     pub(super) fn record_output(
         &mut self,
-        (category, output_tokens): (Category, u32),
+        category: Category,
+        output_tokens: u32,
         paced: DecodeObservation<'_>,
         now: Timestamp,
     ) {

@@ -45,7 +45,7 @@ impl Router for AdmittingRouter {
         let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else {
             return Route::Reject;
         };
-        let offer = AdmissionRequest::of(&decision, (request.tenant, 0), Some(ttft_max_us));
+        let offer = AdmissionRequest::of(&decision, request.tenant, 0, Some(ttft_max_us));
         match self.admission.admit(&offer, ask.now) {
             Ok(()) => {
                 let waiting = view.fleet.waiting_tokens();

@@ -23,7 +23,7 @@ impl Router for Production {
         let standing = self.admission.queue_priority(tenant, 0, &view.fleet, ask.now);
         let request = RouteRequest { queue_priority: standing, ..ask.request };
         let Ok(decision) = choose(&request, ask.held(), &view.fleet, ask.now) else { return Route::Reject };
-        let offer = AdmissionRequest::of(&decision, (tenant, 0), None);
+        let offer = AdmissionRequest::of(&decision, tenant, 0, None);
         match self.admission.admit(&offer, ask.now) {
             Ok(()) => {
                 let waiting = view.fleet.waiting_tokens();

@@ -319,7 +319,7 @@ impl LoopbackPath {
         if let (SaveOffer::Wanted(wanted), Some(mut session)) = offered.await?
             && let Some(room) = layout.as_ref().and_then(|layout| session.layer_buffers(layout))
         {
-            let is_whole = self.send_layers(&service, &mut fate, &wanted, (room, layers)).await?;
+            let is_whole = self.send_layers(&service, &mut fate, &wanted, room, layers).await?;
             if !is_whole {
                 return Ok(LayeredSaveOutcome::Abandoned);
             }
@@ -334,13 +334,13 @@ impl LoopbackPath {
         service: &Arc<dyn BlockService>,
         fate: &mut OperationFaults,
         wanted: &[bool],
-        (room, layers): (&mut dyn LayerBuffers, &mut dyn LayerSource),
+        room: &mut dyn LayerBuffers,
+        layers: &mut dyn LayerSource,
     ) -> Result<bool, PathError> {
         let lost_after = fate.faults.timeout;
         let (mut sent, mut patience) = (0, LayerWait::new(&self.peer, lost_after));
         for layer in 0.. {
-            let at = (layer, wanted.len());
-            let slices = match layered::next_layer(layers, at, &patience).await? {
+            let slices = match layered::next_layer(layers, layer, wanted.len(), &patience).await? {
                 NextLayer::Layer(slices) => slices,
                 NextLayer::End => break,
                 NextLayer::Slow => return Ok(false),

@@ -122,7 +122,7 @@ impl OpenPaths {
         let (begun, deadline, mut refused) = (Instant::now(), request.deadline, Vec::new());
         let mut last = None;
         while let Some((at, path)) = self.pick(&refused) {
-            let mut given = FetchAttempt::new(&self.peer, (at, self.options[at].candidate.kind), &request);
+            let mut given = FetchAttempt::new(&self.peer, at, self.options[at].candidate.kind, &request);
             let mut count = |came: usize| {
                 given.bytes += came as u64;
                 self.traffic(at).received(came);
@@ -252,7 +252,7 @@ struct FetchAttempt<'a> {
 }
 
 impl<'a> FetchAttempt<'a> {
-    fn new(peer: &'a PeerPaths, (at, kind): (usize, PathKind), request: &FetchRequest) -> FetchAttempt<'a> {
+    fn new(peer: &'a PeerPaths, at: usize, kind: PathKind, request: &FetchRequest) -> FetchAttempt<'a> {
         let (class, progress) = (request.class(), request.progress.clone());
         progress.start(kind);
         FetchAttempt { peer, at, class, progress, bytes: 0, is_finished: false }

@@ -132,7 +132,7 @@ impl PeerPaths {
     }
 
     pub(super) fn record_failure(&self, now: Instant, at: usize, error: &PathError) {
-        self.update_failure((now, at), error, Breaker::record_failure);
+        self.update_failure(now, at, error, Breaker::record_failure);
     }
 
     /// Records a fetch that got no answer over this path since `since`. A wait of less than a few
@@ -147,12 +147,13 @@ impl PeerPaths {
         }
         drop(known);
         let error = PathError::TimedOut { peer: self.address.clone(), after };
-        self.update_failure((now, at), &error, Breaker::record_silence);
+        self.update_failure(now, at, &error, Breaker::record_silence);
     }
 
     fn update_failure(
         &self,
-        (now, at): (Instant, usize),
+        now: Instant,
+        at: usize,
         error: &PathError,
         note: fn(&mut Breaker, Instant) -> bool,
     ) {

@@ -74,8 +74,8 @@ impl OperationClient for QuicPath {
         if let Some(fetch) = fetch {
             fetch.mark_asked();
         }
-        let opened = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
-        let mut stream = QuicStream::opened(opened, place, &self.priorities);
+        let (send, recv) = self.connection.open_bi().await.map_err(|error| path_error(&self.peer, &error))?;
+        let mut stream = QuicStream::opened(send, recv, place, &self.priorities);
         stream.set_class(class);
         stream.write(message).await.map_err(|loss| loss.at(&self.peer))?;
         stream.flush().await.map_err(|loss| loss.at(&self.peer))?;

@@ -413,7 +413,7 @@ impl Connection {
         }
         let begun = self.begin(request.context.lease).await;
         let blocks = request.hashes.len();
-        self.spawn((op, class), blocks, None, Box::pin(self.context.clone().fetch(op, request, begun))).await;
+        self.spawn(op, class, blocks, None, Box::pin(self.context.clone().fetch(op, request, begun))).await;
         Ok(())
     }
 
@@ -449,7 +449,7 @@ impl Connection {
         let parts = SaveChannel { sender: to, puts_left: left, is_layered: layout.is_some(), guard: weak };
         let frames = SaveFrames { layout, may_be_empty: may_end, eager_ranges: there, parts: come };
         let save = Box::pin(self.context.clone().save(op, request, held, frames));
-        self.spawn((op, class), blocks, Some(parts), save).await;
+        self.spawn(op, class, blocks, Some(parts), save).await;
         Ok(())
     }
 
@@ -466,7 +466,8 @@ impl Connection {
     /// finish at once.
     async fn spawn(
         &mut self,
-        (op, class): (u64, TrafficClass),
+        op: u64,
+        class: TrafficClass,
         blocks: usize,
         save: Option<SaveChannel>,
         mut operation: BoxFuture<'static, ()>,

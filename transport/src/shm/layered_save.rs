@@ -109,7 +109,7 @@ impl ShmPath {
         let at_once = self.pieces_in_flight_max(layers);
         let mut turn = CopyBudget::default();
         for layer in 0.. {
-            let slices = match self.next_layer(&asking, layers, (layer, wanted.len()), &patience).await? {
+            let slices = match self.next_layer(&asking, layers, layer, wanted.len(), &patience).await? {
                 NextLayer::Layer(slices) => slices,
                 NextLayer::End => break,
                 NextLayer::Slow => return Ok(LayeredSaveOutcome::Abandoned),
@@ -118,7 +118,7 @@ impl ShmPath {
                 if patience.is_expired() {
                     return Ok(LayeredSaveOutcome::Abandoned);
                 }
-                layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
+                layers.sent(self.put_piece(&asking, &piece, at_once, &mut turn).await?);
                 patience.record_progress();
             }
         }
@@ -127,7 +127,7 @@ impl ShmPath {
         };
         let heads = wanted.iter().enumerate().map(head).collect();
         for piece in group_pieces(heads, wanted) {
-            layers.sent(self.put_piece(&asking, &piece, (at_once, &mut turn)).await?);
+            layers.sent(self.put_piece(&asking, &piece, at_once, &mut turn).await?);
         }
         self.finish_save(asking).await.map(LayeredSaveOutcome::Answered)
     }
@@ -137,20 +137,21 @@ impl ShmPath {
         &self,
         asking: &ShmOperation,
         layers: &mut dyn LayerSource,
-        at: (usize, usize),
+        layer: usize,
+        blocks: usize,
         patience: &LayerWait<'_>,
     ) -> Result<NextLayer, PathError> {
         while asking.pending_puts() > 0 {
             tokio::select! {
                 biased;
-                handed = next_layer(layers, at, patience) => return handed,
+                handed = next_layer(layers, layer, blocks, patience) => return handed,
                 reply = asking.next() => match reply? {
                     Reply::Taken => {}
                     other => return Err(self.unexpected(&other)),
                 },
             }
         }
-        next_layer(layers, at, patience).await
+        next_layer(layers, layer, blocks, patience).await
     }
 
     /// Writes one piece once few enough are unread; returns its bytes.
@@ -158,7 +159,8 @@ impl ShmPath {
         &self,
         asking: &ShmOperation,
         piece: &[Bytes],
-        (at_once, turn): (usize, &mut CopyBudget),
+        at_once: usize,
+        turn: &mut CopyBudget,
     ) -> Result<usize, PathError> {
         let bytes = piece.iter().map(Bytes::len).sum();
         let put = async {
@@ -243,7 +245,7 @@ impl LayeredSave {
         let mut offer = wire::offer_to_pb(&SaveOffer::Wanted(wanted.clone()));
         let Some(room) = fits.then(|| saving.session.layer_buffers(&layout)).flatten() else {
             serving.grants.post(&NodePacket::Offer { op, offer });
-            return serving.receive_wanted(op, saving, &wanted, parts, (len_max, true)).await;
+            return serving.receive_wanted(op, saving, &wanted, parts, len_max, true).await;
         };
         offer.is_by_layer = true;
         serving.grants.post(&NodePacket::Offer { op, offer });

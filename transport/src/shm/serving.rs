@@ -278,7 +278,7 @@ impl OperationContext {
             (offer, saving) => {
                 self.grants.post(&NodePacket::Offer { op, offer: wire::offer_to_pb(&offer) });
                 let (SaveOffer::Wanted(wanted), Some(saving)) = (offer, saving) else { return Ok(()) };
-                self.receive_wanted(op, saving, &wanted, frames.parts, (len_max, frames.may_be_empty)).await?
+                self.receive_wanted(op, saving, &wanted, frames.parts, len_max, frames.may_be_empty).await?
             }
         };
         let done = saving.session.finish().await;
@@ -319,7 +319,8 @@ impl OperationContext {
         mut saving: GuardedSession,
         wanted: &[bool],
         mut parts: mpsc::Receiver<SavePart>,
-        (len_max, may_end): (u64, bool),
+        len_max: u64,
+        may_end: bool,
     ) -> Result<GuardedSession, ShmServeError> {
         let wanted = wanted.iter().filter(|wanted| **wanted).count();
         let (mut got, mut turn) = (0, InlineCopyBudget::default());

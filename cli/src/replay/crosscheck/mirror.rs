@@ -95,7 +95,7 @@ fn mirror_setup(
             "node.{key}_bytes: the fleet in virtual time counts blocks; set node.{key}_blocks"
         )),
     };
-    let node_blocks = (blocks(node.dram_capacity(), "dram")?, blocks(node.ssd_capacity(), "ssd")?);
+    let (dram, ssd) = (blocks(node.dram_capacity(), "dram")?, blocks(node.ssd_capacity(), "ssd")?);
     let profile = HardwareProfile::by_name(&router.profile).unwrap_or_default().scaled(router.time_scale);
     Ok(FleetSetup {
         first: 1,
@@ -103,7 +103,7 @@ fn mirror_setup(
         watermarks: (node.watermark_high, node.watermark_low),
         ssd_reuse_min: node.ssd_reuse_min,
         report_every_ns: instance.report_ms.saturating_mul(1_000_000),
-        ..FleetSetup::mock_engines((instances, nodes), profile, takes_time, node_blocks)
+        ..FleetSetup::mock_engines(instances, nodes, profile, takes_time, dram, ssd)
     })
 }
 

@@ -236,7 +236,8 @@ impl Density {
     /// request.
     fn evictable_candidate(
         &self,
-        (is_fresh, class): (bool, usize),
+        is_fresh: bool,
+        class: usize,
         spared: &dyn Fn(BlockKey) -> bool,
     ) -> Option<(BlockKey, ClassCandidate)> {
         if is_fresh {
@@ -370,7 +371,7 @@ impl Policy for Density {
             if name.is_some() {
                 return *name;
             }
-            let found = self.evictable_candidate(place, spared);
+            let found = self.evictable_candidate(place.0, place.1, spared);
             *name = found.map(|(key, _)| key);
             offers.set(place, found.map_or(ClassCandidate::NONE, |(_, offer)| offer));
         }

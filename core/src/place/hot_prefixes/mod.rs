@@ -186,7 +186,7 @@ impl HotPrefixes {
             let Some(&key) = hashes.last() else { break };
             let saved_us: f64 = saved.iter().sum();
             if saved_us.is_finite() && saved_us > 0.0 {
-                self.add_heat(used, (parent, offset, hashes), saved_us, now);
+                self.add_heat(used, parent, offset, hashes, saved_us, now);
             }
             (parent, offset) = (Some(key), offset + size);
         }
@@ -195,7 +195,9 @@ impl HotPrefixes {
     fn add_heat(
         &mut self,
         used: &RemoteUse<'_>,
-        (parent, offset, hashes): (Option<BlockHash>, usize, &[BlockHash]),
+        parent: Option<BlockHash>,
+        offset: usize,
+        hashes: &[BlockHash],
         saved_us: f64,
         now: Timestamp,
     ) {
@@ -358,7 +360,8 @@ impl HotPrefixes {
         &mut self,
         proposal: &Proposal,
         end: CopyOutcome,
-        (blocks, bytes): (usize, u64),
+        blocks: usize,
+        bytes: u64,
         now: Timestamp,
     ) {
         let left = self.budget_bytes + proposal.bytes as f64 - bytes as f64;

@@ -101,7 +101,7 @@ fn propose(hot: &mut HotPrefixes, world: &TestReplicas, now: Timestamp) -> Optio
 }
 
 fn finish_copied(hot: &mut HotPrefixes, proposal: &Proposal, now: Timestamp) {
-    hot.finish(proposal, CopyOutcome::Copied, (proposal.run.hashes.len(), proposal.bytes), now);
+    hot.finish(proposal, CopyOutcome::Copied, proposal.run.hashes.len(), proposal.bytes, now);
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn failed_copy_is_retried_later_and_refunds_its_budget() {
     let other = prompt(2, 1);
     record_uniform_use(&mut hot, &other, 2, 500.0, at(0));
     assert_eq!(propose(&mut hot, &world, at(0)), None, "the budget is used up");
-    hot.finish(&proposal, CopyOutcome::SourceBusy, (0, 0), at(0));
+    hot.finish(&proposal, CopyOutcome::SourceBusy, 0, 0, at(0));
     assert_eq!(propose(&mut hot, &world, at(0)).unwrap().run.hashes, other);
     assert_eq!(propose(&mut hot, &world, at(29)), None);
     assert_eq!(propose(&mut hot, &world, at(31)).unwrap().run.hashes, hashes);
@@ -199,12 +199,12 @@ fn partial_copy_counts_its_blocks_and_bytes() {
     record_uniform_use(&mut hot, &hashes, 2, 500.0, at(0));
     let proposal = propose(&mut hot, &world, at(0)).unwrap();
     // Frames are slightly larger than blocks.
-    let came = (3 * SEGMENT + 2, 4 * SEGMENT_BYTES);
-    hot.finish(&proposal, CopyOutcome::SourceLost, came, at(0));
-    world.hold(2, &hashes[..came.0]);
+    let (blocks, bytes) = (3 * SEGMENT + 2, 4 * SEGMENT_BYTES);
+    hot.finish(&proposal, CopyOutcome::SourceLost, blocks, bytes, at(0));
+    world.hold(2, &hashes[..blocks]);
     let next = propose(&mut hot, &world, at(31)).unwrap();
     assert_eq!(next.run.hashes, hashes[3 * SEGMENT..]);
-    hot.finish(&next, CopyOutcome::Copied, (next.run.hashes.len(), 9 * SEGMENT_BYTES), at(31));
+    hot.finish(&next, CopyOutcome::Copied, next.run.hashes.len(), 9 * SEGMENT_BYTES, at(31));
     record_uniform_use(&mut hot, &prompt(2, 1), 2, 500.0, at(31));
     assert_eq!(
         propose(&mut hot, &world, at(32)),
@@ -257,10 +257,10 @@ fn refusing_node_cools_down_and_others_do_not() {
     }
     let proposal = propose(&mut hot, &world, at(0)).unwrap();
     assert_eq!(proposal.destination, NodeId(2));
-    hot.finish(&proposal, CopyOutcome::Worth, (0, 0), at(0));
+    hot.finish(&proposal, CopyOutcome::Worth, 0, 0, at(0));
     let proposal = propose(&mut hot, &world, at(0)).unwrap();
     assert_eq!(proposal.destination, NodeId(2), "another prefix may be worth more");
-    hot.finish(&proposal, CopyOutcome::Queue, (0, 0), at(0));
+    hot.finish(&proposal, CopyOutcome::Queue, 0, 0, at(0));
     assert_eq!(propose(&mut hot, &world, at(29)).unwrap().destination, NodeId(3));
     assert_eq!(propose(&mut hot, &world, at(30)).unwrap().destination, NodeId(2));
 }
@@ -331,7 +331,7 @@ proptest! {
                     + now.0 as f64 / 1e6 * rules.bytes_per_second as f64;
                 prop_assert!(spent <= allowed + 1.0, "{} of {}", spent, allowed);
                 spent -= (proposal.bytes - used) as f64;
-                hot.finish(&proposal, end, ((used / BLOCK) as usize, used), now);
+                hot.finish(&proposal, end, (used / BLOCK) as usize, used, now);
             }
         }
     }

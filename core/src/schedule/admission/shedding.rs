@@ -95,7 +95,8 @@ impl AdmissionRequest {
     #[must_use]
     pub fn of(
         decision: &Decision,
-        (tenant, priority): (TenantId, i32),
+        tenant: TenantId,
+        priority: i32,
         ttft_max_us: Option<u64>,
     ) -> AdmissionRequest {
         AdmissionRequest {
@@ -112,7 +113,7 @@ impl AdmissionRequest {
 
     /// Rejects it until the time between tokens has dropped from `tbt_us` to `within_us`: in that
     /// share of a decode duration, that share of the decoding requests ends.
-    fn reject_by_tbt(&self, reason: RejectReason, (tbt_us, within_us): (u64, u64)) -> Rejection {
+    fn reject_by_tbt(&self, reason: RejectReason, tbt_us: u64, within_us: u64) -> Rejection {
         let share = 1.0 - within_us as f64 / tbt_us.max(1) as f64;
         let retry_after = Duration::from_micros(self.decode.decode_us).mul_f64(share.clamp(0.0, 1.0));
         Rejection { reason, retry_after: retry_after.clamp(RETRY_MIN, RETRY_MAX) }
@@ -206,7 +207,7 @@ impl Admission {
     pub fn record(&mut self, tenant: TenantId, tokens: u32, waiting: u64, now: Timestamp) {
         let place = self.tracked_tenant(tenant);
         let weight = self.weights.get(&place).copied().unwrap_or(1.0);
-        self.fair_queue.record((place, weight), tokens, waiting, now);
+        self.fair_queue.record(place, weight, tokens, waiting, now);
     }
 
     /// Adds an admitted request to its tenant's usage.
@@ -268,7 +269,7 @@ fn check_feasible(offer: &AdmissionRequest, ttft_max_us: Option<u64>) -> Result<
     // would never be corrected.
     if limit_us > 0 && tbt_us > limit_us && !offer.decode.is_trial {
         let (tbt, limit) = (Duration::from_micros(tbt_us), Duration::from_micros(limit_us));
-        return Err(offer.reject_by_tbt(RejectReason::TooSlow { tbt, limit }, (tbt_us, limit_us)));
+        return Err(offer.reject_by_tbt(RejectReason::TooSlow { tbt, limit }, tbt_us, limit_us));
     }
     Ok(())
 }
@@ -305,14 +306,14 @@ fn check_tbt(offer: &AdmissionRequest, usage_ratio: f64) -> Option<Rejection> {
     if let Some(NeighbourTbt { tbt_us, allowed_us: within_us, limit_us }) = slowed {
         let [tbt, within, limit] = [tbt_us, within_us, limit_us].map(Duration::from_micros);
         let reason = RejectReason::SlowsOthers { tbt, within, limit };
-        return Some(offer.reject_by_tbt(reason, (tbt_us, within_us)));
+        return Some(offer.reject_by_tbt(reason, tbt_us, within_us));
     }
     let used_us = if offer.priority > 0 { limit_us } else { limit_us.saturating_sub(kept_us) };
     let room_us = used_us.saturating_sub(alone_us) as f64 * tbt_share(usage_ratio, offer.priority);
     let within_us = used_us.min(alone_us).saturating_add(room_us as u64);
     let [tbt, within, limit] = [offer.tbt_us, within_us, limit_us].map(Duration::from_micros);
     let reason = RejectReason::DecodeOverloaded { tbt, within, limit };
-    (tbt > within).then(|| offer.reject_by_tbt(reason, (offer.tbt_us, within_us)))
+    (tbt > within).then(|| offer.reject_by_tbt(reason, offer.tbt_us, within_us))
 }
 
 /// Share of its slack that the wait of a request may take, given its tenant's usage ratio.

@@ -65,7 +65,8 @@ impl FairQueue {
     /// Records more work for a tenant; `waiting` is the total before it.
     pub(in crate::schedule) fn record(
         &mut self,
-        (tenant, weight): (TenantId, f64),
+        tenant: TenantId,
+        weight: f64,
         tokens: u32,
         waiting: u64,
         now: Timestamp,
@@ -130,7 +131,7 @@ mod tests {
                     let tokens = waiting.len() as u64 * 100 + busy_to.max(ms) - ms;
                     let lead_ms = backlogs.lead(tenant.0, tokens, at(ms)).as_millis() as i64;
                     waiting.push((ms as i64 - lead_ms, ms, nth));
-                    backlogs.record(*tenant, 100, tokens, at(ms));
+                    backlogs.record(tenant.0, tenant.1, 100, tokens, at(ms));
                 }
             }
             if ms >= busy_to && !waiting.is_empty() {
@@ -152,7 +153,7 @@ mod tests {
         let mut backlogs = FairQueue::default();
         // A thousand tokens are sent each tenth of a second, and half of all wait.
         for nth in 0..1_000 {
-            backlogs.record(A, 1_000, nth * 500, at(nth * 100));
+            backlogs.record(A.0, A.1, 1_000, nth * 500, at(nth * 100));
             assert_eq!(backlogs.lead(A.0, nth * 500, at(nth * 100)), Duration::ZERO);
             assert!(!backlogs.has_others(A.0) && backlogs.has_others(B.0));
         }
@@ -161,9 +162,9 @@ mod tests {
         assert!((49..=51).contains(&lead(500_000).as_secs()), "{:?}", lead(500_000));
         assert_eq!(lead(0), Duration::ZERO, "all of it was served");
         assert!(lead(u64::MAX) <= Duration::from_secs(100));
-        backlogs.record(A, u32::MAX, 0, at(100_000));
+        backlogs.record(A.0, A.1, u32::MAX, 0, at(100_000));
         assert_eq!(backlogs.lead(B.0, 1 << 30, at(100_500)), Duration::from_millis(500));
-        backlogs.record(A, 1_000, 1 << 30, at(10_000_000));
+        backlogs.record(A.0, A.1, 1_000, 1 << 30, at(10_000_000));
         assert_eq!(backlogs.lead(B.0, 1 << 30, at(11_000_000)), LEAD_MAX);
         assert!(backlogs.finish_history.len() <= 2, "{}", backlogs.finish_history.len());
     }

@@ -103,7 +103,8 @@ impl InferredPrefixes {
         &mut self,
         request: &RouteRequest,
         hashes: &[BlockHash],
-        (decision, kv_tokens_max): (&Decision, u64),
+        decision: &Decision,
+        kv_tokens_max: u64,
         now: Timestamp,
     ) {
         let is_front_expired =

@@ -210,10 +210,10 @@ impl Fleet {
                 } else {
                     instance.load.carry_over(&known.load, instance.reported_at)
                 };
-                let since = (known.load, known.reported_at);
+                let (before, reported_at) = (known.load, known.reported_at);
                 *known = Instance { load, ..instance };
                 if !is_restarted {
-                    observe_steps(&mut self.step_model, &speeds, known, &since);
+                    observe_steps(&mut self.step_model, &speeds, known, &before, reported_at);
                 }
             }
             Err(rank) => {
@@ -299,8 +299,7 @@ impl Fleet {
                 known.load.tightest_limit.record(decision, self.limits.tbt_limit_floor_us, now);
             }
             self.overtaking.record(added_us, count, now);
-            let prompt = (tokens, added_us);
-            self.lengths.observe_sent(decision.decode.kv_tokens, prompt);
+            self.lengths.observe_sent(decision.decode.kv_tokens, tokens, added_us);
         }
         // The decode partner has no prompt to compute, and one more running request.
         let partner = decision.handover.map(|handover| handover.instance);
@@ -496,10 +495,11 @@ fn observe_steps(
     steps: &mut DecodeStepModel,
     profile: &HardwareProfile,
     known: &mut Instance,
-    (before, at): &(Load, Timestamp),
+    before: &Load,
+    at: Timestamp,
 ) {
     let now = known.reported_at;
-    let (tbt_us, took_us) = (known.load.decode.tbt_us, now.since(*at).as_micros() as f64);
+    let (tbt_us, took_us) = (known.load.decode.tbt_us, now.since(at).as_micros() as f64);
     // A prompt that is in progress at either end spends time in one interval and counts in the
     // other: its remainder would look like long steps.
     let is_whole = before.queue_tokens == 0 && known.load.queue_tokens == 0;

@@ -87,7 +87,8 @@ pub(in crate::schedule) struct QueueWait {
 /// requests with an earlier deadline; for an instance without recorded requests, that of tokens
 /// without context. `slowdown` scales the times of the profile to the instance.
 pub(in crate::schedule) fn queue_wait(
-    (speeds, slowdown): (&HardwareProfile, f64),
+    speeds: &HardwareProfile,
+    slowdown: f64,
     load: &Load,
     newcomer: &Newcomer,
     at: LoadInstant,

@@ -397,7 +397,8 @@ impl Fleet {
     /// [`RejectReason::TooSlow`] with a retry hint, and the predicted time.
     pub fn admit_decode(
         &self,
-        (id, is_reported): (InstanceId, bool),
+        id: InstanceId,
+        is_reported: bool,
         limit_us: u64,
         now: Timestamp,
     ) -> Result<u64, (u64, Rejection)> {

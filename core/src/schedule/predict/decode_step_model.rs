@@ -185,13 +185,13 @@ impl StepPace {
 /// Output lengths by request kind, and the KV capacity that requests take.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(in crate::schedule) struct LengthModel {
-    /// Decayed sums of tokens and requests, by kind.
-    by_kind: [(f64, f64); KINDS],
-    all: (f64, f64),
+    /// Output tokens of a request, by kind.
+    by_kind: [DecayedMean; KINDS],
+    all: DecayedMean,
     /// Decayed sum of squared token counts.
     squares: f64,
-    /// Decayed sums of KV tokens and requests.
-    kv_tokens: (f64, f64),
+    /// KV tokens of a request.
+    kv_tokens: DecayedMean,
     /// Decayed sums of prefill microseconds and prefill tokens.
     prefill: (f64, f64),
 }
@@ -203,16 +203,16 @@ impl LengthModel {
         // For a kind with long outputs, a long output is no outlier.
         let usual = self.mean_output().max(self.mean_of_kind(category));
         let tokens = f64::from(output_tokens).min(usual * times + besides).min(LENGTH_MAX);
-        self.squares = decayed((self.squares, 0.0), tokens * tokens).0;
+        self.squares = self.squares * decay() + tokens * tokens;
         for sums in [&mut self.by_kind[kind(category)], &mut self.all] {
-            *sums = decayed(*sums, tokens);
+            sums.add(tokens);
         }
     }
 
     /// Learns from a sent request: its KV capacity in tokens, its prefill tokens and their time.
-    pub(in crate::schedule) fn observe_sent(&mut self, kv_tokens: u32, (tokens, prefill_us): (u32, u64)) {
-        self.kv_tokens = decayed(self.kv_tokens, kv_tokens.into());
-        let kept = (-1.0 / LENGTH_HALF_LIFE).exp2();
+    pub(in crate::schedule) fn observe_sent(&mut self, kv_tokens: u32, tokens: u32, prefill_us: u64) {
+        self.kv_tokens.add(kv_tokens.into());
+        let kept = decay();
         let (us, all) = self.prefill;
         self.prefill = (us * kept + prefill_us as f64, all * kept + f64::from(tokens));
     }
@@ -230,21 +230,21 @@ impl LengthModel {
         // Without any observation, the requested maximum is the best guess.
         match at_most {
             0 => known.round() as u32,
-            most if self.all.1 < 1.0 => most.min((prior * FACTOR_MAX) as u32),
+            most if self.all.count < 1.0 => most.min((prior * FACTOR_MAX) as u32),
             most => most.min(known.round() as u32),
         }
     }
 
     /// The mean of a kind, drawn to the overall mean while few requests of the kind were seen.
     fn mean_of_kind(&self, category: Category) -> f64 {
-        let ((tokens, requests), (_, worth)) = (self.by_kind[kind(category)], LENGTH_PRIOR);
-        (tokens + self.mean_output() * worth) / (requests + worth)
+        let (known, (_, worth)) = (self.by_kind[kind(category)], LENGTH_PRIOR);
+        (known.sum + self.mean_output() * worth) / (known.count + worth)
     }
 
     /// The overall mean.
     pub(in crate::schedule) fn mean_output(&self) -> f64 {
-        let ((tokens, requests), (prior, worth)) = (self.all, LENGTH_PRIOR);
-        (tokens + prior * worth) / (requests + worth)
+        let (prior, worth) = LENGTH_PRIOR;
+        (self.all.sum + prior * worth) / (self.all.count + worth)
     }
 
     /// Mean output length weighted by held KV capacity. Long requests hold more capacity for
@@ -252,14 +252,14 @@ impl LengthModel {
     pub(in crate::schedule) fn kv_weighted_output(&self) -> f64 {
         let (prior, worth) = LENGTH_PRIOR;
         let mean = self.mean_output();
-        let square = (self.squares + prior * prior * worth) / (self.all.1 + worth);
+        let square = (self.squares + prior * prior * worth) / (self.all.count + worth);
         let input = (self.mean_kv_tokens().unwrap_or(mean) - mean).max(0.0);
         (input * mean + square) / (input + mean).max(1.0)
     }
 
     /// Mean KV capacity of a request, in tokens; `None` before the first one.
     pub(in crate::schedule) fn mean_kv_tokens(&self) -> Option<f64> {
-        (self.kv_tokens.1 > 0.0).then(|| self.kv_tokens.0 / self.kv_tokens.1)
+        (self.kv_tokens.count > 0.0).then(|| self.kv_tokens.sum / self.kv_tokens.count)
     }
 }
 
@@ -267,9 +267,23 @@ fn kind(category: Category) -> usize {
     category.kind as usize % KINDS
 }
 
-fn decayed((sum, count): (f64, f64), value: f64) -> (f64, f64) {
-    let kept = (-1.0 / LENGTH_HALF_LIFE).exp2();
-    (sum * kept + value, count * kept + 1.0)
+/// What remains of the weight of an observation when the next one is added.
+fn decay() -> f64 {
+    (-1.0 / LENGTH_HALF_LIFE).exp2()
+}
+
+/// Sums of observations and of their number, each with the same decay.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct DecayedMean {
+    sum: f64,
+    count: f64,
+}
+
+impl DecayedMean {
+    fn add(&mut self, value: f64) {
+        self.sum = self.sum * decay() + value;
+        self.count = self.count * decay() + 1.0;
+    }
 }
 
 #[cfg(test)]
@@ -366,7 +380,7 @@ mod tests {
             "capped by the request's own maximum"
         );
         assert_eq!(lengths.mean_kv_tokens(), None);
-        lengths.observe_sent(500, (100, 20_000));
+        lengths.observe_sent(500, 100, 20_000);
         assert_eq!(lengths.mean_kv_tokens(), Some(500.0));
         assert!((lengths.prompt_us_per_token(&ROUND) - 200.0).abs() < 1e-6);
     }

@@ -88,7 +88,8 @@ impl<'a> PlannerCache<'a> {
 
 /// The plan inputs of an instance.
 pub(in crate::schedule) fn fetch_context<'a>(
-    (instance, paths): (&Instance, &'a InstancePaths),
+    instance: &Instance,
+    paths: &'a InstancePaths,
 ) -> FetchContext<'a> {
     FetchContext { own_node: instance.node, can_fetch: instance.can_fetch, paths }
 }

@@ -249,7 +249,7 @@ fn recovered_fleet_admits_trials_and_relearns() {
     (0..2_000).for_each(|_| fleet.observe_completion(Category::default(), 40, paced, NOW));
     let decide = |fleet: &Fleet| chosen(&request, &PrefixMatch::default(), fleet);
     let admit = |decision: &Decision| {
-        Admission::default().admit(&AdmissionRequest::of(decision, (TenantId(1), 0), None), NOW)
+        Admission::default().admit(&AdmissionRequest::of(decision, TenantId(1), 0, None), NOW)
     };
     let mut needed = 0;
     while decide(&fleet).predicted.tbt_us > 2_000 {
@@ -272,7 +272,7 @@ fn recovered_fleet_admits_trials_and_relearns() {
 #[test]
 fn admits_decode_if_limit_is_met_or_unknown() {
     let fleet = with_load(fleet(2), 1, busy(200, 0));
-    let ask = |n, limit_us, now| fleet.admit_decode((InstanceId(n), true), limit_us, now);
+    let ask = |n, limit_us, now| fleet.admit_decode(InstanceId(n), true, limit_us, now);
     assert_eq!((ask(1, 0, NOW), ask(1, 3_000, NOW), ask(2, 1_010, NOW)), (Ok(3_000), Ok(3_000), Ok(1_010)));
     assert_eq!(ask(1, 2_800, NOW), Ok(3_000), "computed already: slightly too slow is accepted");
     let (tbt_us, no) = ask(1, 1_500, NOW).unwrap_err();
@@ -282,7 +282,7 @@ fn admits_decode_if_limit_is_met_or_unknown() {
     assert_eq!(ask(2, 100, NOW), Ok(1_010), "alone");
     assert!(ask(2, 60, NOW).is_err(), "below every learnable step time");
     let one_more = with_load(fleet, 2, Load { waiting: 1, ..busy(1, 0) });
-    assert!(one_more.admit_decode((InstanceId(2), true), 100, NOW).is_err());
+    assert!(one_more.admit_decode(InstanceId(2), true, 100, NOW).is_err());
 }
 
 #[test]
@@ -414,7 +414,7 @@ proptest! {
         let keeps = decision.candidates.iter().any(|candidate| candidate.predicted.tbt_us <= limit);
         prop_assert_eq!(decision.predicted.tbt_us <= limit, keeps);
         // A request with positive priority gets all of its limit.
-        let offer = AdmissionRequest::of(&decision, (TenantId(1), 1), None);
+        let offer = AdmissionRequest::of(&decision, TenantId(1), 1, None);
         match Admission::default().admit(&offer, NOW) {
             Ok(()) => prop_assert!(keeps || decision.decode.is_trial),
             Err(Rejection { reason, retry_after }) => {

@@ -25,7 +25,7 @@ fn send(
     let resident = guessed.lookup(&asked, hashes, |_| room_tokens, now);
     let held = PrefixLocations { matched: &PrefixMatch::default(), resident: &resident, in_flight: &[] };
     let decision = choose(&asked, held, fleet, NOW).unwrap();
-    guessed.record(&asked, hashes, (&decision, room_tokens), now);
+    guessed.record(&asked, hashes, &decision, room_tokens, now);
     (decision.instance.0, decision.resident_blocks)
 }
 

@@ -7,7 +7,8 @@ use crate::schedule::predict::cost::queue_wait;
 /// Time until the work ahead of a request that comes now is done.
 fn queue_us(profile: &HardwareProfile, load: &Load) -> u64 {
     queue_wait(
-        (profile, 1.0),
+        profile,
+        1.0,
         load,
         &Newcomer { priority_deadline: NOW, unprioritized_deadline: None, transfer_us: 0, prefill_us: 0 },
         JUST_REPORTED,

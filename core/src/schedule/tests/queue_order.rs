@@ -28,7 +28,7 @@ fn wait_and_overtaken(load: &Load, priority_deadline_ms: u64) -> (u64, u64) {
         transfer_us: 0,
         prefill_us: 1,
     };
-    let wait = queue_wait((&ROUND, 1.0), load, &newcomer, JUST_REPORTED);
+    let wait = queue_wait(&ROUND, 1.0, load, &newcomer, JUST_REPORTED);
     (wait.us / 1_000, wait.delay_to_others_us)
 }
 
@@ -272,12 +272,8 @@ fn instance_progresses_between_reports() {
             transfer_us: 0,
             prefill_us: 1,
         };
-        let wait = queue_wait(
-            (&ROUND, 1.0),
-            load,
-            &newcomer,
-            LoadInstant { now: later(ms), reported_at: later(ms) },
-        );
+        let wait =
+            queue_wait(&ROUND, 1.0, load, &newcomer, LoadInstant { now: later(ms), reported_at: later(ms) });
         (wait.us / 1_000, wait.delay_to_others_us)
     };
     let mut load = Load::default();
@@ -310,7 +306,7 @@ fn remaining_ms(chunk_tokens: u32, reports: &[(u64, u64)]) -> u64 {
         transfer_us: 0,
         prefill_us: 1,
     };
-    queue_wait((&ROUND, 1.0), &load, &newcomer, LoadInstant { now, reported_at: now }).us / 1_000
+    queue_wait(&ROUND, 1.0, &load, &newcomer, LoadInstant { now, reported_at: now }).us / 1_000
 }
 
 #[test]
@@ -366,7 +362,8 @@ fn request_waiting_for_blocks_yields() {
         let (transfer_us, prefill_us) = (transfer_ms * 1_000, prefill_ms * 1_000);
         let turn = Timestamp(priority_deadline_ms * 1_000);
         let wait = queue_wait(
-            (&ROUND, 1.0),
+            &ROUND,
+            1.0,
             &load,
             &Newcomer { priority_deadline: turn, unprioritized_deadline: None, transfer_us, prefill_us },
             JUST_REPORTED,
@@ -429,8 +426,7 @@ fn started_requests_wait_by_deadline_after_a_report_without_progress() {
             transfer_us: 0,
             prefill_us: 1,
         };
-        let wait =
-            queue_wait((&ROUND, 1.0), &told, &newcomer, LoadInstant { now: later, reported_at: later });
+        let wait = queue_wait(&ROUND, 1.0, &told, &newcomer, LoadInstant { now: later, reported_at: later });
         (wait.us / 1_000, wait.delay_to_others_us)
     };
     assert_eq!([10, 30, 60].map(waits), [(15, 2), (25, 1), (35, 0)]);

@@ -116,12 +116,12 @@ fn retract_removes_new_inferred_prefix() {
     let decision = decided(&fleet, 1, NOW);
     let had = |guessed: &InferredPrefixes| guessed.lookup(&request, &hashes, |_| 0, after_ms(60_000)).len();
     let mut guessed = InferredPrefixes::default();
-    guessed.record(&request, &hashes, (&decision, 0), NOW);
+    guessed.record(&request, &hashes, &decision, 0, NOW);
     assert_eq!(had(&guessed), 1);
     let mut again = guessed.clone();
     guessed.retract(&request, &hashes, &RouteRecord::of(&decision, NOW));
     assert_eq!(had(&guessed), 0);
-    again.record(&request, &hashes, (&decision, 0), after_ms(30_000));
+    again.record(&request, &hashes, &decision, 0, after_ms(30_000));
     again.retract(&request, &hashes, &RouteRecord::of(&decision, after_ms(30_000)));
     assert_eq!(had(&again), 1);
 }

@@ -78,7 +78,7 @@ pub(super) fn run(args: &RoutersArgs) -> anyhow::Result<()> {
                     "{name}: {instances} instances at {share:.0} % of {capacity_per_s:.1} requests/s, {plane:?}"
                 );
                 let setup = FleetSetup { fetch_scope: plane, ..setup.clone() };
-                let compared = compare(&workload, &setup, (load, capacity_per_s), &draws);
+                let compared = compare(&workload, &setup, load, capacity_per_s, &draws);
                 let (terms, traffic, instances) = (terms.clone(), name.clone(), *instances);
                 let requests = workload.len();
                 let row =
@@ -223,8 +223,7 @@ fn run_overloads(args: &RoutersArgs, terms: &RunSettings) -> anyhow::Result<Vec<
                     "{traffic}: {instances} instances at {:.0} % of {capacity_per_s:.1} requests/s",
                     load * 100.0
                 );
-                let Some(goodput) = goodput(&workload, &setup, (*load, capacity_per_s), limits, &draws)
-                else {
+                let Some(goodput) = goodput(&workload, &setup, *load, capacity_per_s, limits, &draws) else {
                     continue;
                 };
                 let (terms, traffic) = (terms.clone(), traffic.clone());

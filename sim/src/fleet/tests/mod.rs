@@ -88,7 +88,7 @@ fn reports_exclude_undelivered_requests_and_follow_the_schedule() {
     let workload = Workload::new(&[prompt(0, 20_000), prompt(100, 700), prompt(200, 300)], 1);
     let known = |report_ms: u64| {
         let reports_ns = vec![vec![report_ms * 1_000_000]];
-        let setup = FleetSetup::mock_engines((1, 1), H100, true, (1_000, 0));
+        let setup = FleetSetup::mock_engines(1, 1, H100, true, 1_000, 0);
         let setup = FleetSetup { reports_ns, delivery_ns: 50_000_000, ..setup };
         let mut router = LoadRecorder::default();
         assert_eq!(run(&workload, &setup, &mut router).served.len(), 3);
@@ -348,7 +348,7 @@ fn mock_engines_keep_no_blocks_and_output_one_token() {
     let prompt =
         |arrival_us, more: u64| request(arrival_us, &[&blocks[..], &[100 + more]].concat(), 9 * 512, 400);
     let trace = [prompt(0, 0), prompt(60_000_000, 1), prompt(120_000_000, 2)];
-    let setup = FleetSetup { first: 1, ..FleetSetup::mock_engines((2, 2), H100, true, (1_000, 0)) };
+    let setup = FleetSetup { first: 1, ..FleetSetup::mock_engines(2, 2, H100, true, 1_000, 0) };
     let (report, router) = recorded_run(&trace, &setup);
     assert_eq!(report.between_tokens, 0, "no token follows the first one");
     let decided: Vec<&Decision> = router.decisions.iter().flatten().collect();
@@ -376,7 +376,7 @@ fn timeless_compute_does_not_change_predictions() {
     let trace: Vec<Request> = (0..40).map(|nth| request(nth * 50_000, &[nth], 400, 1)).collect();
     let predicted = |takes_time: bool, report_every_ns: u64| {
         let setup =
-            FleetSetup { report_every_ns, ..FleetSetup::mock_engines((1, 1), H100, takes_time, (100, 0)) };
+            FleetSetup { report_every_ns, ..FleetSetup::mock_engines(1, 1, H100, takes_time, 100, 0) };
         let (report, router) = recorded_run(&trace, &setup);
         assert_eq!(report.served.len(), 40);
         let last = router.decisions[39].clone().unwrap();
@@ -391,8 +391,8 @@ fn timeless_compute_does_not_change_predictions() {
 #[test]
 fn instances_without_an_own_node_save_to_others() {
     let trace: Vec<Request> = (0..30).map(|nth| request(nth * 1_000_000, &[nth], 512, 1)).collect();
-    let setup = FleetSetup { first: 1, ..FleetSetup::mock_engines((3, 2), H100, false, (1_000, 0)) }
-        .with_fresh_state();
+    let setup =
+        FleetSetup { first: 1, ..FleetSetup::mock_engines(3, 2, H100, false, 1_000, 0) }.with_fresh_state();
     let (report, router) = recorded_run(&trace, &setup);
     assert_eq!(report.served.len(), 30);
     for decision in router.decisions.iter().flatten() {

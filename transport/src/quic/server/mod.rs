@@ -179,11 +179,11 @@ async fn serve_connection(connection: Connection, shared: Arc<QuicServerState>) 
         return connection.close(CODE_REFUSED, b"this caller is not served");
     };
     let (mut streams, mates) = (JoinSet::new(), StreamPriorities::new(&connection));
-    while let Ok(accepted) = connection.accept_bi().await {
+    while let Ok((send, recv)) = connection.accept_bi().await {
         while streams.try_join_next().is_some() {}
         let (shared, service, mates) = (Arc::clone(&shared), Arc::clone(&service), mates.clone());
         let mut operation = Box::pin(async move {
-            let mut stream = QuicStream::accepted(accepted, &mates);
+            let mut stream = QuicStream::accepted(send, recv, &mates);
             match shared.operations.serve(service.as_ref(), &mut stream).await {
                 Ok(()) => stream.finish_and_drain().await,
                 Err(error) => {

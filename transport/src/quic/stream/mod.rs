@@ -93,18 +93,19 @@ pub(super) struct QuicStream {
 
 impl QuicStream {
     /// The answering end of a stream, in the first class.
-    pub(super) fn accepted((send, recv): (SendStream, RecvStream), mates: &StreamPriorities) -> QuicStream {
+    pub(super) fn accepted(send: SendStream, recv: RecvStream, mates: &StreamPriorities) -> QuicStream {
         let (class, priorities) = (TrafficClass::Fetch, mates.clone());
         QuicStream { send, recv, class, send_class: class, priorities, slot: None, held: Bytes::new() }
     }
 
     /// The requesting end of a stream, in the first class.
     pub(super) fn opened(
-        both: (SendStream, RecvStream),
+        send: SendStream,
+        recv: RecvStream,
         place: Slot,
         mates: &StreamPriorities,
     ) -> QuicStream {
-        QuicStream { slot: Some(place), ..QuicStream::accepted(both, mates) }
+        QuicStream { slot: Some(place), ..QuicStream::accepted(send, recv, mates) }
     }
 
     /// Sets the priority of later writes: the stream's own class, or the last one while any stream

@@ -46,7 +46,8 @@ async fn stream(
 ) -> (QuicStream, RecvStream) {
     let (mut send, recv) = theirs.open_bi().await.unwrap();
     send.write_all(b"x").await.unwrap();
-    (QuicStream::accepted(ours.accept_bi().await.unwrap(), mates), recv)
+    let (answer, question) = ours.accept_bi().await.unwrap();
+    (QuicStream::accepted(answer, question, mates), recv)
 }
 
 async fn wait_for_starved(mates: &StreamPriorities, wanted: bool) {
@@ -150,11 +151,13 @@ async fn only_the_requesting_end_starves_while_waiting() {
     let (_endpoints, ours, theirs) = connected().await;
     let mates = [StreamPriorities::new(&theirs), StreamPriorities::new(&ours)];
     let place = crate::slot_queue::SlotQueue::new(1).acquire(TrafficClass::Fetch).await;
-    let mut asked = QuicStream::opened(theirs.open_bi().await.unwrap(), place, &mates[0]);
+    let (send, recv) = theirs.open_bi().await.unwrap();
+    let mut asked = QuicStream::opened(send, recv, place, &mates[0]);
     asked.set_class(TrafficClass::Save);
     asked.write(Bytes::from_static(b"save")).await.unwrap();
     asked.flush().await.unwrap();
-    let mut answers = QuicStream::accepted(ours.accept_bi().await.unwrap(), &mates[1]);
+    let (send, recv) = ours.accept_bi().await.unwrap();
+    let mut answers = QuicStream::accepted(send, recv, &mates[1]);
     answers.set_class(TrafficClass::Save);
     let mut came = BytesMut::new();
     assert!(answers.fill(&mut came, 4).await.unwrap());
