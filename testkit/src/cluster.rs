@@ -41,8 +41,8 @@ pub async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl
     }
 }
 
-/// Creates an authority in `directory`, a certificate of a router, and `tenant.pem` with
-/// `tenant.key` for tenants 3 and 5.
+/// Creates an authority in `directory`, a certificate of a router, `member.pem` with `member.key`
+/// for another process of the cluster, and `tenant.pem` with `tenant.key` for tenants 3 and 5.
 pub fn certificates(directory: &Path) -> TlsConfig {
     let authority_key = rcgen::KeyPair::generate().unwrap();
     let mut authority = rcgen::CertificateParams::new(Vec::<String>::new()).unwrap();
@@ -62,7 +62,10 @@ pub fn certificates(directory: &Path) -> TlsConfig {
     let (cert, key) = issue(["tenant-3.kvfleet", "tenant-5.kvfleet"]);
     write("tenant.pem", cert);
     write("tenant.key", key);
-    let (cert, key) = issue(["kvfleet", "router"]);
+    let (cert, key) = issue(["kvfleet", "node-1"]);
+    write("member.pem", cert);
+    write("member.key", key);
+    let (cert, key) = issue(["kvfleet", "kvfleet-router"]);
     TlsConfig {
         ca: write("ca.pem", authority_pem),
         cert: write("cert.pem", cert),
@@ -151,6 +154,12 @@ impl Cluster {
     pub fn tenant(&self) -> TlsConfig {
         let file = |name: &str| self.directory.path().join(name);
         TlsConfig { cert: file("tenant.pem"), key: file("tenant.key"), ..self.configs[0].tls.clone() }
+    }
+
+    /// Certificate files of a process that is no router.
+    pub fn member(&self) -> TlsConfig {
+        let file = |name: &str| self.directory.path().join(name);
+        TlsConfig { cert: file("member.pem"), key: file("member.key"), ..self.configs[0].tls.clone() }
     }
 
     pub async fn status(&self, id: u64) -> Option<pb::StatusReply> {

@@ -16,7 +16,8 @@ use tonic::server::NamedService;
 use tonic::transport::server::{TcpConnectInfo, TlsConnectInfo};
 use tonic::{Extensions, Request, Status};
 
-use super::tenants_of;
+use super::names::names_router;
+use super::{ROUTER_NAME, tenants_of};
 
 /// The caller of a control call.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,6 +95,23 @@ impl Caller {
 pub fn members_only<T>(request: Request<T>) -> Result<Request<T>, Status> {
     Caller::from_extensions(request.extensions())?.require_member()?;
     Ok(request)
+}
+
+/// Interceptor of a whole service: passes routers only, whose certificates have [`ROUTER_NAME`].
+///
+/// # Errors
+/// `PermissionDenied` for all other callers.
+pub fn routers_only<T>(request: Request<T>) -> Result<Request<T>, Status> {
+    Caller::from_extensions(request.extensions())?.require_member()?;
+    let chain =
+        request.extensions().get::<TlsConnectInfo<TcpConnectInfo>>().and_then(TlsConnectInfo::peer_certs);
+    if chain.as_ref().and_then(|chain| chain.first()).is_some_and(|leaf| names_router(leaf)) {
+        return Ok(request);
+    }
+    Err(Status::permission_denied(format!(
+        "this call is for routers: use a certificate with the subject alternative name {ROUTER_NAME:?}, which only a \
+         router's may have"
+    )))
 }
 
 /// A service for members only, except for some paths that check their caller themselves. A new call

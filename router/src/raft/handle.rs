@@ -207,6 +207,11 @@ impl Consensus {
         }
     }
 
+    /// The current term.
+    pub(crate) fn term(&self) -> u64 {
+        self.raft.metrics().borrow_watched().current_term
+    }
+
     /// This router's current vote: for its leader, or for a candidate.
     pub(crate) fn vote(&self) -> Vote {
         self.raft.metrics().borrow_watched().vote

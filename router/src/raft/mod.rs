@@ -26,6 +26,7 @@ mod snapshot_build;
 pub(crate) mod snapshot_file;
 pub(crate) mod snapshot_sender;
 pub(crate) mod state_machine;
+mod terms;
 pub(crate) mod withheld_votes;
 
 #[cfg(test)]
@@ -75,6 +76,7 @@ pub(crate) type StoredMembership = openraft::StoredMembership<CommittedLeaderId,
 pub(crate) type SnapshotMeta = openraft::storage::SnapshotMeta<CommittedLeaderId, u64, BasicNode>;
 pub(crate) type Snapshot =
     openraft::storage::Snapshot<CommittedLeaderId, u64, BasicNode, state_machine::SnapshotData>;
+pub(crate) type AppendCall = openraft::raft::AppendEntriesRequest<TypeConfig>;
 pub(crate) type Raft = openraft::Raft<TypeConfig, state_machine::StateMachine>;
 
 /// A command in encoded form: cheap to clone per follower, opaque to openraft.

@@ -13,7 +13,7 @@ use futures_util::{Stream, StreamExt};
 use kv_core::index::check_snapshot_format;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_server;
-use openraft::raft::AppendEntriesResponse;
+use openraft::raft::{AppendEntriesResponse, TransferLeaderRequest, VoteRequest};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::{Semaphore, mpsc};
@@ -27,7 +27,7 @@ use super::network::{Envelope, SnapshotHead};
 use super::repair::ReplicaRepair;
 use super::state_machine::SnapshotData;
 use super::withheld_votes::WithheldVotes;
-use super::{ClusterIdentity, Raft, Snapshot, SnapshotMeta, append};
+use super::{ClusterIdentity, Raft, Snapshot, SnapshotMeta, TypeConfig, terms};
 use crate::anti_entropy::digests::{DigestMark, compare_marks};
 use crate::groups::{Group, Groups};
 
@@ -116,6 +116,12 @@ impl RaftService {
             return Err(Status::unavailable("this router lost entries of the group and gives no vote in it"));
         }
         Ok(())
+    }
+
+    /// Fails if this router may not vote for the candidate.
+    fn check_candidate(&self, group: &Consensus, request: &VoteRequest<TypeConfig>) -> Result<(), Status> {
+        self.check_vote_allowed(group)?;
+        terms::check_vote(group.term(), &request.vote)
     }
 
     /// The repair of a group's replica.
@@ -290,7 +296,7 @@ impl raft_server::Raft for RaftService {
     async fn append(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let frame = request.into_inner();
         let group = self.group(&frame.cluster, frame.shards, frame.group)?;
-        let call = append::from_frame(frame).map_err(|error| malformed(&error))?;
+        let call = terms::decode_append(group.term(), frame)?;
         let result = group.raft().append_entries(call).await;
         // Any answer except "higher vote" means that the caller is this router's leader.
         if matches!(&result, Ok(reply) if !matches!(reply, AppendEntriesResponse::HigherVote(_))) {
@@ -312,19 +318,19 @@ impl raft_server::Raft for RaftService {
         };
         let first = first.ok_or_else(|| Status::invalid_argument("a stream without calls"))?;
         let group = Arc::clone(self.group_of(&first.cluster, first.shards, first.group)?);
-        let first = append::from_frame(first).map_err(|error| malformed(&error))?;
+        let first = terms::decode_append(group.consensus.term(), first)?;
         Ok(Response::new(append_stream::serve(group, first, frames, self.stop.clone())))
     }
 
     async fn vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
-        self.check_vote_allowed(group)?;
+        self.check_candidate(group, &message)?;
         self.answer(group, group.raft().vote(message).await)
     }
 
     async fn pre_vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
         let (group, message) = self.message(request)?;
-        self.check_vote_allowed(group)?;
+        self.check_candidate(group, &message)?;
         self.answer(group, group.raft().pre_vote(message).await)
     }
 
@@ -332,8 +338,9 @@ impl raft_server::Raft for RaftService {
         &self,
         request: Request<pb::RaftFrame>,
     ) -> Result<Response<pb::RaftFrame>, Status> {
-        let (group, message) = self.message(request)?;
+        let (group, message): (_, TransferLeaderRequest<TypeConfig>) = self.message(request)?;
         self.check_vote_allowed(group)?;
+        terms::check_vote(group.term(), message.from_leader())?;
         self.answer(group, group.raft().handle_transfer_leader(message).await)
     }
 
@@ -348,6 +355,8 @@ impl raft_server::Raft for RaftService {
             .ok_or_else(|| Status::invalid_argument("a snapshot stream without parts"))?;
         let group = self.group(&first.cluster, first.shards, first.group)?;
         let head = check_head(&first)?;
+        terms::check_vote(group.term(), &head.vote)?;
+        terms::check_log_ids(&head.vote, head.meta.last_log_id)?;
         let slot = self.receiving.acquire().await;
         let _slot = slot.map_err(|_| Status::unavailable("this router is stopping"))?;
         let received = receive(

@@ -250,6 +250,48 @@ async fn a_failed_start_gives_the_reason() {
     start(config).await.unwrap().shutdown().await;
 }
 
+/// A replica that stored such a term would refuse every later leader, also after a restart.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_term_that_no_election_reaches_is_refused_and_changes_nothing() {
+    let cluster = Cluster::start(3, |_| {}).await;
+    let leader = cluster.leader().await;
+    let before = cluster.status(leader).await.unwrap();
+    let vote = ((u64::MAX, 1_u64), true);
+    let none = None::<((u64, u64), u64)>;
+    let append = rmp_serde::to_vec(&(vote, none, none, Vec::<()>::new())).unwrap();
+    let ballot = rmp_serde::to_vec(&(vote, none, false)).unwrap();
+    let transfer = rmp_serde::to_vec(&(vote, leader, none)).unwrap();
+    for id in 1..=3 {
+        let address = &cluster.configs[usize::try_from(id - 1).unwrap()].listen;
+        let mut raft = pb::raft_client::RaftClient::new(channel(&cluster.configs[0].tls, address));
+        for group in [0, 1] {
+            let frame = |payload: &Vec<u8>| pb::RaftFrame {
+                group,
+                payload: payload.clone().into(),
+                cluster: cluster.configs[0].cluster.clone(),
+                shards: 1,
+                commands: Vec::new(),
+            };
+            let stream = tokio_stream::iter(vec![frame(&append)]);
+            for answer in [
+                raft.append(frame(&append)).await.map(drop),
+                raft.append_stream(stream).await.map(drop),
+                raft.vote(frame(&ballot)).await.map(drop),
+                raft.pre_vote(frame(&ballot)).await.map(drop),
+                raft.transfer_leader(frame(&transfer)).await.map(drop),
+            ] {
+                let status = answer.unwrap_err();
+                assert_eq!(status.code(), Code::InvalidArgument, "{status}");
+                says("a Raft message with a term far ahead", &status.message(), &[]);
+            }
+        }
+    }
+    let after = cluster.status(leader).await.unwrap();
+    assert_eq!((after.leader, after.term), (before.leader, before.term));
+    cluster.client(leader).set_generation(pb::SetGenerationRequest { generation: 1 }).await.unwrap();
+    cluster.shutdown().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn messages_of_another_cluster_are_refused() {
     let cluster = Cluster::start(1, |config| config.cluster = "ours".into()).await;

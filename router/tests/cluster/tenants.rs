@@ -150,9 +150,15 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
         ("change_member", router.change_member(pb::ChangeMemberRequest::default()).await.map(drop)),
         ("transfer_lead", router.transfer_lead(pb::TransferLeadRequest::default()).await.map(drop)),
     ];
-    let mut raft = RaftClient::new(as_tenant(cluster));
+    let all = answers.into_iter().chain(raft_answers(as_tenant(cluster)).await);
+    all.map(|(call, answer)| (call, answer.err().unwrap_or_else(|| panic!("{call} was answered")))).collect()
+}
+
+/// The answers to every Raft call.
+async fn raft_answers(channel: Channel) -> Vec<(&'static str, Result<(), Status>)> {
+    let mut raft = RaftClient::new(channel);
     let frames = || tokio_stream::iter(vec![pb::RaftFrame::default()]);
-    let raft_answers = [
+    vec![
         ("handshake", raft.handshake(pb::HandshakeRequest::default()).await.map(drop)),
         ("read_index", raft.read_index(pb::RaftFrame::default()).await.map(drop)),
         ("append", raft.append(pb::RaftFrame::default()).await.map(drop)),
@@ -163,9 +169,22 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
         ("snapshot", raft.snapshot(tokio_stream::iter(vec![pb::SnapshotPart::default()])).await.map(drop)),
         ("compare", raft.compare(pb::CompareRequest::default()).await.map(drop)),
         ("state", raft.state(pb::RaftFrame::default()).await.map(drop)),
-    ];
-    let all = answers.into_iter().chain(raft_answers);
-    all.map(|(call, answer)| (call, answer.err().unwrap_or_else(|| panic!("{call} was answered")))).collect()
+    ]
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn raft_calls_are_refused_to_processes_that_are_no_routers() {
+    let cluster = Cluster::start(1, |_| {}).await;
+    cluster.leader().await;
+    for (call, answer) in raft_answers(channel(&cluster.member(), &cluster.configs[0].listen)).await {
+        let status = answer.expect_err(call);
+        assert_eq!(status.code(), Code::PermissionDenied, "{call}");
+        says("a Raft call of a process that is no router", &status.message(), &[]);
+    }
+    // The same process may make other calls.
+    let mut member = RouterClient::new(channel(&cluster.member(), &cluster.configs[0].listen));
+    member.status(pb::StatusRequest {}).await.unwrap();
+    cluster.shutdown().await;
 }
 
 /// Calls of a router's services, from their protobuf files.

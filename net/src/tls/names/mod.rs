@@ -70,6 +70,12 @@ pub fn tenants_of(leaf: &[u8]) -> Result<Option<BTreeSet<TenantId>>, NamesError>
     }
 }
 
+/// Whether a verified certificate names a router of the cluster.
+#[must_use]
+pub(crate) fn names_router(leaf: &[u8]) -> bool {
+    dns_names(leaf).is_some_and(|names| names.iter().any(|name| equals_dns_name(name, ROUTER_NAME)))
+}
+
 /// DNS names are case-insensitive.
 fn equals_dns_name(name: &[u8], own: &str) -> bool {
     name.eq_ignore_ascii_case(own.as_bytes())

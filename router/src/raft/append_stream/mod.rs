@@ -17,7 +17,7 @@ use futures_util::{Stream, StreamExt};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
 use openraft::errors::{NetworkError, RPCError};
-use openraft::raft::{AppendEntriesRequest, StreamAppendError, StreamAppendResult};
+use openraft::raft::{StreamAppendError, StreamAppendResult};
 use parking_lot::Mutex;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::Instant;
@@ -26,11 +26,10 @@ use tonic::transport::Channel;
 use tonic::{CancellationHandle, Request, Status, Streaming};
 
 use super::network::{self, Envelope};
-use super::{TypeConfig, append};
+use super::{AppendCall, TypeConfig, append, terms};
 use crate::groups::Group;
 
 type AppendRpcError = RPCError<TypeConfig>;
-type AppendCall = AppendEntriesRequest<TypeConfig>;
 type AppendOutcome = StreamAppendResult<TypeConfig>;
 
 /// Number of overdue checks within the timeout of an answer.
@@ -216,7 +215,9 @@ pub(super) fn serve(
     frames: Streaming<pb::RaftFrame>,
     stop: CancellationToken,
 ) -> BoxStream<'static, Result<pb::RaftFrame, Status>> {
-    let (rest, wrong) = decode_calls(frames);
+    let decoder = Arc::clone(&group);
+    let decode = move |frame| terms::decode_append(decoder.consensus.term(), frame);
+    let (rest, wrong) = decode_calls(frames, decode);
     let calls = stream::once(ready(first)).chain(rest);
     let outcomes = group.consensus.raft().stream_append(calls);
     let answers = outcomes.map(move |outcome| {
@@ -236,10 +237,11 @@ pub(super) fn serve(
 /// Decodes calls up to the first bad frame; the receiver gets its error.
 fn decode_calls(
     frames: impl FrameStream + Unpin,
+    decode: impl Fn(pb::RaftFrame) -> Result<AppendCall, Status>,
 ) -> (impl Stream<Item = AppendCall>, oneshot::Receiver<Status>) {
     let (wrong, ended) = oneshot::channel();
-    let calls = frames.scan(Some(wrong), |wrong, frame| {
-        let call = frame.and_then(|frame| append::from_frame(frame).map_err(|error| malformed(&error)));
+    let calls = frames.scan(Some(wrong), move |wrong, frame| {
+        let call = frame.and_then(&decode);
         let call = call.map_err(|status| {
             // The receiver may be gone already.
             wrong.take().map(|wrong| wrong.send(status))

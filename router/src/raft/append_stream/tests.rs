@@ -28,7 +28,11 @@ fn answer(outcome: &AppendOutcome) -> Result<pb::RaftFrame, Status> {
 
 fn call(index: u64) -> AppendCall {
     let (vote, prev_log_id) = (Vote::new_committed(3, 1), matched(index));
-    AppendEntriesRequest { vote, prev_log_id, leader_commit: None, entries: Vec::new() }
+    AppendCall { vote, prev_log_id, leader_commit: None, entries: Vec::new() }
+}
+
+fn decode(frame: pb::RaftFrame) -> Result<AppendCall, Status> {
+    terms::decode_append(3, frame)
 }
 
 fn frame(index: u64) -> Result<pb::RaftFrame, Status> {
@@ -202,7 +206,7 @@ async fn unanswered_bytes_are_bounded() {
         let command = Bytes::from(vec![0; (UNANSWERED_KIB_MAX as usize + 1) << 10]);
         let payload = Payload::Normal(Proposal(command));
         let entries = vec![Entry { log_id: matched(index + 1).unwrap(), payload }];
-        AppendEntriesRequest { entries, ..call(index) }
+        AppendCall { entries, ..call(index) }
     };
     let (open, envelope) = (StreamState::new(), envelope());
     assert!(open.frame(&envelope, large(5)).await.is_some());
@@ -251,12 +255,13 @@ async fn undecodable_answers_and_lost_connections_fail() {
 #[tokio::test]
 async fn calls_before_an_undecodable_frame_are_taken() {
     let garbage = || Ok(pb::RaftFrame { payload: vec![1, 2, 3].into(), ..pb::RaftFrame::default() });
-    let (calls, wrong) = decode_calls(stream::iter([frame(5), frame(6), garbage(), frame(7), garbage()]));
+    let (calls, wrong) =
+        decode_calls(stream::iter([frame(5), frame(6), garbage(), frame(7), garbage()]), decode);
     let taken: Vec<_> = calls.map(|call| call.prev_log_id).collect().await;
     assert_eq!(taken, [matched(5), matched(6)]);
     let status = wrong.await.unwrap();
     assert!(status.message().starts_with("raft frame does not decode"), "{status}");
-    let (calls, wrong) = decode_calls(stream::iter([frame(5)]));
+    let (calls, wrong) = decode_calls(stream::iter([frame(5)]), decode);
     assert_eq!(calls.count().await, 1);
     wrong.await.expect_err("no error occurred");
 }

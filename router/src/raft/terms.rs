@@ -1,0 +1,98 @@
+//! Refuses terms that no honest router can have reached.
+//!
+//! A replica that stored a term near the largest number would never see a later one, and its group
+//! would have no leader again. Terms grow by one in an election, so a jump of this size is an error
+//! or an attack. Not here: who may send Raft messages at all (`kvfleet_net::tls::callers`).
+
+use kvfleet_proto::pb;
+use tonic::Status;
+
+use super::append_stream::malformed;
+use super::{AppendCall, LogId, Vote, append};
+
+/// Largest difference between a term in a message and the local one: more elections than a cluster
+/// can hold in a thousand years.
+const TERM_STEP_MAX: u64 = 1 << 32;
+
+/// Refuses a vote whose term is too far above the local one.
+pub(super) fn check_vote(local_term: u64, vote: &Vote) -> Result<(), Status> {
+    let term = vote.leader_id.term;
+    if term <= local_term.saturating_add(TERM_STEP_MAX) {
+        return Ok(());
+    }
+    Err(Status::invalid_argument(format!(
+        "term {term} is more than {TERM_STEP_MAX} above this router's: no election leads there, so the sender's data \
+         is damaged or forged; give that router an empty data_dir"
+    )))
+}
+
+/// Decodes an append call and checks its terms.
+pub(super) fn decode_append(local_term: u64, frame: pb::RaftFrame) -> Result<AppendCall, Status> {
+    let call = append::from_frame(frame).map_err(|error| malformed(&error))?;
+    check_append(local_term, &call)?;
+    Ok(call)
+}
+
+/// Refuses an append call with a term too far ahead, or with an entry of a later term than the
+/// vote's. A leader only sends entries of its own and of earlier terms.
+fn check_append(local_term: u64, call: &AppendCall) -> Result<(), Status> {
+    check_vote(local_term, &call.vote)?;
+    let named = call.entries.iter().map(|entry| entry.log_id);
+    check_log_ids(&call.vote, named.chain(call.prev_log_id).chain(call.leader_commit))
+}
+
+/// Refuses a position of a later term than the vote's.
+pub(super) fn check_log_ids(vote: &Vote, named: impl IntoIterator<Item = LogId>) -> Result<(), Status> {
+    let term = vote.leader_id.term;
+    match named.into_iter().map(|log_id| log_id.leader_id.term).find(|later| *later > term) {
+        Some(later) => Err(Status::invalid_argument(format!(
+            "a leader of term {term} names an entry of term {later}: the sender's data is damaged or forged; give that \
+             router an empty data_dir"
+        ))),
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::LeaderId;
+    use super::*;
+    use openraft::vote::RaftLeaderIdExt;
+
+    fn log_id(term: u64) -> LogId {
+        LogId::new(LeaderId::new_committed(term, 1), 7)
+    }
+
+    #[test]
+    fn terms_far_ahead_are_refused() {
+        for (local, term, is_accepted) in [
+            (0, 0, true),
+            (7, 3, true),
+            (7, 7 + TERM_STEP_MAX, true),
+            (7, 8 + TERM_STEP_MAX, false),
+            (0, u64::MAX, false),
+            (u64::MAX - 1, u64::MAX, true),
+        ] {
+            let checked = check_vote(local, &Vote::new_committed(term, 1));
+            assert_eq!(checked.is_ok(), is_accepted, "{term} at {local}");
+        }
+    }
+
+    #[test]
+    fn entries_are_not_of_later_terms_than_their_leader() {
+        let vote = Vote::new_committed(5, 1);
+        let call = |prev: u64, commit: u64, entry: u64| AppendCall {
+            vote,
+            prev_log_id: Some(log_id(prev)),
+            leader_commit: Some(log_id(commit)),
+            entries: vec![super::super::Entry {
+                log_id: log_id(entry),
+                payload: super::super::Payload::Blank,
+            }],
+        };
+        assert!(check_append(1, &call(4, 3, 5)).is_ok());
+        for later in [call(6, 3, 5), call(4, 6, 5), call(4, 3, u64::MAX)] {
+            assert!(check_append(1, &later).is_err());
+        }
+    }
+}
