@@ -26,7 +26,7 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 /// # Errors
 /// No answer in time, or an invalid one.
 pub async fn probe(args: &ProbeArgs) -> anyhow::Result<ExitCode> {
-    let answered = http_request(&args.address, "GET", args.what.path(), args.timeout).await?;
+    let answered = http_request(&args.address, "GET", args.what.path(), None, args.timeout).await?;
     Ok(print_answer(&answered))
 }
 
@@ -37,7 +37,7 @@ pub async fn probe(args: &ProbeArgs) -> anyhow::Result<ExitCode> {
 pub async fn drain(args: &DrainArgs) -> anyhow::Result<ExitCode> {
     let begun = Instant::now();
     let path = format!("/drain?within_ms={}", args.within.as_millis());
-    let answered = http_request(&args.address, "POST", &path, args.within + ANSWER_TIMEOUT).await?;
+    let answered = http_request(&args.address, "POST", &path, None, args.within + ANSWER_TIMEOUT).await?;
     tokio::time::sleep(args.linger.unwrap_or_default().saturating_sub(begun.elapsed())).await;
     Ok(print_answer(&answered))
 }
@@ -59,17 +59,20 @@ pub(crate) struct ProbeAnswer {
     pub(crate) text: String,
 }
 
-/// Sends an HTTP request to a local process.
+/// Sends an HTTP request to a local process, with its secret if it needs one.
 pub(crate) async fn http_request(
     address: &str,
     verb: &str,
     path: &str,
+    secret: Option<&str>,
     within: Duration,
 ) -> anyhow::Result<ProbeAnswer> {
     let asking = async {
         let mut stream = TcpStream::connect(address).await?;
         // HTTP/1.0, so that the answer ends with the connection.
-        let request = format!("{verb} {path} HTTP/1.0\r\nhost: {address}\r\ncontent-length: 0\r\n\r\n");
+        let secret = secret.map(|secret| format!("authorization: Bearer {secret}\r\n")).unwrap_or_default();
+        let request =
+            format!("{verb} {path} HTTP/1.0\r\nhost: {address}\r\n{secret}content-length: 0\r\n\r\n");
         stream.write_all(request.as_bytes()).await?;
         let mut answer = vec![];
         stream.take(ANSWER_BYTES_MAX).read_to_end(&mut answer).await?;

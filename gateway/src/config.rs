@@ -119,6 +119,13 @@ pub(crate) fn refuse<T>(key: &'static str, problem: impl Into<String>) -> Result
 }
 
 impl GatewayConfig {
+    /// Whether it computes block hashes, of prompts or of the events of discovered engines, and so
+    /// needs their key.
+    #[must_use]
+    pub fn computes_hashes(&self) -> bool {
+        self.openai.is_open() || self.picker.is_open() || self.kubernetes.enabled
+    }
+
     /// Longest time that requests in flight may take after the process is asked to stop.
     #[must_use]
     pub fn drain_timeout(&self) -> Duration {

@@ -16,7 +16,6 @@ mod metrics;
 mod openai;
 mod picker;
 mod prompt;
-mod serve;
 mod start;
 mod usage_scanner;
 

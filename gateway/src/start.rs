@@ -10,6 +10,7 @@ use futures_util::future::BoxFuture;
 use kv_core::prefix::IdentityManifest;
 use kvfleet_router::{EnginesConfig, RouterHandle, Tenants};
 use prometheus::Registry;
+use tokio::runtime::{Builder, Runtime};
 use tokio_util::sync::CancellationToken;
 
 use crate::config::{ConfigError, GatewayConfig};
@@ -48,17 +49,26 @@ pub enum StartError {
         /// Error of the operating system.
         cause: io::Error,
     },
+    /// Its threads cannot be started.
+    #[error("the gateway's threads cannot be started: {0}; raise the limit on threads or memory")]
+    Threads(io::Error),
     /// Metrics cannot be registered, for example because a name is taken.
     #[error("metrics of the gateway cannot be registered: {0}")]
     Metrics(#[from] prometheus::Error),
 }
 
-/// Checks the identity under which prompts are hashed. An invalid one is an error; the default one
+/// Checks the key and the identity under which prompts are hashed. An invalid one is an error; the default one
 /// is only warned about, because no engine has such hashes.
 fn check_identity(
     config: &GatewayConfig,
     engines: &EnginesConfig,
 ) -> Result<(), kvfleet_router::ConfigError> {
+    engines.require_hash_key()?;
+    if engines.secret_file.as_os_str().is_empty() {
+        tracing::warn!(
+            "engines.public_hashes is set: whoever may send prompts can have one answered from the KV of another"
+        );
+    }
     let manifest = engines.identity.manifest();
     manifest.validate().map_err(|error| kvfleet_router::ConfigError {
         key: "engines.identity",
@@ -76,43 +86,107 @@ fn check_identity(
     Ok(())
 }
 
+/// Threads of the gateway alone: reading prompts and passing answers on take processor time that
+/// callers decide about, and consensus shares the process.
+#[derive(Debug)]
+struct GatewayThreads(Option<Runtime>);
+
+impl GatewayThreads {
+    fn start() -> io::Result<GatewayThreads> {
+        let runtime = Builder::new_multi_thread().thread_name("gateway").enable_all().build()?;
+        Ok(GatewayThreads(Some(runtime)))
+    }
+
+    /// Runs a future on these threads. Its panic is passed on.
+    async fn run<T: Send + 'static>(&self, future: impl Future<Output = T> + Send + 'static) -> Option<T> {
+        let running = self.0.as_ref()?.spawn(future);
+        match running.await {
+            Ok(result) => Some(result),
+            Err(ended) => match ended.try_into_panic() {
+                Ok(panic) => std::panic::resume_unwind(panic),
+                Err(_) => None,
+            },
+        }
+    }
+}
+
+impl Drop for GatewayThreads {
+    fn drop(&mut self) {
+        // To wait for them would block a thread of the caller's runtime.
+        if let Some(runtime) = self.0.take() {
+            runtime.shutdown_background();
+        }
+    }
+}
+
 /// A running gateway. Dropping it closes all listeners at once.
 #[derive(Debug)]
 pub struct Gateway {
+    listeners: Listeners,
+    threads: GatewayThreads,
+}
+
+/// The listeners of a gateway, and what stops them.
+#[derive(Debug)]
+struct Listeners {
     admin: Option<SocketAddr>,
     picker: Option<picker::PickerServer>,
     openai: Option<OpenAiServer>,
     stop: CancellationToken,
 }
 
-impl Drop for Gateway {
+impl Drop for Listeners {
     fn drop(&mut self) {
         self.stop.cancel();
     }
 }
 
 impl Gateway {
-    /// Opens the listeners that the configuration names; `engines` sets the identity of prompt
-    /// hashes.
+    /// Opens the listeners that the configuration names, on threads of their own; `engines` sets
+    /// the identity of prompt hashes.
     ///
     /// # Errors
     /// [`StartError`]: an invalid configuration, an unreadable file, or a port in use.
     // Boxed, so that the future is compiled once here and not in every caller's crate.
-    pub fn open<'a>(
-        config: &'a GatewayConfig,
-        engines: &'a EnginesConfig,
-        router: RouterHandle,
-        registry: &'a Registry,
-    ) -> BoxFuture<'a, Result<Gateway, StartError>> {
-        Box::pin(Gateway::start(config, engines, router, registry))
-    }
-
-    async fn start(
+    pub fn open(
         config: &GatewayConfig,
         engines: &EnginesConfig,
         router: RouterHandle,
         registry: &Registry,
-    ) -> Result<Gateway, StartError> {
+    ) -> BoxFuture<'static, Result<Gateway, StartError>> {
+        let (config, engines, registry) = (config.clone(), engines.clone(), registry.clone());
+        Box::pin(async move {
+            let threads = GatewayThreads::start().map_err(StartError::Threads)?;
+            let opening = async move { Listeners::open(&config, &engines, router, &registry).await };
+            match threads.run(opening).await {
+                Some(listeners) => Ok(Gateway { listeners: listeners?, threads }),
+                None => Err(StartError::Threads(io::ErrorKind::Interrupted.into())),
+            }
+        })
+    }
+
+    /// Addresses of the listeners, each with its name.
+    #[must_use]
+    pub fn addresses(&self) -> Vec<(&'static str, SocketAddr)> {
+        self.listeners.addresses()
+    }
+
+    /// Waits for requests in flight, for a limited time, and closes the listeners.
+    pub fn shutdown(self) -> BoxFuture<'static, ()> {
+        Box::pin(async move {
+            let Gateway { listeners, threads } = self;
+            threads.run(listeners.shutdown()).await;
+        })
+    }
+}
+
+impl Listeners {
+    async fn open(
+        config: &GatewayConfig,
+        engines: &EnginesConfig,
+        router: RouterHandle,
+        registry: &Registry,
+    ) -> Result<Listeners, StartError> {
         config.validate()?;
         let stop = CancellationToken::new();
         // On any error below, the guard stops the tasks that already run.
@@ -123,8 +197,10 @@ impl Gateway {
         let decider = Decider::new(router, endpoints).with_objectives(objectives).with_models(&config.models);
         let decider = decider.with_identity(&engines.identity.manifest(), &config.models);
         let (mut picker, mut openai) = (None, None);
-        if config.openai.is_open() || config.picker.is_open() {
+        if config.computes_hashes() {
             check_identity(config, engines)?;
+        }
+        if config.openai.is_open() || config.picker.is_open() {
             let tenants = Arc::new(Tenants::load(engines)?);
             let block_tokens = tenants.block_tokens();
             let reader = RequestReader::load(config, tenants, PromptMetrics::register(registry)?)?;
@@ -136,24 +212,17 @@ impl Gateway {
             }
         }
         guard.disarm();
-        Ok(Gateway { admin, picker, openai, stop })
+        Ok(Listeners { admin, picker, openai, stop })
     }
 
-    /// Addresses of the listeners, each with its name.
-    #[must_use]
-    pub fn addresses(&self) -> Vec<(&'static str, SocketAddr)> {
+    fn addresses(&self) -> Vec<(&'static str, SocketAddr)> {
         let openai = self.openai.as_ref().map(|openai| ("openai", openai.address()));
         let picker = self.picker.as_ref().map(|picker| ("picker", picker.address()));
         let admin = self.admin.map(|address| ("admin", address));
         openai.into_iter().chain(picker).chain(admin).collect()
     }
 
-    /// Waits for requests in flight, for a limited time, and closes the listeners.
-    pub fn shutdown(self) -> BoxFuture<'static, ()> {
-        Box::pin(self.stop_all())
-    }
-
-    async fn stop_all(mut self) {
+    async fn shutdown(mut self) {
         // Endpoints stay open until the requests in flight have ended.
         if let Some(openai) = self.openai.take() {
             openai.shutdown().await;

@@ -1,5 +1,5 @@
 //! Certificates of a local cluster: one authority and one certificate per process, created at the
-//! first start and reused.
+//! first start and reused, with the cluster's secrets beside them.
 //!
 //! Not here: verification (`kvfleet_proto::tls`), and the authority of a production fleet, which
 //! provides its own files.
@@ -9,6 +9,7 @@ use std::io::Write;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+use crate::secrets::{self, SecretError};
 use crate::tls::{ROUTER_NAME, SERVER_NAME, tenant_name};
 use kv_core::id::TenantId;
 use rcgen::{
@@ -24,6 +25,12 @@ const AUTHORITY: &str = "ca.pem";
 
 /// File of the authority's key.
 const AUTHORITY_KEY: &str = "ca.key";
+
+/// File with the key of block hashes.
+const HASH_SECRET: &str = "hash.secret";
+
+/// File with the secret of the admin API.
+const ADMIN_SECRET: &str = "admin.secret";
 
 /// Why certificates could not be created or read.
 #[derive(Debug, thiserror::Error)]
@@ -100,6 +107,22 @@ impl Authority {
         let role = tenant.to_string();
         // Without the cluster's name, which would let the holder pose as a node.
         self.issue_with(&role, || params(&role, vec![tenant_name(tenant)]))
+    }
+
+    /// File with the key of the cluster's block hashes, made if absent.
+    pub fn hash_secret(&self) -> Result<PathBuf, SecretError> {
+        self.secret(HASH_SECRET)
+    }
+
+    /// File with the secret of the admin API, made if absent.
+    pub fn admin_secret(&self) -> Result<PathBuf, SecretError> {
+        self.secret(ADMIN_SECRET)
+    }
+
+    fn secret(&self, name: &str) -> Result<PathBuf, SecretError> {
+        let path = self.directory.join(name);
+        secrets::load_or_create(&path)?;
+        Ok(path)
     }
 
     fn issue_with(

@@ -2,7 +2,7 @@
 //!
 //! Not here: the users with access ([`crate::scope`]) and the transport (`kvfleet_transport::shm`).
 
-use std::os::unix::fs::DirBuilderExt;
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -81,8 +81,15 @@ fn serves_others(config: &NodeConfig) -> bool {
 /// existing directory are its owner's choice.
 pub(crate) fn make_dir(config: &NodeConfig) -> Result<(), ShmBindError> {
     let Some(dir) = &config.shm.dir else { return Ok(()) };
-    let mode = if serves_others(config) { 0o711 } else { 0o700 };
-    let made = std::fs::DirBuilder::new().recursive(true).mode(mode).create(dir);
+    let made = match std::fs::metadata(dir) {
+        Ok(_) => Ok(()),
+        Err(_) => {
+            let mode = if serves_others(config) { 0o711 } else { 0o700 };
+            let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir);
+            // Without the mask of the process, which keeps all other files private.
+            made.and_then(|()| std::fs::set_permissions(dir, std::fs::Permissions::from_mode(mode)))
+        }
+    };
     made.map_err(|cause| ShmBindError { path: dir.to_owned(), cause })
 }
 

@@ -9,6 +9,7 @@ use kv_core::evict::{self, BlockKey, Policy};
 use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, BookLimits, Capacity, GPU_PROMOTIONS_MAX, RecoveredBlock, TierLimits};
+use kvfleet_net::deadlines::DeadlineService;
 use kvfleet_net::tls::callers::members_only;
 use kvfleet_net::tls::listen::incoming;
 use kvfleet_net::tls::{Identity, Renewal, TlsError, TlsFiles};
@@ -22,6 +23,7 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::{CancellationToken, DropGuard};
+use tonic::service::interceptor::InterceptedService;
 
 use crate::announce::link::RouterLink;
 use crate::arena::{Arena, ArenaShape, SizeClasses};
@@ -589,10 +591,14 @@ fn control_calls(
     ControlService { store: store.clone(), identity: identity.clone(), manifest, copier }
 }
 
+/// Calls that move blocks, with limits of their own.
+const LONG_METHODS: &[&str] = &["/kvfleet.v1.NodeControl/Flush", "/kvfleet.v1.NodeControl/CopyBlocks"];
+
 fn serve_control(listener: TcpListener, control: ControlService, stop: &CancellationToken) -> JoinHandle<()> {
     let mut server = tonic::transport::Server::builder();
     let incoming = incoming(listener, &control.identity);
-    let control = NodeControlServer::with_interceptor(control, members_only);
+    let control = DeadlineService::new(NodeControlServer::new(control), LONG_METHODS);
+    let control = InterceptedService::new(control, members_only);
     let (router, stop) = (server.add_service(control), stop.clone());
     tokio::spawn(async move {
         let ended = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;

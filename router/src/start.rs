@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use kvfleet_net::tls::callers::members_only;
+use kvfleet_net::deadlines::DeadlineService;
+use kvfleet_net::tls::callers::routers_only;
 use kvfleet_net::tls::listen::incoming;
 use kvfleet_net::tls::{Identity, RENEW_INTERVAL, Renewal, TlsFiles, keep_renewed};
 use kvfleet_proto::pb::raft_server::RaftServer;
@@ -435,6 +436,9 @@ impl RouterParts<'_> {
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 8 << 20;
 
+/// Raft calls that last as long as a snapshot takes; their parts have limits of their own.
+const LONG_RAFT_METHODS: &[&str] = &["/kvfleet.v1.Raft/Snapshot", "/kvfleet.v1.Raft/State"];
+
 /// Serves control and Raft calls on one port until `stop`.
 fn serve(
     listener: TcpListener,
@@ -446,7 +450,7 @@ fn serve(
     let raft = RaftServer::new(raft)
         .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
         .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX);
-    let raft = InterceptedService::new(raft, members_only);
+    let raft = InterceptedService::new(DeadlineService::new(raft, LONG_RAFT_METHODS), routers_only);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))

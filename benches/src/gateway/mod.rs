@@ -113,8 +113,8 @@ fn serve(
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
         let config = gateway_config(engines, loads);
-        let gateway =
-            Gateway::open(&config, &EnginesConfig::default(), router_handle.clone(), registry).await?;
+        let hashing = EnginesConfig { public_hashes: true, ..EnginesConfig::default() };
+        let gateway = Gateway::open(&config, &hashing, router_handle.clone(), registry).await?;
         let [(_, address)] = gateway.addresses()[..] else { bail!("the gateway has no single address") };
         loads.report(engines, &router_handle, 0)?;
         ensure!(opened.send(address).is_ok(), "the caller gave up on the gateway");

@@ -45,18 +45,21 @@ fn path(cluster: &LocalCluster, id: ChildId) -> PathBuf {
 
 /// Writes the configuration of a child, and returns its path.
 pub(super) fn write(cluster: &LocalCluster, id: ChildId) -> anyhow::Result<PathBuf> {
-    let certificate = Authority::open(&cluster.certificates())?.issue(&process_name(id))?;
+    let authority = Authority::open(&cluster.certificates())?;
+    let certificate = authority.issue(&process_name(id))?;
     let number = u32::try_from(id.1)?;
     let text = match id.0 {
         Role::Router => {
             let service = RouterProcessConfig {
-                router: router(cluster, id.1, certificate),
-                gateway: gateway(cluster, id.1)?,
+                router: router(cluster, id.1, certificate, authority.hash_secret()?),
+                gateway: gateway(cluster, id.1, authority.admin_secret()?)?,
             };
             to_toml(&settings(cluster, service))?
         }
         Role::Node => to_toml(&settings(cluster, node(cluster, number, certificate)))?,
-        Role::Instance => to_toml(&settings(cluster, instance(cluster, number, certificate)))?,
+        Role::Instance => {
+            to_toml(&settings(cluster, instance(cluster, number, certificate, authority.hash_secret()?)))?
+        }
     };
     let path = path(cluster, id);
     if let Some(directory) = path.parent() {
@@ -76,7 +79,12 @@ fn settings<T>(cluster: &LocalCluster, service: T) -> Settings<T> {
     Settings { process, service }
 }
 
-fn router(cluster: &LocalCluster, number: u64, files: CertificateFiles) -> RouterConfig {
+fn router(
+    cluster: &LocalCluster,
+    number: u64,
+    files: CertificateFiles,
+    secret_file: PathBuf,
+) -> RouterConfig {
     let voters =
         cluster.routers.iter().map(|(id, address)| VoterConfig { id: *id, address: address.clone() });
     RouterConfig {
@@ -96,6 +104,7 @@ fn router(cluster: &LocalCluster, number: u64, files: CertificateFiles) -> Route
         windows: cluster.shape().time_scale > 0.0,
         engines: EnginesConfig {
             identity: IdentitySection::from(&cluster.shape().manifest()),
+            secret_file,
             ..EnginesConfig::default()
         },
         ..RouterConfig::default()
@@ -111,7 +120,7 @@ fn openai_port(first: u16, number: u64) -> anyhow::Result<u16> {
 }
 
 /// Gateway configuration of a router; the default if the cluster has no gateway.
-fn gateway(cluster: &LocalCluster, number: u64) -> anyhow::Result<GatewayConfig> {
+fn gateway(cluster: &LocalCluster, number: u64, token_file: PathBuf) -> anyhow::Result<GatewayConfig> {
     let Some(shape) = &cluster.shape().openai else { return Ok(GatewayConfig::default()) };
     let port = openai_port(shape.port, number)?;
     let endpoint = |(instance, port): (u32, &u16)| EndpointConfig {
@@ -122,7 +131,7 @@ fn gateway(cluster: &LocalCluster, number: u64) -> anyhow::Result<GatewayConfig>
         ..EndpointConfig::default()
     };
     // Used to wait until the gateway sends requests to all engines.
-    let admin = AdminConfig { listen: "127.0.0.1:0".to_owned(), ..AdminConfig::default() };
+    let admin = AdminConfig { listen: "127.0.0.1:0".to_owned(), token_file };
     let openai = OpenAiConfig { listen: format!("127.0.0.1:{port}"), ..OpenAiConfig::default() };
     let endpoints = (1..).zip(&cluster.engine_ports).map(endpoint).collect();
     Ok(GatewayConfig { openai, admin, endpoints, models: shape.models.clone(), ..GatewayConfig::default() })
@@ -174,7 +183,12 @@ fn rdma(cluster: &LocalCluster) -> kvfleet_node::RdmaSection {
     kvfleet_node::RdmaSection { enabled, in_place: enabled, ..Default::default() }
 }
 
-fn instance(cluster: &LocalCluster, number: u32, files: CertificateFiles) -> InstanceConfig {
+fn instance(
+    cluster: &LocalCluster,
+    number: u32,
+    files: CertificateFiles,
+    secret_file: PathBuf,
+) -> InstanceConfig {
     let shape = cluster.shape();
     InstanceConfig {
         instance: number,
@@ -190,7 +204,7 @@ fn instance(cluster: &LocalCluster, number: u32, files: CertificateFiles) -> Ins
         time_scale: shape.time_scale,
         transport: shape.transport.to_string(),
         shm: kvfleet_engine::mock::ShmSection { dir: socket_dir(cluster), ..Default::default() },
-        openai: openai(cluster, number),
+        openai: openai(cluster, number, secret_file),
         ..InstanceConfig::default()
     }
 }
@@ -205,7 +219,7 @@ fn role(shape: &ClusterShape, number: u32) -> InstanceRole {
 
 /// OpenAI settings of an instance: its listener if the cluster has a gateway, and its model
 /// identity.
-fn openai(cluster: &LocalCluster, number: u32) -> OpenAiSection {
+fn openai(cluster: &LocalCluster, number: u32, secret_file: PathBuf) -> OpenAiSection {
     let shape = cluster.shape();
     let manifest = IdentitySection::from(&shape.manifest());
     match (&shape.openai, cluster.engine_ports.get(number as usize - 1)) {
@@ -213,9 +227,10 @@ fn openai(cluster: &LocalCluster, number: u32) -> OpenAiSection {
             listen: format!("127.0.0.1:{port}"),
             models: gateway.models.clone(),
             manifest,
+            secret_file,
             ..OpenAiSection::default()
         },
-        _ => OpenAiSection { manifest, ..OpenAiSection::default() },
+        _ => OpenAiSection { manifest, secret_file, ..OpenAiSection::default() },
     }
 }
 

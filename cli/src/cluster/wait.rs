@@ -13,6 +13,8 @@ use crate::calls::RouterCalls;
 use crate::connect::client;
 use crate::probe::http_request;
 use crate::process::Role;
+use kvfleet_net::certificates::Authority;
+use kvfleet_net::secrets;
 
 /// Longest time until a started cluster serves.
 const SERVING_TIMEOUT: Duration = Duration::from_secs(60);
@@ -76,6 +78,12 @@ async fn missing(cluster: &LocalCluster, routers: &[RouterCalls]) -> Option<Stri
     None
 }
 
+/// The secret of the admin API of this cluster's gateways.
+fn admin_secret(cluster: &LocalCluster) -> anyhow::Result<String> {
+    let file = Authority::open(&cluster.certificates())?.admin_secret()?;
+    Ok(secrets::load(&file)?)
+}
+
 /// An instance to which a router's gateway sends no requests yet.
 async fn missing_at_gateways(cluster: &LocalCluster) -> Option<String> {
     #[derive(Deserialize)]
@@ -83,12 +91,15 @@ async fn missing_at_gateways(cluster: &LocalCluster) -> Option<String> {
         instance: u64,
         open: bool,
     }
+    let secret = match admin_secret(cluster) {
+        Ok(secret) => secret,
+        Err(error) => return Some(format!("the secret of the admin API cannot be read: {error}")),
+    };
     for number in cluster.expected_children(Role::Router) {
         let ready = cluster.child((Role::Router, number)).and_then(Child::ready);
         let address = ready.map(|ready| ready.address("admin")).unwrap_or_default();
-        let shown: Vec<EndpointState> = match http_request(&address, "GET", "/instances", SERVING_TIMEOUT)
-            .await
-        {
+        let listed = http_request(&address, "GET", "/instances", Some(&secret), SERVING_TIMEOUT).await;
+        let shown: Vec<EndpointState> = match listed {
             Ok(answered) => serde_json::from_str(&answered.text).unwrap_or_default(),
             Err(cause) => return Some(format!("the gateway of router {number} does not answer: {cause}")),
         };

@@ -10,6 +10,7 @@ use std::time::Duration;
 use axum::Router;
 use axum::http::{StatusCode, Uri};
 use axum::routing::post;
+use kvfleet_net::http::{self, ConnectionLimits, ServerControl, WhenFull};
 use tokio::net::TcpListener;
 
 use super::health::Health;
@@ -33,11 +34,9 @@ pub(super) async fn serve(listen: &str, health: Health) -> anyhow::Result<Option
     })?;
     let bound = listener.local_addr()?;
     let app = Router::new().route("/drain", post(move |uri: Uri| answer(health.clone(), uri)));
-    tokio::spawn(async move {
-        if let Err(cause) = axum::serve(listener, app).await {
-            tracing::warn!(%cause, "the drain endpoint stopped");
-        }
-    });
+    // A call to drain answers when draining is done, so it must not give way to later ones.
+    let limits = ConnectionLimits { when_full: WhenFull::Wait, ..ConnectionLimits::for_small_answers() };
+    tokio::spawn(http::serve(listener, app, limits, ServerControl::default()));
     Ok(Some(bound))
 }
 

@@ -11,6 +11,7 @@ use axum::http::StatusCode;
 use axum::http::header::CONTENT_TYPE;
 use axum::response::IntoResponse;
 use axum::routing::get;
+use kvfleet_net::http::{self, ConnectionLimits, ServerControl};
 use prometheus::{Encoder, Registry, TextEncoder};
 use tokio::net::TcpListener;
 
@@ -37,11 +38,7 @@ pub(super) async fn serve(
         .route("/healthz", get(|| std::future::ready("ok\n")))
         .route("/livez", get(|| std::future::ready("ok\n")))
         .route("/readyz", get(move || std::future::ready(readiness(&health))));
-    tokio::spawn(async move {
-        if let Err(cause) = axum::serve(listener, app).await {
-            tracing::warn!(%cause, "metrics endpoint stopped");
-        }
-    });
+    tokio::spawn(http::serve(listener, app, ConnectionLimits::for_small_answers(), ServerControl::default()));
     Ok(Some(bound))
 }
 

@@ -83,6 +83,10 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
             let settings = settings::<RouterProcessConfig>(args)?;
             settings.service.router.validate()?;
             settings.service.gateway.validate()?;
+            if settings.service.gateway.computes_hashes() {
+                settings.service.router.engines.require_hash_key()?;
+            }
+            super::files::require_private(&settings.service.router.data_dir)?;
             let number = settings.service.router.id;
             let drain_time = settings.service.gateway.drain_timeout();
             serve(role, number, args, settings, drain_time, async |config, registry| {
@@ -106,6 +110,7 @@ pub async fn run(role: Role, args: &ProcessArgs) -> anyhow::Result<()> {
         Role::Node => {
             let settings = settings::<kvfleet_node::NodeConfig>(args)?;
             settings.service.validate()?;
+            super::files::require_private(&settings.service.data_dir)?;
             let number = u64::from(settings.service.id);
             serve(role, number, args, settings, Duration::ZERO, async |config, registry| {
                 let node = kvfleet_node::Node::start(config, registry).await?;
@@ -155,6 +160,7 @@ async fn serve<T>(
     }
     let stop = Stop::for_service(args.follow_parent, drain_time)?;
     let telemetry = telemetry::install(&settings.process, &format!("kvfleet-{}", role.name()))?;
+    super::files::keep_private();
     super::files::raise_limit();
     let registry = Registry::new();
     let (process, health) = (&settings.process, Health::default());

@@ -38,6 +38,40 @@ fn invalid_values_name_the_expected_ones() {
 }
 
 #[test]
+fn data_directories_for_all_users_are_refused() {
+    use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
+    let place = Workspace::new();
+    let files = Authority::open(&place.path("ours")).unwrap().issue("node-1").unwrap();
+    let data_dir = place.path("data");
+    std::fs::DirBuilder::new().mode(0o700).create(&data_dir).unwrap();
+    let set = |key: &str, path: &std::path::Path| format!("{key}={}", path.display());
+    let [ca, cert, key] = [("tls.ca", &files.ca), ("tls.cert", &files.cert), ("tls.key", &files.key)]
+        .map(|(key, path)| set(key, path));
+    let data = set("data_dir", &data_dir);
+    let node = || {
+        place.run(&[
+            "node",
+            "--check",
+            "--set",
+            &ca,
+            "--set",
+            &cert,
+            "--set",
+            &key,
+            "--set",
+            &data,
+            "--set",
+            "routers=[\"a:1\"]",
+        ])
+    };
+    node().ok();
+    for mode in [0o755, 0o701] {
+        std::fs::set_permissions(&data_dir, std::fs::Permissions::from_mode(mode)).unwrap();
+        node().refused(&["open to all users", "chmod o-rwx"]);
+    }
+}
+
+#[test]
 fn names_missing_and_foreign_certificates() {
     let place = Workspace::new();
     let files = Authority::open(&place.path("ours")).unwrap().issue("node-1").unwrap();

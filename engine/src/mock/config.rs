@@ -94,6 +94,8 @@ pub struct OpenAiSection {
     pub manifest: IdentitySection,
     /// File with the hashing secret, as in the routers' `engines.secret_file`.
     pub secret_file: PathBuf,
+    /// As the routers' `engines.public_hashes`.
+    pub public_hashes: bool,
 }
 
 /// RDMA devices for connections to nodes.

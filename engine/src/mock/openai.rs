@@ -128,6 +128,7 @@ impl OpenAiService {
         let engines = EnginesConfig {
             identity: section.manifest.clone(),
             secret_file: section.secret_file.clone(),
+            public_hashes: section.public_hashes,
             ..EnginesConfig::default()
         };
         let reader = PromptReader::load(&section.models, &engines, registry)?;

@@ -45,8 +45,9 @@ pub struct OpenAiConfig {
     pub drain_notice_ms: u64,
     /// On shutdown, time for requests in flight after that, in milliseconds.
     pub drain_ms: u64,
-    /// Whether callers may set an objective and a fairness id. Enable it only if a trusted proxy is
-    /// the sole client.
+    /// Whether callers may set an objective and a fairness id, and fields that steer an engine:
+    /// `priority`, `kv_transfer_params` and others. Enable it only if a trusted proxy is the sole
+    /// client.
     pub trusts_callers: bool,
     /// Retries on other engines if one fails before its answer begins.
     pub retry: RetryConfig,

@@ -16,6 +16,7 @@ mod pair;
 mod priority;
 mod relay;
 mod routes;
+mod steering;
 mod upstream;
 
 use std::hash::{BuildHasher, RandomState};
@@ -32,9 +33,9 @@ use crate::config::GatewayConfig;
 use crate::decide::Decider;
 use crate::metrics::OpenAiMetrics;
 use crate::prompt::RequestReader;
-use crate::serve::{self, ConnectionLimits, ServerControl};
 use crate::start::StartError;
 use forward::Forwarder;
+use kvfleet_net::http::{self, ConnectionLimits, ServerControl, WhenFull};
 use routes::ApiState;
 
 /// Bits of the random first request number. It differs after a restart, and numbers stay exact in
@@ -75,10 +76,11 @@ impl OpenAiServer {
         let orders = ServerControl::default();
         let limits = ConnectionLimits {
             connections: openai.connections_max,
+            when_full: WhenFull::Wait,
             head_timeout: HEAD_TIMEOUT,
             write_stall_timeout: openai.idle_timeout(),
         };
-        let serving = serve::serve(listener, routes::router(state.clone()), limits, orders.clone());
+        let serving = http::serve(listener, routes::router(state.clone()), limits, orders.clone());
         tokio::spawn(serving);
         let (notice, drain) =
             (Duration::from_millis(openai.drain_notice_ms), Duration::from_millis(openai.drain_ms));

@@ -20,8 +20,8 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::Instrument;
 
 use super::forward::{ForwardRequest, Forwarder};
-use super::headers;
 use super::relay::RequestGuard;
+use super::{headers, steering};
 use crate::answer;
 use crate::config::GatewayConfig;
 use crate::decide::RequestContext;
@@ -230,7 +230,7 @@ async fn process(
     let traceparent = if own.is_empty() { caller_trace } else { own };
     let wishes = headers::request_slo(&parts.headers, state.trusts_callers);
     let need = asked.requirements(parts.uri.path());
-    let sending = ForwardRequest {
+    let mut sending = ForwardRequest {
         headers: headers::engine_headers(parts.headers, id, number, &traceparent),
         method: parts.method,
         path_and_query: parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned(),
@@ -248,6 +248,9 @@ async fn process(
         },
         started,
     };
+    if !state.trusts_callers {
+        steering::strip(&mut sending, asked.steers_engine);
+    }
     let response = state.forwarder.forward(sending, running).await;
     // The body is no longer needed after the answer began.
     drop(room);

@@ -15,6 +15,13 @@ pub(super) struct Body {
     pub(super) model: Option<String>,
     pub(super) stream: Option<bool>,
     pub(super) priority: Option<IgnoredAny>,
+    pub(super) kv_transfer_params: Option<IgnoredAny>,
+    pub(super) data_parallel_rank: Option<IgnoredAny>,
+    pub(super) routed_dp_rank: Option<IgnoredAny>,
+    pub(super) disagg_prefill_dp_rank: Option<IgnoredAny>,
+    pub(super) bootstrap_host: Option<IgnoredAny>,
+    pub(super) bootstrap_port: Option<IgnoredAny>,
+    pub(super) bootstrap_room: Option<IgnoredAny>,
     pub(super) cache_salt: Option<String>,
     pub(super) max_tokens: Option<u32>,
     pub(super) max_completion_tokens: Option<u32>,
@@ -32,6 +39,19 @@ pub(super) struct Body {
     pub(super) truncate_prompt_tokens: Option<i64>,
     pub(super) truncation_side: Option<String>,
 }
+
+/// Names of the fields by which a request steers its engine: the transfer of its KV (vLLM, SGLang),
+/// the rank that computes it, and its place in the queue.
+pub(crate) const STEERING_FIELDS: [&str; 8] = [
+    "priority",
+    "kv_transfer_params",
+    "data_parallel_rank",
+    "routed_dp_rank",
+    "disagg_prefill_dp_rank",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+];
 
 /// The accepted forms of `prompt` and `input`.
 #[derive(Debug, Deserialize)]
@@ -79,8 +99,39 @@ impl Body {
         })
     }
 
+    /// Whether it has one of [`STEERING_FIELDS`].
+    pub(super) fn steers_engine(&self) -> bool {
+        let fields = [
+            &self.priority,
+            &self.kv_transfer_params,
+            &self.data_parallel_rank,
+            &self.routed_dp_rank,
+            &self.disagg_prefill_dp_rank,
+            &self.bootstrap_host,
+            &self.bootstrap_port,
+            &self.bootstrap_room,
+        ];
+        fields.into_iter().any(Option::is_some)
+    }
+
     /// Tokens that may be generated; 0 when unknown.
     pub(super) fn output_tokens(&self) -> u32 {
         self.max_completion_tokens.or(self.max_tokens).unwrap_or(0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_steering_field_is_noticed() {
+        for name in STEERING_FIELDS {
+            let body = Body::parse(format!(r#"{{"{name}":{{"a":1}}}}"#).as_bytes());
+            assert!(body.is_ok_and(|body| body.steers_engine()), "{name}");
+            let twice = Body::parse(format!(r#"{{"{name}":1,"{name}":2}}"#).as_bytes());
+            assert!(twice.is_err(), "{name} twice: engines may read another one than the gateway");
+        }
+        assert!(Body::parse(b"{}").is_ok_and(|body| !body.steers_engine()));
     }
 }

@@ -27,6 +27,15 @@ pub(crate) enum PromptError {
         /// Tokens of the context.
         context: u32,
     },
+    /// The prompt becomes more text than its model can read, or than the request may cause.
+    #[error(
+        "the prompt becomes more than {limit} bytes of text, which is the limit for this request and model; \
+         send fewer or shorter messages, or a shorter prompt"
+    )]
+    TooMuchText {
+        /// Limit in bytes.
+        limit: usize,
+    },
     /// More bytes than allowed.
     #[error("the body is longer than {limit} bytes, which is the limit here (gateway.openai.body_bytes_max)")]
     TooLarge {
@@ -44,7 +53,8 @@ impl PromptError {
             PromptError::Json(_)
             | PromptError::Shape(_)
             | PromptError::Template(_)
-            | PromptError::TooLong { .. } => 400,
+            | PromptError::TooLong { .. }
+            | PromptError::TooMuchText { .. } => 400,
         }
     }
 
@@ -52,7 +62,7 @@ impl PromptError {
     pub(crate) fn code(&self) -> Option<&'static str> {
         match self {
             PromptError::UnknownModel(_) => Some("model_not_found"),
-            PromptError::TooLong { .. } => Some("context_length_exceeded"),
+            PromptError::TooLong { .. } | PromptError::TooMuchText { .. } => Some("context_length_exceeded"),
             _ => None,
         }
     }

@@ -5,13 +5,14 @@
 //! template (`template.rs`).
 
 use std::borrow::Cow;
+use std::fmt::{self, Write};
 use std::sync::Arc;
 
 use minijinja::Value;
 use minijinja::value::{Enumerator, Object, ObjectExt, ValueKind};
 
 use super::PromptError;
-use super::python::{self, JsonStyle};
+use super::python::{self, JsonError, JsonStyle};
 
 /// Form of a message's content that a template expects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -160,22 +161,49 @@ fn content_of(value: &Value, content: ContentFormat) -> Result<Option<Value>, &'
 /// image.
 const PLACEHOLDER_BYTES: usize = 1_024;
 
-/// Replaces each part that is not text by a placeholder; equal parts have equal placeholders.
-pub(super) fn with_placeholders(message: &Value) -> Value {
+/// Writes a message as JSON, with a placeholder for each part that is not text; equal parts have
+/// equal placeholders.
+pub(super) fn write_with_placeholders(out: &mut impl Write, message: &Value) -> Result<(), JsonError> {
+    let style = JsonStyle::default();
     let content = get(message, "content");
     if content.kind() != ValueKind::Seq {
-        return message.clone();
+        return python::write_json(out, message, &style);
     }
-    let marked = |part: Value| if text_of(&part).is_some() { part } else { Value::from(placeholder(&part)) };
-    with_entry(message, "content", content.try_iter().into_iter().flatten().map(marked).collect())
+    python::write_items(out, &style, 0, ['{', '}'], message.try_iter()?, |out, key| {
+        python::write_key(out, key, &style)?;
+        if key.as_str() != Some("content") {
+            return python::write_json(out, &message.get_item(key)?, &style);
+        }
+        python::write_items(out, &style, 0, ['[', ']'], content.try_iter()?, |out, part| {
+            match text_of(part) {
+                Some(_) => python::write_json(out, part, &style),
+                None => Ok(write_placeholder(out, part)?),
+            }
+        })
+    })
 }
 
-/// A hash of the part (FNV-1a), repeated.
-fn placeholder(part: &Value) -> String {
-    let text = python::json(part, &JsonStyle::default()).unwrap_or_default();
-    let mut number = 0xcbf2_9ce4_8422_2325_u64;
-    text.bytes().for_each(|byte| number = (number ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
-    format!("{number:016x}").repeat(PLACEHOLDER_BYTES / 16)
+/// A digest of the part, repeated as a JSON string.
+fn write_placeholder(out: &mut impl Write, part: &Value) -> fmt::Result {
+    let mut digest = Fnv(0xcbf2_9ce4_8422_2325);
+    // A part that is no JSON has the digest of what could be written.
+    let _ = python::write_json(&mut digest, part, &JsonStyle::default());
+    let number = format!("{:016x}", digest.0);
+    out.write_char('"')?;
+    for _ in 0..PLACEHOLDER_BYTES / number.len() {
+        out.write_str(&number)?;
+    }
+    out.write_char('"')
+}
+
+/// FNV-1a of the text written to it.
+struct Fnv(u64);
+
+impl Write for Fnv {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        text.bytes().for_each(|byte| self.0 = (self.0 ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+        Ok(())
+    }
 }
 
 /// The text of a part; `None` if it is not text.
@@ -258,7 +286,10 @@ mod tests {
             let (long, ours) = of(count);
             assert_eq!((ours.kind(), ours.len(), ours.is_true()), (long.kind(), long.len(), long.is_true()));
             assert_eq!((ours.to_string(), &ours), (long.to_string(), &long), "map of {count} keys");
-            let json = |map| python::json(map, &JsonStyle::default());
+            let json = |map| {
+                let mut out = String::new();
+                python::write_json(&mut out, map, &JsonStyle::default()).map(|()| out)
+            };
             assert_eq!(json(&ours), json(&long), "same order");
             for key in ["k0", "k15", "k16", "other"] {
                 assert_eq!(ours.get_attr(key).ok(), long.get_attr(key).ok(), "{key} of {count}");

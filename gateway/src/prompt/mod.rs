@@ -1,7 +1,7 @@
 //! Reads the prompt of a request: the tokens that the engine will compute, and the hashes of their
 //! blocks.
 //!
-//! - `body.rs` parses the request's JSON.
+//! - `body.rs` parses the request's JSON; `budget.rs` bounds what it may become.
 //! - `messages.rs`, `template.rs` and `python.rs` render a conversation into the text that the
 //!   engine would build.
 //! - `tokenizer.rs` encodes text, with the cache in `token_cache.rs`.
@@ -10,6 +10,7 @@
 //! Not here: placing the request (`crate::decide`).
 
 mod body;
+mod budget;
 mod error;
 mod messages;
 pub(crate) mod public;
@@ -25,6 +26,7 @@ use kv_core::id::BlockHash;
 
 use crate::endpoints::models::EngineRequirements;
 
+pub(crate) use body::STEERING_FIELDS;
 pub(crate) use error::PromptError;
 pub(crate) use reader::RequestReader;
 
@@ -56,6 +58,8 @@ pub(crate) struct ParsedRequest {
     pub(crate) stream: bool,
     /// Whether it has a `priority`.
     pub(crate) has_priority: bool,
+    /// Whether it has one of [`STEERING_FIELDS`].
+    pub(crate) steers_engine: bool,
     /// Whether the prompt was tokenized.
     pub(crate) form: PromptForm,
     /// Number of prompts; the engine reports the tokens of all of them together.

@@ -68,6 +68,7 @@ impl PromptReader {
     ) -> Result<PromptReader, StartError> {
         let config = GatewayConfig { models: models.to_vec(), ..GatewayConfig::default() };
         config.validate()?;
+        engines.require_hash_key()?;
         let tenants = Arc::new(Tenants::load(engines)?);
         let block_tokens = tenants.block_tokens();
         let reader = RequestReader::load(&config, tenants, PromptMetrics::register(registry)?)?;

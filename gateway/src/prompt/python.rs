@@ -3,13 +3,16 @@
 //!
 //! Pure. Not here: the templates (`template.rs`).
 
-use std::fmt::Write;
+use std::fmt::{self, Write};
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
 /// Deepest nesting; the JSON parser's own limit is lower.
 const NESTING_DEPTH: usize = 200;
+
+/// Most spaces at the start of a line. No template indents by more than a few spaces a level.
+const INDENT_MAX: usize = 4_096;
 
 /// Options of `json.dumps`.
 #[derive(Clone, Debug)]
@@ -38,59 +41,89 @@ impl Default for JsonStyle {
     }
 }
 
-/// `json.dumps`; the error is the text of Python's exception.
-pub(super) fn json(value: &Value, style: &JsonStyle) -> Result<String, String> {
-    let mut out = String::new();
-    write_json(&mut out, value, style, 0)?;
-    Ok(out)
+/// Why a value cannot be written as JSON.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum JsonError {
+    /// It is longer than the writer takes.
+    #[error("the text is too long")]
+    TooLong,
+    /// Text of Python's exception.
+    #[error("{0}")]
+    Python(String),
 }
 
-fn write_json(out: &mut String, value: &Value, style: &JsonStyle, depth: usize) -> Result<(), String> {
+impl From<fmt::Error> for JsonError {
+    fn from(_: fmt::Error) -> JsonError {
+        JsonError::TooLong
+    }
+}
+
+impl From<minijinja::Error> for JsonError {
+    fn from(error: minijinja::Error) -> JsonError {
+        JsonError::Python(error.to_string())
+    }
+}
+
+/// `json.dumps` into `out`. An error of `out` means that the text is too long.
+pub(super) fn write_json(out: &mut impl Write, value: &Value, style: &JsonStyle) -> Result<(), JsonError> {
+    write_value(out, value, style, 0)
+}
+
+fn write_value<W: Write>(
+    out: &mut W,
+    value: &Value,
+    style: &JsonStyle,
+    depth: usize,
+) -> Result<(), JsonError> {
     if depth > NESTING_DEPTH {
-        return Err("values are nested too deeply".into());
+        return Err(JsonError::Python("values are nested too deeply".into()));
     }
     match value.kind() {
-        ValueKind::None => out.push_str("null"),
-        ValueKind::Bool => out.push_str(if value.is_true() { "true" } else { "false" }),
-        ValueKind::Number => out.push_str(&repr_number(value)),
-        ValueKind::String => write_json_text(out, value.as_str().unwrap_or_default(), style.ensure_ascii),
+        ValueKind::None => out.write_str("null")?,
+        ValueKind::Bool => out.write_str(if value.is_true() { "true" } else { "false" })?,
+        ValueKind::Number => out.write_str(&repr_number(value))?,
+        ValueKind::String => write_json_text(out, value.as_str().unwrap_or_default(), style.ensure_ascii)?,
         ValueKind::Seq | ValueKind::Iterable => {
-            let items: Vec<_> = value.try_iter().map_err(|error| error.to_string())?.collect();
-            write_items(out, style, depth, ['[', ']'], &items, |out, item| {
-                write_json(out, item, style, depth + 1)
+            write_items(out, style, depth, ['[', ']'], value.try_iter()?, |out, item| {
+                write_value(out, item, style, depth + 1)
             })?;
         }
         ValueKind::Map => {
-            let mut keys: Vec<_> = value.try_iter().map_err(|error| error.to_string())?.collect();
+            let mut keys: Vec<_> = value.try_iter()?.collect();
             if style.sort_keys {
                 keys.sort();
             }
-            write_items(out, style, depth, ['{', '}'], &keys, |out, key| {
-                let name = key.as_str().map_or_else(|| to_str(key), str::to_owned);
-                write_json_text(out, &name, style.ensure_ascii);
-                out.push_str(&style.key_separator);
-                let item = value.get_item(key).map_err(|error| error.to_string())?;
-                write_json(out, &item, style, depth + 1)
+            write_items(out, style, depth, ['{', '}'], keys.into_iter(), |out, key| {
+                write_key(out, key, style)?;
+                write_value(out, &value.get_item(key)?, style, depth + 1)
             })?;
         }
-        kind => return Err(format!("Object of type {kind} is not JSON serializable")),
+        kind => {
+            return Err(JsonError::Python(format!("Object of type {kind} is not JSON serializable")));
+        }
     }
     Ok(())
 }
 
-fn write_items(
-    out: &mut String,
+/// The key of an entry, and the separator behind it.
+pub(super) fn write_key(out: &mut impl Write, key: &Value, style: &JsonStyle) -> Result<(), JsonError> {
+    let name = key.as_str().map_or_else(|| to_str(key), str::to_owned);
+    write_json_text(out, &name, style.ensure_ascii)?;
+    Ok(out.write_str(&style.key_separator)?)
+}
+
+/// The items of a list or map between its brackets.
+pub(super) fn write_items<W: Write>(
+    out: &mut W,
     style: &JsonStyle,
     depth: usize,
     [open, close]: [char; 2],
-    items: &[Value],
-    mut write: impl FnMut(&mut String, &Value) -> Result<(), String>,
-) -> Result<(), String> {
-    let line = |out: &mut String, depth: usize| {
-        if let Some(indent) = style.indent {
-            out.push('\n');
-            out.extend(std::iter::repeat_n(' ', indent * depth));
-        }
+    items: impl Iterator<Item = Value>,
+    mut write: impl FnMut(&mut W, &Value) -> Result<(), JsonError>,
+) -> Result<(), JsonError> {
+    let line = |out: &mut W, depth: usize| -> fmt::Result {
+        let Some(indent) = style.indent else { return Ok(()) };
+        write!(out, "\n{:1$}", "", indent.saturating_mul(depth).min(INDENT_MAX))
     };
     // With an indent, Python writes no space at the end of a line.
     let item_end = if style.indent.is_some() {
@@ -98,41 +131,50 @@ fn write_items(
     } else {
         &style.item_separator
     };
-    out.push(open);
-    for (at, item) in items.iter().enumerate() {
-        if at > 0 {
-            out.push_str(item_end);
+    out.write_char(open)?;
+    let mut is_empty = true;
+    for item in items {
+        if !is_empty {
+            out.write_str(item_end)?;
         }
-        line(out, depth + 1);
-        write(out, item)?;
+        is_empty = false;
+        line(out, depth + 1)?;
+        write(out, &item)?;
     }
-    if !items.is_empty() {
-        line(out, depth);
+    if !is_empty {
+        line(out, depth)?;
     }
-    out.push(close);
-    Ok(())
+    Ok(out.write_char(close)?)
 }
 
-fn write_json_text(out: &mut String, text: &str, ascii: bool) {
-    out.push('"');
-    for letter in text.chars() {
+fn write_json_text(out: &mut impl Write, text: &str, ascii: bool) -> fmt::Result {
+    out.write_char('"')?;
+    let mut rest = text;
+    // Runs without a special character are written at once.
+    let is_special =
+        |letter: char| matches!(letter, '"' | '\\') || letter < ' ' || (ascii && !letter.is_ascii());
+    while let Some(at) = rest.find(is_special) {
+        let (plain, from) = rest.split_at(at);
+        out.write_str(plain)?;
+        let letter = from.chars().next().unwrap_or_default();
+        rest = &from[letter.len_utf8()..];
         match letter {
-            '"' => out.push_str("\\\""),
-            '\\' => out.push_str("\\\\"),
-            '\n' => out.push_str("\\n"),
-            '\r' => out.push_str("\\r"),
-            '\t' => out.push_str("\\t"),
-            '\u{8}' => out.push_str("\\b"),
-            '\u{c}' => out.push_str("\\f"),
-            letter if letter < ' ' || (ascii && !letter.is_ascii()) => {
+            '"' => out.write_str("\\\"")?,
+            '\\' => out.write_str("\\\\")?,
+            '\n' => out.write_str("\\n")?,
+            '\r' => out.write_str("\\r")?,
+            '\t' => out.write_str("\\t")?,
+            '\u{8}' => out.write_str("\\b")?,
+            '\u{c}' => out.write_str("\\f")?,
+            _ => {
                 for unit in letter.encode_utf16(&mut [0; 2]) {
-                    let _ = write!(out, "\\u{unit:04x}");
+                    write!(out, "\\u{unit:04x}")?;
                 }
             }
-            letter => out.push(letter),
         }
     }
-    out.push('"');
+    out.write_str(rest)?;
+    out.write_char('"')
 }
 
 /// `str`, which `{{ value }}` writes.
@@ -214,6 +256,11 @@ fn repr_number(value: &Value) -> String {
 mod tests {
     #![allow(clippy::unwrap_used)]
     use super::*;
+
+    fn json(value: &Value, style: &JsonStyle) -> Result<String, JsonError> {
+        let mut out = String::new();
+        write_json(&mut out, value, style).map(|()| out)
+    }
 
     fn value(json: &str) -> Value {
         serde_json::from_str(json).unwrap()

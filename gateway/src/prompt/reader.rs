@@ -3,6 +3,7 @@
 //! One reader serves all listeners. Not here: HTTP.
 
 use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -13,8 +14,9 @@ use parking_lot::Mutex;
 use tokio::sync::Semaphore;
 
 use super::body::{Body, Input, PromptInput};
+use super::budget::{BoundedText, PromptBudget};
 use super::messages;
-use super::python::{self, JsonStyle};
+use super::python::{self, JsonError, JsonStyle};
 use super::template::{Conversation, Template};
 use super::tokenizer::CachedTokenizer;
 use super::{ParsedRequest, Prompt, PromptError, PromptForm};
@@ -130,6 +132,7 @@ impl RequestReader {
 
     /// Reads a request to `/v1/chat/completions`, `/v1/completions` or `/v1/embeddings`.
     pub(crate) fn read(&self, path: &str, body: &[u8]) -> Result<ParsedRequest, PromptError> {
+        let body_bytes = body.len();
         let body = Body::parse(body)?;
         let name = body.model.clone().unwrap_or_default();
         let no_files = ModelFiles::default();
@@ -138,10 +141,13 @@ impl RequestReader {
             None if self.models.is_empty() || self.endpoints.may_serve_model(&name) => &no_files,
             None => return Err(PromptError::UnknownModel(name)),
         };
+        // An engine that truncates the prompt may be sent more than its context.
+        let is_bounded = body.truncate_prompt_tokens.is_none();
+        let budget = PromptBudget::new(body_bytes, if is_bounded { model.context_tokens } else { 0 });
         let (tokens, prompts) = match path {
-            "/v1/chat/completions" => (chat_prompt(model, &body)?, 1),
-            "/v1/completions" => completion_prompt(model, &body, body.prompt.as_ref(), "prompt")?,
-            "/v1/embeddings" => completion_prompt(model, &body, body.input.as_ref(), "input")?,
+            "/v1/chat/completions" => (chat_prompt(model, &body, budget)?, 1),
+            "/v1/completions" => completion_prompt(model, &body, body.prompt.as_ref(), "prompt", budget)?,
+            "/v1/embeddings" => completion_prompt(model, &body, body.input.as_ref(), "input", budget)?,
             other => return Err(PromptError::Shape(format!("requests to {other} have no prompt"))),
         };
         self.finish(name, model, &body, tokens, prompts)
@@ -171,8 +177,8 @@ impl RequestReader {
         let hashes = match self.hasher(adapter, salt.clone()) {
             Some(hasher) => {
                 let mut hashes = Vec::new();
-                hasher.extend(&mut hasher.start(), &tokens, &mut hashes);
-                hashes.truncate(BLOCKS_MAX);
+                let hashed = BLOCKS_MAX.saturating_mul(self.tenants.block_tokens() as usize);
+                hasher.extend(&mut hasher.start(), &tokens[..tokens.len().min(hashed)], &mut hashes);
                 hashes
             }
             None => vec![],
@@ -189,6 +195,7 @@ impl RequestReader {
             salt,
             stream,
             has_priority,
+            steers_engine: body.steers_engine(),
             form: reading,
             prompt_count: prompts,
             is_cut,
@@ -244,7 +251,7 @@ fn text_adapter(model: &str) -> String {
     name
 }
 
-fn chat_prompt(model: &ModelFiles, body: &Body) -> Result<PromptTokens, PromptError> {
+fn chat_prompt(model: &ModelFiles, body: &Body, budget: PromptBudget) -> Result<PromptTokens, PromptError> {
     let Some(messages) = &body.messages else {
         return Err(PromptError::Shape("`messages` is missing".into()));
     };
@@ -252,7 +259,7 @@ fn chat_prompt(model: &ModelFiles, body: &Body) -> Result<PromptTokens, PromptEr
         return Err(PromptError::Shape("`messages` is empty".into()));
     }
     let (Some(tokens), Some(template), None) = (&model.tokens, &model.template, &body.chat_template) else {
-        return Ok(PromptTokens::Text(conversation_pseudo_tokens(body, messages)));
+        return Ok(PromptTokens::Text(conversation_pseudo_tokens(body, messages, budget)));
     };
     let conversation = Conversation {
         messages,
@@ -263,9 +270,9 @@ fn chat_prompt(model: &ModelFiles, body: &Body) -> Result<PromptTokens, PromptEr
         add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
         continue_final_message: body.continue_final_message.unwrap_or(false),
     };
-    match template.render(&conversation, SystemTime::now())? {
+    match template.render(&conversation, budget, SystemTime::now())? {
         Some(text) => tokenize(tokens, &text, body.add_special_tokens.unwrap_or(false), model, body),
-        None => Ok(PromptTokens::Text(conversation_pseudo_tokens(body, messages))),
+        None => Ok(PromptTokens::Text(conversation_pseudo_tokens(body, messages, budget))),
     }
 }
 
@@ -276,6 +283,7 @@ fn completion_prompt(
     body: &Body,
     input: Option<&Input>,
     key: &str,
+    budget: PromptBudget,
 ) -> Result<(PromptTokens, usize), PromptError> {
     let Some(input) = input else { return Err(PromptError::Shape(format!("`{key}` is missing"))) };
     let Some((first, prompts)) = input.first() else {
@@ -286,6 +294,9 @@ fn completion_prompt(
             Some(kept) => PromptTokens::Tokens(kept.apply(tokens.to_vec())),
             None => PromptTokens::Text(tokens.to_vec()),
         },
+        (PromptInput::Text(text), Some(_)) if text.len() > budget.text_bytes => {
+            return Err(PromptError::TooMuchText { limit: budget.text_bytes });
+        }
         (PromptInput::Text(text), Some(tokens)) => {
             tokenize(tokens, text, body.add_special_tokens.unwrap_or(true), model, body)?
         }
@@ -364,16 +375,23 @@ impl Truncation {
 
 /// Pseudo-tokens of a conversation without a template: tools first, as in templates, then each
 /// message. An image counts as many tokens as images usually have, independent of the length of its
-/// data.
-fn conversation_pseudo_tokens(body: &Body, messages: &[minijinja::Value]) -> Vec<u32> {
-    let mut text = String::new();
-    let write = |text: &mut String, value: &minijinja::Value| {
-        text.push_str(&python::json(value, &JsonStyle::default()).unwrap_or_default());
-        text.push('\n');
+/// data. Text beyond the budget is left out: it would not change where the request runs.
+fn conversation_pseudo_tokens(body: &Body, messages: &[minijinja::Value], budget: PromptBudget) -> Vec<u32> {
+    let mut text = BoundedText::new(budget.text_bytes);
+    // A value that is no JSON counts as what could be written of it.
+    let mut write = || -> Result<(), JsonError> {
+        for tool in body.tools.iter().flatten() {
+            python::write_json(&mut text, tool, &JsonStyle::default())?;
+            text.write_char('\n')?;
+        }
+        for message in messages {
+            messages::write_with_placeholders(&mut text, message)?;
+            text.write_char('\n')?;
+        }
+        Ok(())
     };
-    body.tools.iter().flatten().for_each(|tool| write(&mut text, tool));
-    messages.iter().for_each(|message| write(&mut text, &messages::with_placeholders(message)));
-    pseudo_tokens(text.as_bytes())
+    let _ = write();
+    pseudo_tokens(text.into_string().as_bytes())
 }
 
 /// Splits bytes into pseudo-tokens of a fixed size, so that equal prefixes have equal blocks.

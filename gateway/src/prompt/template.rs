@@ -5,18 +5,20 @@
 //! dicts, and values formatted as in Python. Not here: the preparation of messages (`messages.rs`).
 
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Kwargs, ValueKind};
+use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, Output, State, Value};
 use serde::Deserialize;
 
 use super::PromptError;
+use super::budget::{BoundedText, PromptBudget};
 use super::messages::{self, ContentFormat, OrderedMap, Pair};
-use super::python::{self, JsonStyle};
+use super::python::{self, JsonError, JsonStyle};
 
 /// Names of the special tokens that templates can use.
 const SPECIAL_TOKENS: [&str; 7] =
@@ -25,12 +27,76 @@ const SPECIAL_TOKENS: [&str; 7] =
 /// File names of templates next to a tokenizer, in order of preference.
 const TEMPLATE_FILES: [&str; 3] = ["chat_template.jinja", "chat_template.json", "tokenizer_config.json"];
 
+/// Work of one rendering, in units of minijinja: an instruction, or 64 bytes of created data. A
+/// template that looks ahead in each message, as that of gpt-oss, takes about a million for 600
+/// messages.
+const FUEL: u64 = 4_000_000;
+
+/// Names of minijinja's own filters, which ours call after a check. No template can write them.
+const JOIN: &str = "\0join";
+const REPLACE: &str = "\0replace";
+
+/// Time of one rendering.
+const RENDER_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// The chat template of one model.
 #[derive(Debug)]
 pub(super) struct Template {
     environment: Environment<'static>,
     content_format: ContentFormat,
     special_tokens: Vec<Pair>,
+}
+
+thread_local! {
+    /// Limits of the rendering on this thread. Macros have variables of their own, so a variable
+    /// of the template would not reach them.
+    static LIMITS: Cell<RenderLimits> = const { Cell::new(RenderLimits { bytes_left: 0, deadline: None }) };
+}
+
+/// Limits of one rendering. [`FUEL`] bounds its instructions and what they create in sum; these
+/// bound what it writes or makes at once, also into variables, and its time.
+#[derive(Clone, Copy, Debug, Default)]
+struct RenderLimits {
+    bytes_left: usize,
+    deadline: Option<Instant>,
+}
+
+impl RenderLimits {
+    /// Sets the limits of the next rendering on this thread.
+    fn begin(budget: PromptBudget) {
+        let deadline = Instant::now().checked_add(RENDER_TIMEOUT);
+        LIMITS.set(RenderLimits { bytes_left: budget.text_bytes, deadline });
+    }
+
+    /// Refuses to join items if the separators alone are more than the template may write.
+    fn check_join(items: &Value, separator: &Value) -> Result<(), Error> {
+        let count = items.len().unwrap_or_default();
+        Self::check(count.saturating_mul(separator.as_str().map_or(0, str::len)))
+    }
+
+    /// Refuses to replace text if what is put in is more than the template may write.
+    fn check_replace(value: &Value, from: &Value, to: &Value) -> Result<(), Error> {
+        let (Some(value), Some(from), Some(to)) = (value.as_str(), from.as_str(), to.as_str()) else {
+            return Ok(());
+        };
+        Self::check(value.matches(from).count().saturating_mul(to.len()))
+    }
+
+    /// Checks the size of a text before it is made.
+    fn check(bytes: usize) -> Result<(), Error> {
+        if bytes <= LIMITS.get().bytes_left { Ok(()) } else { Err(Error::from(ErrorKind::OutOfFuel)) }
+    }
+
+    /// Counts bytes that a template writes.
+    fn charge(bytes: usize) -> Result<(), Error> {
+        let limits = LIMITS.get();
+        let is_in_time = limits.deadline.is_some_and(|deadline| Instant::now() < deadline);
+        match limits.bytes_left.checked_sub(bytes).filter(|_| is_in_time) {
+            Some(bytes_left) => LIMITS.set(RenderLimits { bytes_left, ..limits }),
+            None => return Err(Error::from(ErrorKind::OutOfFuel)),
+        }
+        Ok(())
+    }
 }
 
 /// Input of a template.
@@ -118,6 +184,7 @@ impl Template {
     pub(super) fn render(
         &self,
         conversation: &Conversation<'_>,
+        budget: PromptBudget,
         now: SystemTime,
     ) -> Result<Option<String>, PromptError> {
         let Some(messages) = messages::prepare(conversation.messages, self.content_format)? else {
@@ -131,17 +198,27 @@ impl Template {
                 .or_else(|_| self.environment.get_template("default")),
             None => self.environment.get_template("default"),
         };
-        let template = named.map_err(|error| template_error(&error))?;
-        let context = self.context(conversation, messages, now);
-        let text =
-            template.render(OrderedMap(context).into_value()).map_err(|error| template_error(&error))?;
+        let template = named.map_err(|error| template_error(&error, budget))?;
+        let context = self.context(conversation, messages, now)?;
+        RenderLimits::begin(budget);
+        let text = template
+            .render(OrderedMap(context).into_value())
+            .map_err(|error| template_error(&error, budget))?;
+        if text.len() > budget.text_bytes {
+            return Err(PromptError::TooMuchText { limit: budget.text_bytes });
+        }
         match (conversation.continue_final_message, last) {
             (true, Some(last)) => cut_after_last_message(&text, &last).map(Some),
             _ => Ok(Some(text)),
         }
     }
 
-    fn context(&self, conversation: &Conversation<'_>, messages: Vec<Value>, now: SystemTime) -> Vec<Pair> {
+    fn context(
+        &self,
+        conversation: &Conversation<'_>,
+        messages: Vec<Value>,
+        now: SystemTime,
+    ) -> Result<Vec<Pair>, PromptError> {
         let none = || Value::from(());
         let moment = Value::from_function(move |format: &str| strftime(now, format));
         let ours: [Pair; 2] = [("documents".into(), none()), ("strftime_now".into(), moment)];
@@ -150,6 +227,11 @@ impl Template {
             // A caller may send very many kwargs; they are unique, so none is searched for among
             // the others.
             let said = |name: &str| more.get_attr(name).is_ok_and(|value| !value.is_undefined());
+            if let Some(name) = SPECIAL_TOKENS.iter().find(|name| said(name)) {
+                return Err(PromptError::Shape(format!(
+                    "chat_template_kwargs sets {name}, which belongs to the model; remove it"
+                )));
+            }
             context.retain(|(name, _)| !said(name));
             let keys = more.try_iter().into_iter().flatten();
             context.extend(keys.map(|key| (key.to_string().into(), more.get_item(&key).unwrap_or_default())));
@@ -170,11 +252,19 @@ impl Template {
         set("add_generation_prompt", Value::from(conversation.add_generation_prompt));
         // It affects the rendered text only afterwards, and vLLM does not pass it to templates.
         context.retain(|(name, _)| name != "continue_final_message");
-        context
+        Ok(context)
     }
 }
 
-fn template_error(error: &Error) -> PromptError {
+fn template_error(error: &Error, budget: PromptBudget) -> PromptError {
+    // An error within a macro or an included template is the source of another.
+    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
+    while let Some(error) = cause {
+        if error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::OutOfFuel) {
+            return PromptError::TooMuchText { limit: budget.text_bytes };
+        }
+        cause = error.source();
+    }
     let text = error.detail().map_or_else(|| error.kind().to_string(), str::to_owned);
     PromptError::Template(text)
 }
@@ -225,14 +315,43 @@ fn environment() -> Result<Environment<'static>, String> {
     let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
     environment.set_syntax(syntax.map_err(|error| error.to_string())?);
     environment.set_auto_escape_callback(|_| AutoEscape::None);
+    environment.set_fuel(Some(FUEL));
     environment.set_formatter(|out: &mut Output<'_>, _: &mut State<'_, '_>, value: &Value| {
-        let written = match value.as_str() {
-            Some(text) => out.write_str(text),
-            None => out.write_str(&python::to_str(value)),
+        let text = match value.as_str() {
+            Some(text) => Cow::Borrowed(text),
+            None => Cow::Owned(python::to_str(value)),
         };
-        written.map_err(Error::from)
+        RenderLimits::charge(text.len())?;
+        out.write_str(&text).map_err(Error::from)
     });
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(|state, value, method, args| {
+        match (method, args) {
+            ("join", [items, ..]) => RenderLimits::check_join(items, value)?,
+            ("replace", [from, to, ..]) => RenderLimits::check_replace(value, from, to)?,
+            _ => {}
+        }
+        minijinja_contrib::pycompat::unknown_method_callback(state, value, method, args)
+    });
+    environment.add_filter(JOIN, minijinja::filters::join);
+    environment.add_filter("join", |state: &mut State<'_, '_>, items: Value, args: Rest<Value>| {
+        // The separator is an argument, or a value of the map of named arguments.
+        for argument in args.iter() {
+            RenderLimits::check_join(&items, argument)?;
+            for name in
+                argument.try_iter().ok().filter(|_| argument.kind() == ValueKind::Map).into_iter().flatten()
+            {
+                RenderLimits::check_join(&items, &argument.get_item(&name)?)?;
+            }
+        }
+        state.apply_filter(JOIN, &[&[items][..], &args[..]].concat())
+    });
+    environment.add_filter(REPLACE, minijinja::filters::replace);
+    environment.add_filter("replace", |state: &mut State<'_, '_>, value: Value, args: Rest<Value>| {
+        if let [from, to, ..] = &args[..] {
+            RenderLimits::check_replace(&value, from, to)?;
+        }
+        state.apply_filter(REPLACE, &[&[value][..], &args[..]].concat())
+    });
     environment.add_filter("tojson", tojson);
     environment.add_filter("string", |value: Value| python::to_str(&value));
     environment.add_function("raise_exception", |text: String| -> Result<Value, Error> {
@@ -242,7 +361,7 @@ fn environment() -> Result<Environment<'static>, String> {
 }
 
 #[allow(clippy::needless_pass_by_value, reason = "minijinja passes filter arguments by value")]
-fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
+fn tojson(state: &State<'_, '_>, value: &Value, options: Kwargs) -> Result<Value, Error> {
     let mut style = JsonStyle {
         indent: options.get("indent")?,
         ensure_ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
@@ -255,8 +374,16 @@ fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
         (style.item_separator, style.key_separator) = (item, key);
     }
     options.assert_all_used()?;
-    let text = python::json(value, &style);
-    text.map(Value::from).map_err(|error| Error::new(ErrorKind::InvalidOperation, error))
+    let mut text = BoundedText::new(LIMITS.get().bytes_left);
+    python::write_json(&mut text, value, &style).map_err(|error| match error {
+        JsonError::TooLong => Error::from(ErrorKind::OutOfFuel),
+        JsonError::Python(_) => Error::new(ErrorKind::InvalidOperation, error.to_string()),
+    })?;
+    // What is written of it counts there; this counts its time.
+    let text = text.into_string();
+    state.consume_fuel(text.len() as u64 / 4)?;
+    RenderLimits::charge(0)?;
+    Ok(Value::from(text))
 }
 
 /// Replaces `{% generation %}`, which marks assistant text for training and writes no output, by a
@@ -392,8 +519,6 @@ fn date(mut days: u64) -> (u64, u64, u64, u64) {
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
     /// Expected values were written by Python 3.11, in UTC.

@@ -15,6 +15,7 @@ use rand::{Rng, SeedableRng};
 use serde::Deserialize;
 
 use super::body::Body;
+use super::budget::PromptBudget;
 use super::template::{Conversation, Template};
 use super::tokenizer::CachedTokenizer;
 use super::{ParsedRequest, PromptError, PromptForm, RequestReader};
@@ -22,6 +23,8 @@ use crate::config::{GatewayConfig, ModelConfig};
 use crate::metrics::PromptMetrics;
 
 const BLOCK_TOKENS: u32 = 4;
+
+const AMPLE: PromptBudget = PromptBudget { text_bytes: 1 << 20 };
 
 /// Python's result for one request.
 #[derive(Deserialize)]
@@ -48,6 +51,7 @@ fn model(name: &str) -> ModelConfig {
 fn tenants() -> Tenants {
     let mut engines = EnginesConfig::default();
     engines.identity.block_tokens = BLOCK_TOKENS;
+    engines.public_hashes = true;
     Tenants::load(&engines).unwrap()
 }
 
@@ -58,6 +62,10 @@ fn reader_of(models: Vec<ModelConfig>, registry: &Registry) -> RequestReader {
 
 fn reader(models: Vec<ModelConfig>) -> RequestReader {
     reader_of(models, &Registry::new())
+}
+
+fn reader_without_models() -> RequestReader {
+    reader(vec![])
 }
 
 fn hashes(adapter: Option<&str>, tokens: &[u32]) -> Vec<BlockHash> {
@@ -107,7 +115,7 @@ fn rendered_chats_match_jinja() {
             add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
             ..Conversation::default()
         };
-        assert_eq!(template.render(&conversation, SystemTime::UNIX_EPOCH).unwrap().unwrap(), text);
+        assert_eq!(template.render(&conversation, AMPLE, SystemTime::UNIX_EPOCH).unwrap().unwrap(), text);
     }
 }
 
@@ -284,7 +292,7 @@ fn request_fields_override_template_kwargs() {
             add_generation_prompt: body.add_generation_prompt.unwrap_or(true),
             ..Conversation::default()
         };
-        template.render(&conversation, SystemTime::UNIX_EPOCH).unwrap().unwrap()
+        template.render(&conversation, AMPLE, SystemTime::UNIX_EPOCH).unwrap().unwrap()
     };
     let kwargs = r#""chat_template_kwargs":{"add_generation_prompt":false,"continue_final_message":true,
         "documents":["a"],"reasoning_effort":"low"}"#;
@@ -363,7 +371,7 @@ fn continues_the_final_message() {
     let messages = body.messages.unwrap();
     let conversation =
         Conversation { messages: &messages, continue_final_message: true, ..Conversation::default() };
-    let text = template.render(&conversation, SystemTime::UNIX_EPOCH).unwrap().unwrap();
+    let text = template.render(&conversation, AMPLE, SystemTime::UNIX_EPOCH).unwrap().unwrap();
     assert!(text.ends_with("<|im_start|>assistant\nPar "), "{text:?}");
 }
 
@@ -455,4 +463,93 @@ fn refuses_unusable_model_files_by_model_name() {
     says("a chat template that is no Jinja", &refused(broken), &[&shown]);
     let config = ModelConfig { chat_template: at("config.json", "["), ..model("m") };
     says("a tokenizer_config.json that is no JSON", &refused(config), &[&shown]);
+}
+
+/// Memory of this process, in bytes, by a name of proc(5).
+fn memory(name: &str) -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with(name)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() << 10
+}
+
+/// Reads a body, and returns the outcome. Fails if that took more memory than a body may cost. Each
+/// test has a process of its own (`cargo nextest`).
+fn read_within_memory(reader: &RequestReader, path: &str, body: &str) -> Result<ParsedRequest, PromptError> {
+    // Resets the peak.
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    let before = memory("VmRSS");
+    let read = reader.read(path, body.as_bytes());
+    let taken = memory("VmHWM").saturating_sub(before);
+    let limit = 32 * body.len() + (64 << 20);
+    assert!(taken < limit, "{} bytes of body took {} MiB: {body:.60}", body.len(), taken >> 20);
+    read
+}
+
+#[test]
+fn no_body_costs_memory_out_of_proportion() {
+    let folder = tempfile::tempdir().unwrap();
+    let with_template = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        ModelConfig { chat_template: path, ..model(name) }
+    };
+    let banner = "{% for m in messages %}{{ m.content }}{{ banner }}{{ eos_token }}{% endfor %}";
+    let reader = reader(vec![
+        with_template("banner", banner),
+        with_template(
+            "macro",
+            "{% macro one(m) %}{{ m.content }}{{ banner }}{% endmacro %}{% set ns = namespace(text='') %}\
+             {% for m in messages %}{% set ns.text = ns.text ~ one(m) %}{% endfor %}{{ ns.text }}",
+        ),
+        with_template("join", "{{ messages | map(attribute='content') | join(banner) }}"),
+        with_template(
+            "cubic",
+            "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}\
+             {% endfor %}",
+        ),
+        with_template("tools", "{% for m in messages %}{{ tools | tojson(indent=64) }}{% endfor %}"),
+        ModelConfig { context_tokens: 1_000, ..with_template("plain", "{{ messages[0].content }}") },
+    ]);
+    let (chat, plain) = ("/v1/chat/completions", reader_without_models());
+    let read = |path: &str, body: &str| read_within_memory(&reader, path, body);
+    let message = r#"{"role":"user","content":"x"}"#;
+    let many = vec![message; 2_000].join(",");
+    let (long, zeros) = ("A".repeat(60 << 10), vec!["0"; 256 << 10].join(","));
+
+    // Without a template, the prompt is what fits the budget.
+    for content in [&zeros, &vec![r#"{"type":"a"}"#; 40_000].join(",")] {
+        let body = format!(r#"{{"messages":[{{"role":"user","content":[{content}]}}]}}"#);
+        let parsed = read_within_memory(&plain, chat, &body).unwrap();
+        assert!(parsed.prompt.input_tokens <= 1 << 20);
+    }
+    let prompts = format!("[{}]", vec!["[0]"; 256 << 10].join(","));
+    for prompt in [&format!("[{zeros}]"), &prompts] {
+        let body = format!(r#"{{"prompt":{prompt}}}"#);
+        read_within_memory(&plain, "/v1/completions", &body).unwrap();
+    }
+
+    let with = |model: &str, more: &str| format!(r#"{{"model":"{model}","messages":[{many}]{more}}}"#);
+    let kwargs = |name: &str| format!(r#","chat_template_kwargs":{{"{name}":"{long}"}}"#);
+    for name in ["banner", "macro", "join"] {
+        let refused = read(chat, &with(name, &kwargs("banner"))).expect_err("too much text");
+        assert!(matches!(refused, PromptError::TooMuchText { .. }), "{refused}");
+        assert!(read(chat, &with(name, "")).is_ok(), "the same conversation without it");
+        says("a prompt that a chat template makes too long", &refused, &[]);
+    }
+    let refused = read(chat, &with("cubic", "")).expect_err("too much work");
+    assert_eq!((refused.status(), refused.code()), (400, Some("context_length_exceeded")));
+    let tools =
+        format!(r#","tools":[{{"type":"function","function":{}1{}}}]"#, "[".repeat(90), "]".repeat(90));
+    assert!(matches!(read(chat, &with("tools", &tools)), Err(PromptError::TooMuchText { .. })));
+    let refused = read(chat, &with("banner", &kwargs("eos_token"))).expect_err("a token of the model");
+    says("a special token that a request sets", &refused, &[]);
+
+    // A known context bounds the text before it is tokenized, unless the engine truncates it.
+    let prompt = "the cat ".repeat(64 << 10);
+    let body = format!(r#"{{"model":"plain","prompt":"{prompt}"}}"#);
+    assert!(matches!(read("/v1/completions", &body), Err(PromptError::TooMuchText { limit: 65_536 })));
+    let cut = format!(r#"{{"model":"plain","prompt":"{prompt}","truncate_prompt_tokens":8}}"#);
+    assert_eq!(read("/v1/completions", &cut).unwrap().prompt.input_tokens, 8);
+    let body = format!(r#"{{"model":"plain","messages":[{{"role":"user","content":"{prompt}"}}]}}"#);
+    assert!(matches!(read(chat, &body), Err(PromptError::TooMuchText { .. })));
 }

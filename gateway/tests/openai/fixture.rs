@@ -109,6 +109,7 @@ pub fn golden(number: usize) -> GoldenPrompt {
 pub fn engines_config() -> EnginesConfig {
     let mut engines = EnginesConfig::default();
     engines.identity.block_tokens = BLOCK_TOKENS;
+    engines.public_hashes = true;
     engines
 }
 

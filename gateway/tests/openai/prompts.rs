@@ -46,8 +46,11 @@ async fn routes_to_the_engine_with_the_resident_prefix() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sets_the_priority_for_ordering_engines() {
     let engine = ScriptedEngine::start(event_stream(&events(1))).await;
-    let house =
-        GatewayFixture::open(&[&engine], |config| config.priorities = PriorityOrder::LowerFirst).await;
+    let house = GatewayFixture::open(&[&engine], |config| {
+        config.priorities = PriorityOrder::LowerFirst;
+        config.openai.trusts_callers = true;
+    })
+    .await;
     let body: Value = serde_json::from_str(&golden(1).body).unwrap();
     let path = golden(1).path;
     let own = {
@@ -68,8 +71,29 @@ async fn sets_the_priority_for_ordering_engines() {
         "{priority_deadline_ms} is about {now_ms}"
     );
     assert_eq!(told, body, "the rest is unchanged");
-    assert_eq!(kept.body, own.as_bytes(), "the caller's priority is kept");
+    assert_eq!(kept.body, own.as_bytes(), "a trusted caller's priority is kept");
     house.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn callers_do_not_steer_engines_unless_they_are_trusted() {
+    let params = serde_json::json!({"do_remote_prefill": true, "remote_host": "192.0.2.1"});
+    for trusts_callers in [false, true] {
+        let engine = ScriptedEngine::start(event_stream(&events(1))).await;
+        let house =
+            GatewayFixture::open(&[&engine], |config| config.openai.trusts_callers = trusts_callers).await;
+        let mut body: Value = serde_json::from_str(&golden(1).body).unwrap();
+        let plain = body.clone();
+        (body["kv_transfer_params"], body["priority"]) = (params.clone(), (-5).into());
+        (body["bootstrap_host"], body["data_parallel_rank"]) = ("192.0.2.1".into(), 1.into());
+        let rank = [("x-data-parallel-rank", "1")];
+        assert_eq!(house.request(&golden(1).path, &rank, &body.to_string()).await.status, 200);
+        let [sent] = &engine.received()[..] else { panic!("expected one request") };
+        let told: Value = serde_json::from_slice(&sent.body).unwrap();
+        assert_eq!(told, if trusts_callers { body } else { plain });
+        assert_eq!(sent.header("x-data-parallel-rank").is_some(), trusts_callers);
+        house.close().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -46,8 +46,11 @@ pub struct RunningPicker {
 impl PickerFixture {
     pub async fn start(endpoints: [String; 2]) -> PickerFixture {
         let manifest = IdentityManifest { block_tokens: 16, ..IdentityManifest::default() };
-        let engines =
-            EnginesConfig { identity: IdentitySection::from(&manifest), ..EnginesConfig::default() };
+        let engines = EnginesConfig {
+            identity: IdentitySection::from(&manifest),
+            public_hashes: true,
+            ..EnginesConfig::default()
+        };
         let cluster = Cluster::start(1, |_| {}).await;
         cluster.leader().await;
         let desk = cluster.routers[0].as_ref().unwrap().handle();

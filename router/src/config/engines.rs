@@ -30,9 +30,13 @@ pub struct EnginesConfig {
     /// Identity of the engines' KV, as the nodes' `identity`. Block hashes of requests are
     /// recomputed from it and the tokens of events.
     pub identity: IdentitySection,
-    /// File with the secret of requests without a `cache_salt`, in 64 hexadecimal digits. Empty: 32
-    /// zero bytes, as local clusters use.
+    /// File with the secret of requests without a `cache_salt`, in 64 hexadecimal digits. Needed by
+    /// the gateway and for engines, unless `public_hashes` is set.
     pub secret_file: PathBuf,
+    /// Whether block hashes may be computed with a key that everyone knows, if `secret_file` is
+    /// empty. Then a caller can find two prompts with the same hashes, and one is answered from the
+    /// KV of the other.
+    pub public_hashes: bool,
     /// Tenants that send requests with a `cache_salt`.
     pub tenants: Vec<EngineTenantConfig>,
     /// The engines.
@@ -166,10 +170,32 @@ pub(crate) fn check_identity(identity: &IdentitySection) -> Result<(), ConfigErr
 }
 
 impl EnginesConfig {
+    /// Requires a secret hash key, or the explicit choice of a public one. For those that compute
+    /// block hashes.
+    ///
+    /// # Errors
+    /// If there is neither.
+    pub fn require_hash_key(&self) -> Result<(), ConfigError> {
+        if !self.secret_file.as_os_str().is_empty() {
+            return Ok(());
+        }
+        if !self.public_hashes {
+            return invalid(
+                "engines.secret_file",
+                "is not set: without a secret, a caller can find two prompts with the same block hashes, and one is \
+                 answered from the KV of the other. Make a secret with `openssl rand -hex 32`, the same for every \
+                 router; or set engines.public_hashes = true where all callers are trusted"
+                    .to_owned(),
+            );
+        }
+        Ok(())
+    }
+
     pub(super) fn check(&self) -> Result<(), ConfigError> {
         if self.list.is_empty() {
             return Ok(());
         }
+        self.require_hash_key()?;
         check_identity(&self.identity)?;
         let mut instances = HashSet::new();
         let mut topics = HashSet::new();
@@ -237,7 +263,11 @@ mod tests {
     }
 
     fn refused(change: impl FnOnce(&mut EnginesConfig)) -> String {
-        let mut config = EnginesConfig { list: vec![engine(1), engine(2)], ..EnginesConfig::default() };
+        let mut config = EnginesConfig {
+            list: vec![engine(1), engine(2)],
+            public_hashes: true,
+            ..EnginesConfig::default()
+        };
         assert_eq!(config.check(), Ok(()));
         change(&mut config);
         config.check().expect_err("must be refused").to_string()
@@ -277,8 +307,12 @@ mod tests {
     #[test]
     fn engines_that_dial_need_ports_for_their_ranks() {
         let dials = EngineConfig { instance: 1, ranks: 3, topic: "a".into(), ..EngineConfig::default() };
-        let mut config =
-            EnginesConfig { listen: "0.0.0.0:65533".into(), list: vec![dials], ..EnginesConfig::default() };
+        let mut config = EnginesConfig {
+            listen: "0.0.0.0:65533".into(),
+            public_hashes: true,
+            list: vec![dials],
+            ..EnginesConfig::default()
+        };
         assert_eq!(config.check(), Ok(()));
         config.listen = "0.0.0.0:65534".into();
         assert!(config.check().is_err());

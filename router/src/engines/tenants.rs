@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
+use kvfleet_net::secrets;
 
 use crate::config::{ConfigError, EnginesConfig};
 
@@ -97,16 +98,11 @@ impl Tenants {
 /// Reads a secret of 64 hexadecimal digits from its own file.
 fn read_secret(key: &'static str, path: &Path) -> Result<[u8; SECRET_BYTES], ConfigError> {
     let refuse = |problem: String| Err(ConfigError { key, problem });
-    let text = match std::fs::read_to_string(path) {
+    let text = match secrets::load(path) {
         Ok(text) => text,
-        Err(error) => {
-            return refuse(format!(
-                "cannot read {}: {error}; name a file that this process may read",
-                path.display()
-            ));
-        }
+        Err(error) => return refuse(error.to_string()),
     };
-    let digits: Option<Vec<u8>> = text.trim().chars().map(|digit| Some(digit.to_digit(16)? as u8)).collect();
+    let digits: Option<Vec<u8>> = text.chars().map(|digit| Some(digit.to_digit(16)? as u8)).collect();
     let digits = digits.filter(|digits| digits.len() == 2 * SECRET_BYTES);
     let Some(digits) = digits else {
         return refuse(format!(

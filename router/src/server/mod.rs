@@ -28,6 +28,7 @@ mod why;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use kvfleet_net::deadlines::DeadlineService;
 use kvfleet_net::tls::callers::{Caller, MembersOnlyService};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::RouterServer;
@@ -143,6 +144,10 @@ fn not_proposed(error: ProposeError) -> Status {
 const TENANT_METHODS: &[&str] =
     &["/kvfleet.v1.Router/Route", "/kvfleet.v1.Router/RouteStream", "/kvfleet.v1.Router/Lookup"];
 
+/// Methods that wait for nodes or for a majority, up to limits of their own.
+const LONG_METHODS: &[&str] =
+    &["/kvfleet.v1.Router/Drain", "/kvfleet.v1.Router/ChangeMember", "/kvfleet.v1.Router/TransferLead"];
+
 /// The tonic service; each method delegates to its module.
 #[derive(Clone)]
 pub(crate) struct RouterService {
@@ -155,12 +160,12 @@ impl RouterService {
         RouterService { state }
     }
 
-    /// The service with message limits and access control.
-    pub(crate) fn into_service(self) -> MembersOnlyService<RouterServer<RouterService>> {
+    /// The service with limits on messages and time, and access control.
+    pub(crate) fn into_service(self) -> DeadlineService<MembersOnlyService<RouterServer<RouterService>>> {
         let server = RouterServer::new(self)
             .max_decoding_message_size(CONTROL_MESSAGE_BYTES_MAX)
             .max_encoding_message_size(CONTROL_MESSAGE_BYTES_MAX);
-        MembersOnlyService::new(server, TENANT_METHODS)
+        DeadlineService::new(MembersOnlyService::new(server, TENANT_METHODS), LONG_METHODS)
     }
 }
 

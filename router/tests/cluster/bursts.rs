@@ -132,6 +132,7 @@ impl BurstScene {
             config.profile = "h100-8b".into();
             config.engines = EnginesConfig {
                 identity: IdentitySection::from(&manifest()),
+                public_hashes: true,
                 list: vec![configured.clone()],
                 ..EnginesConfig::default()
             };

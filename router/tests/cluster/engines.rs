@@ -18,6 +18,7 @@ use zeromq::{PubSocket, Socket, SocketSend, ZmqMessage};
 use crate::residency::load;
 use kvfleet_testkit::cluster::{Cluster, until};
 use kvfleet_testkit::ports::unused_address;
+use kvfleet_testkit::write_secret;
 
 /// Recorded messages of a vLLM publisher, from the first on.
 const RECORDED: &str = include_str!("../../../engine-events/testdata/vllm-0.32.0.txt");
@@ -37,11 +38,12 @@ fn hashes(secret: &[u8; 32], tokens: Range<u32>) -> Vec<[u8; 16]> {
 async fn cluster(events: &str, replay: &str) -> Cluster {
     let secrets = tempfile::TempDir::new().unwrap();
     let secret_file = secrets.path().join("tenant-a");
-    std::fs::write(&secret_file, "0a".repeat(32)).unwrap();
+    write_secret(&secret_file, &"0a".repeat(32));
     let manifest = IdentityManifest { block_tokens: 32, ..IdentityManifest::default() };
     let cluster = Cluster::start(1, |config| {
         config.engines = EnginesConfig {
             identity: IdentitySection::from(&manifest),
+            public_hashes: true,
             tenants: vec![EngineTenantConfig { salt: "tenant-a".into(), secret_file: secret_file.clone() }],
             list: vec![EngineConfig {
                 instance: 7,

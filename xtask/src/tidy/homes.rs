@@ -17,7 +17,7 @@ const HOMES: &[(&str, &[&str])] = &[
     ("opentelemetry_otlp", &["cli/src/"]),
     ("plotters", &["cli/src/", "lab/src/"]),
     ("indicatif", &["cli/src/"]),
-    ("axum", &["cli/src/", "engine/src/mock/", "gateway/", "benches/src/proxy"]),
+    ("axum", &["cli/src/", "engine/src/mock/", "gateway/", "benches/src/proxy", "net/src/http.rs"]),
     ("kube", &["gateway/src/endpoints/kubernetes/"]),
     ("k8s_openapi", &["gateway/src/endpoints/kubernetes/"]),
     ("tokenizers", &["gateway/src/prompt/"]),

@@ -2,13 +2,15 @@
 //!
 //! Not here: the listener (`mod.rs`).
 
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::{Body, to_bytes};
 use axum::extract::{Path, Request, State};
-use axum::http::header::{AUTHORIZATION, CONTENT_TYPE};
-use axum::http::{HeaderMap, StatusCode};
+use axum::http::header::{AUTHORIZATION, CONTENT_TYPE, HOST, ORIGIN};
+use axum::http::{HeaderMap, HeaderValue, StatusCode};
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use kv_core::id::InstanceId;
 use kv_core::schedule::{Domain, DomainError};
@@ -33,7 +35,9 @@ const DRAIN_S_MAX: u64 = 3_600;
 pub(super) struct AdminState {
     pub(super) endpoints: EndpointRegistry,
     pub(super) removals: PendingRemovals,
-    pub(super) token: Option<String>,
+    pub(super) token: String,
+    /// Whether it listens on a loopback address.
+    pub(super) is_local: bool,
 }
 
 type AdminResult = Result<Response, RequestError>;
@@ -43,6 +47,12 @@ type AdminResult = Result<Response, RequestError>;
 pub(super) enum RequestError {
     #[error("unauthorized: give the secret of gateway.admin.token_file as `Authorization: Bearer ...`")]
     Unauthorized,
+    #[error("web pages may not call the admin API: send no Origin")]
+    WebPage,
+    #[error("this API is reached as localhost or by a loopback address: send that as Host")]
+    ForeignHost,
+    #[error("the body must be application/json: name that as content-type")]
+    NotJson,
     #[error(
         "no such path: use GET or POST /instances, GET or DELETE /instances/N, POST /instances/N/drain or /resume"
     )]
@@ -79,6 +89,8 @@ impl RequestError {
     fn status(&self) -> StatusCode {
         match self {
             RequestError::Unauthorized => StatusCode::UNAUTHORIZED,
+            RequestError::WebPage | RequestError::ForeignHost => StatusCode::FORBIDDEN,
+            RequestError::NotJson => StatusCode::UNSUPPORTED_MEDIA_TYPE,
             RequestError::NoSuchPath | RequestError::UnknownInstance(_) => StatusCode::NOT_FOUND,
             RequestError::InvalidInstance(_)
             | RequestError::InvalidBody(_)
@@ -121,9 +133,20 @@ struct EngineDescription {
 }
 
 impl AdminState {
+    fn check_caller(&self, headers: &HeaderMap) -> Result<(), RequestError> {
+        if headers.contains_key(ORIGIN) {
+            return Err(RequestError::WebPage);
+        }
+        // A name that a web page's owner points at this host reaches only the loopback address.
+        if self.is_local && !headers.get(HOST).is_some_and(names_this_host) {
+            return Err(RequestError::ForeignHost);
+        }
+        self.check_secret(headers)
+    }
+
     /// Checks the caller's secret, in constant time for secrets of equal length.
-    fn authorize(&self, headers: &HeaderMap) -> Result<(), RequestError> {
-        let Some(token) = &self.token else { return Ok(()) };
+    fn check_secret(&self, headers: &HeaderMap) -> Result<(), RequestError> {
+        let token = &self.token;
         let given = headers.get(AUTHORIZATION).map_or(&b""[..], |value| value.as_bytes());
         let (scheme, given) = given.split_at_checked("Bearer ".len()).unwrap_or_default();
         let differ =
@@ -168,6 +191,20 @@ impl AdminState {
     }
 }
 
+/// Whether a `Host` is a loopback address or `localhost`, with or without a port.
+fn names_this_host(host: &HeaderValue) -> bool {
+    let Ok(host) = host.to_str() else { return false };
+    let name =
+        host.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok()).map_or(host, |(name, _)| name);
+    let address = name.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+    name.eq_ignore_ascii_case("localhost") || address.is_ok_and(|address| address.is_loopback())
+}
+
+fn is_json(headers: &HeaderMap) -> bool {
+    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+    kind.split(';').next().is_some_and(|kind| kind.trim().eq_ignore_ascii_case("application/json"))
+}
+
 /// The API only changes endpoints that it added.
 fn check_changeable(endpoint: &Endpoint) -> Result<(), RequestError> {
     match endpoint.origin {
@@ -179,29 +216,35 @@ fn check_changeable(endpoint: &Endpoint) -> Result<(), RequestError> {
 
 type SharedState = State<Arc<AdminState>>;
 
-pub(super) async fn not_found(State(state): SharedState, headers: HeaderMap) -> AdminResult {
-    state.authorize(&headers)?;
+/// Passes calls that have the secret and come from no web page.
+pub(super) async fn authorize(
+    State(state): SharedState,
+    request: Request,
+    next: Next,
+) -> Result<Response, RequestError> {
+    state.check_caller(request.headers())?;
+    Ok(next.run(request).await)
+}
+
+pub(super) async fn not_found() -> AdminResult {
     Err(RequestError::NoSuchPath)
 }
 
-pub(super) async fn list(State(state): SharedState, headers: HeaderMap) -> AdminResult {
-    state.authorize(&headers)?;
+pub(super) async fn list(State(state): SharedState) -> AdminResult {
     let all: Vec<_> = state.endpoints.list().iter().map(|endpoint| state.describe(endpoint)).collect();
     Ok(json_response(StatusCode::OK, &json!(all)))
 }
 
-pub(super) async fn show(
-    State(state): SharedState,
-    Path(number): Path<String>,
-    headers: HeaderMap,
-) -> AdminResult {
-    state.authorize(&headers)?;
+pub(super) async fn show(State(state): SharedState, Path(number): Path<String>) -> AdminResult {
     let endpoint = state.endpoint(&number)?;
     Ok(json_response(StatusCode::OK, &state.describe(&endpoint)))
 }
 
 pub(super) async fn add(State(state): SharedState, headers: HeaderMap, body: Body) -> AdminResult {
-    state.authorize(&headers)?;
+    // A web page can send other types to any address without asking it first.
+    if !is_json(&headers) {
+        return Err(RequestError::NotJson);
+    }
     let body = tokio::time::timeout(BODY_TIMEOUT, to_bytes(body, BODY_BYTES_MAX)).await;
     let body = body.map_err(|_| RequestError::BodyTimeout)?.map_err(|_| RequestError::BodyTooLong)?;
     let named: EngineDescription =
@@ -247,7 +290,6 @@ pub(super) async fn remove(
     Path(number): Path<String>,
     request: Request,
 ) -> AdminResult {
-    state.authorize(request.headers())?;
     let endpoint = state.endpoint(&number)?;
     check_changeable(&endpoint)?;
     let wait = parse_drain_s(request.uri().query())?;
@@ -273,21 +315,11 @@ fn parse_drain_s(query: Option<&str>) -> Result<Duration, RequestError> {
     }
 }
 
-pub(super) async fn drain(
-    State(state): SharedState,
-    Path(number): Path<String>,
-    headers: HeaderMap,
-) -> AdminResult {
-    state.authorize(&headers)?;
+pub(super) async fn drain(State(state): SharedState, Path(number): Path<String>) -> AdminResult {
     set_draining(&state, &number, true)
 }
 
-pub(super) async fn resume(
-    State(state): SharedState,
-    Path(number): Path<String>,
-    headers: HeaderMap,
-) -> AdminResult {
-    state.authorize(&headers)?;
+pub(super) async fn resume(State(state): SharedState, Path(number): Path<String>) -> AdminResult {
     set_draining(&state, &number, false)
 }
 

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use axum::middleware::from_fn_with_state;
 use axum::routing::{get, post};
 use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
@@ -17,8 +18,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::EndpointRegistry;
 use crate::config::{ConfigError, refuse};
-use crate::serve::{ConnectionLimits, ServerControl, serve};
 use handlers::AdminState;
+use kvfleet_net::http::{ConnectionLimits, ServerControl, WhenFull, serve};
+use kvfleet_net::secrets::{self, SecretError};
 use removals::PendingRemovals;
 
 mod handlers;
@@ -35,6 +37,7 @@ const TOKEN_BYTES_MAX: usize = 4_096;
 /// Calls are few and short, and may come from untrusted clients.
 const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
     connections: 256,
+    when_full: WhenFull::Wait,
     head_timeout: Duration::from_secs(10),
     write_stall_timeout: Duration::from_secs(10),
 };
@@ -45,8 +48,7 @@ const CONNECTION_LIMITS: ConnectionLimits = ConnectionLimits {
 pub struct AdminConfig {
     /// Listening address, `ip:port`; empty disables the API.
     pub listen: String,
-    /// File with the secret that callers give as `Authorization: Bearer`. If empty, the API may
-    /// listen on loopback only.
+    /// File with the secret that callers give as `Authorization: Bearer`, made at the first start.
     pub token_file: PathBuf,
 }
 
@@ -64,15 +66,9 @@ pub enum AdminError {
         /// Error of the operating system.
         source: std::io::Error,
     },
-    /// The secret cannot be read.
-    #[error("cannot read the secret {}: {source}; set gateway.admin.token_file to a file that this process \
-        may read", path.display())]
-    TokenFile {
-        /// Path of the secret.
-        path: PathBuf,
-        /// Error of the operating system.
-        source: std::io::Error,
-    },
+    /// The secret cannot be read or made.
+    #[error("gateway.admin.token_file: {0}")]
+    TokenFile(#[from] SecretError),
     /// The secret is invalid.
     #[error("{} does not hold a secret, which is one line with {TOKEN_BYTES_MIN} characters or more, without \
         spaces", path.display())]
@@ -87,33 +83,26 @@ impl AdminConfig {
         if self.listen.is_empty() {
             return Ok(());
         }
-        let Ok(address) = self.listen.parse::<SocketAddr>() else {
+        if self.listen.parse::<SocketAddr>().is_err() {
             let text = format!(
                 "{:?} is not ip:port; \"127.0.0.1:7480\" is usual, and \"\" disables the API",
                 self.listen
             );
             return refuse("admin.listen", text);
-        };
-        if !address.ip().is_loopback() && self.token_file.as_os_str().is_empty() {
-            let text = format!(
-                "{address} can be reached from other hosts; set admin.token_file, or listen on 127.0.0.1"
-            );
-            return refuse("admin.listen", text);
+        }
+        if self.token_file.as_os_str().is_empty() {
+            let text = "is not set: name a file for the secret of callers, which is made if it is not there; web pages \
+                        and other users of this host can reach the API too";
+            return refuse("admin.token_file", text.to_owned());
         }
         Ok(())
     }
 
-    fn token(&self) -> Result<Option<String>, AdminError> {
-        if self.token_file.as_os_str().is_empty() {
-            return Ok(None);
-        }
-        let path = || self.token_file.clone();
-        let text = std::fs::read_to_string(&self.token_file)
-            .map_err(|source| AdminError::TokenFile { path: path(), source })?;
-        let token = text.trim();
+    fn token(&self) -> Result<String, AdminError> {
+        let token = secrets::load_or_create(&self.token_file)?;
         let is_one = token.bytes().all(|byte| byte.is_ascii_graphic())
             && (TOKEN_BYTES_MIN..=TOKEN_BYTES_MAX).contains(&token.len());
-        if is_one { Ok(Some(token.to_owned())) } else { Err(AdminError::Token { path: path() }) }
+        if is_one { Ok(token) } else { Err(AdminError::Token { path: self.token_file.clone() }) }
     }
 }
 
@@ -135,13 +124,15 @@ pub(crate) async fn start(
     let bound = listener.local_addr().map_err(listen_error)?;
     let removals = PendingRemovals::new(endpoints.clone());
     tokio::spawn(removals.clone().run(stop.clone()));
-    let state = Arc::new(AdminState { endpoints: endpoints.clone(), removals, token });
+    let is_local = bound.ip().is_loopback();
+    let state = Arc::new(AdminState { endpoints: endpoints.clone(), removals, token, is_local });
     let app = Router::new()
         .route("/instances", get(handlers::list).post(handlers::add))
         .route("/instances/{instance}", get(handlers::show).delete(handlers::remove))
         .route("/instances/{instance}/drain", post(handlers::drain))
         .route("/instances/{instance}/resume", post(handlers::resume))
         .fallback(handlers::not_found)
+        .layer(from_fn_with_state(state.clone(), handlers::authorize))
         .with_state(state);
     let stop = stop.clone();
     let orders = ServerControl { close: stop.clone(), abort: stop, ..ServerControl::default() };

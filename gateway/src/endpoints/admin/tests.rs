@@ -17,18 +17,16 @@ struct AdminFixture {
     endpoints: EndpointRegistry,
     address: SocketAddr,
     stop: CancellationToken,
+    token: String,
 }
 
-async fn start_admin(token: Option<&str>) -> AdminFixture {
+async fn start_admin() -> AdminFixture {
     let (endpoints, stop) = (EndpointRegistry::default(), CancellationToken::new());
     let directory = tempfile::TempDir::new().expect("a directory");
-    let mut config = AdminConfig { listen: "127.0.0.1:0".into(), ..AdminConfig::default() };
-    if let Some(token) = token {
-        config.token_file = directory.path().join("token");
-        std::fs::write(&config.token_file, format!("{token}\n")).expect("is written");
-    }
+    let config = AdminConfig { listen: "127.0.0.1:0".into(), token_file: directory.path().join("token") };
     let address = start(&config, &endpoints, &stop).await.expect("opens").expect("is somewhere");
-    AdminFixture { endpoints, address, stop }
+    let token = std::fs::read_to_string(&config.token_file).expect("was made");
+    AdminFixture { endpoints, address, stop, token: token.trim().to_owned() }
 }
 
 impl Drop for AdminFixture {
@@ -51,14 +49,14 @@ impl AdminFixture {
     }
 
     async fn call(&self, what: &str, body: &str) -> (u16, Value) {
-        self.call_as("", what, body).await
+        let header = format!("authorization: Bearer {}\r\nhost: localhost\r\n{JSON}", self.token);
+        self.call_as(&header, what, body).await
     }
 
     async fn call_as(&self, header: &str, what: &str, body: &str) -> (u16, Value) {
         let length = body.len();
-        let request = format!(
-            "{what} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n{header}content-length: {length}\r\n\r\n{body}"
-        );
+        let request =
+            format!("{what} HTTP/1.1\r\nconnection: close\r\n{header}content-length: {length}\r\n\r\n{body}");
         self.send(request.as_bytes()).await
     }
 
@@ -70,11 +68,13 @@ impl AdminFixture {
     }
 }
 
+const JSON: &str = "content-type: application/json\r\n";
+
 const NAMED: &str = r#"{"instance": 3, "url": "http://10.0.0.3:8000/", "fetches": true}"#;
 
 #[tokio::test]
 async fn adds_lists_drains_and_removes_engines() {
-    let scene = start_admin(None).await;
+    let scene = start_admin().await;
     assert_eq!(scene.call("GET /instances", "").await, (200, serde_json::json!([])));
     let (status, added) = scene.call("POST /instances", NAMED).await;
     assert_eq!((status, &added["origin"], &added["fetches"]), (201, &"called".into(), &true.into()));
@@ -101,7 +101,7 @@ async fn adds_lists_drains_and_removes_engines() {
 
 #[tokio::test]
 async fn removes_an_engine_after_it_drained() {
-    let scene = start_admin(None).await;
+    let scene = start_admin().await;
     scene.call("POST /instances", NAMED).await;
     let heard = |running| {
         let heard = EngineLoad { running, ..EngineLoad::default() };
@@ -133,8 +133,10 @@ async fn removes_an_engine_after_it_drained() {
 
 #[tokio::test]
 async fn requires_the_secret() {
-    let secret = "0123456789abcdef";
-    let scene = start_admin(Some(secret)).await;
+    let scene = start_admin().await;
+    let other = format!("{}0", &scene.token[..scene.token.len() - 1]);
+    let wrong =
+        [String::new(), "Bearer ".into(), format!("Bearer {other}x"), format!("Basic {}", scene.token)];
     for what in [
         "GET /instances",
         "POST /instances",
@@ -142,20 +144,52 @@ async fn requires_the_secret() {
         "POST /instances/3/drain",
         "GET /nothing",
     ] {
-        for header in
-            ["", "authorization: Bearer 0123456789abcdee\r\n", "authorization: Basic 0123456789abcdef\r\n"]
-        {
-            assert_eq!(scene.call_as(header, what, NAMED).await.0, 401, "{what} {header}");
+        for wrong in &wrong {
+            let header = format!("host: localhost\r\n{JSON}authorization: {wrong}\r\n");
+            assert_eq!(scene.call_as(&header, what, NAMED).await.0, 401, "{what} {header}");
         }
+        let (_, answer) = scene.call_as("host: localhost\r\n", what, NAMED).await;
+        says("a call without the secret", &answer["error"].as_str().unwrap_or_default(), &[]);
     }
-    says("a call without the secret", &scene.refused("GET /instances", "", 401).await, &[]);
-    let header = format!("authorization: bearer {secret}\r\n");
+    let header = format!("host: 127.0.0.1:80\r\n{JSON}authorization: bearer {}\r\n", scene.token);
     assert_eq!(scene.call_as(&header, "POST /instances", NAMED).await.0, 201);
 }
 
 #[tokio::test]
+async fn web_pages_cannot_call() {
+    let scene = start_admin().await;
+    let secret = format!("authorization: Bearer {}\r\n", scene.token);
+    let refused = async |header: String| {
+        let (status, answer) = scene.call_as(&format!("{secret}{header}"), "POST /instances", NAMED).await;
+        (status, answer["error"].as_str().unwrap_or_default().to_owned())
+    };
+    for origin in ["http://evil.example", "null", "http://localhost:3000"] {
+        let (status, error) = refused(format!("host: localhost\r\n{JSON}origin: {origin}\r\n")).await;
+        assert_eq!(status, 403, "{origin}");
+        says("a call of a web page to the admin API", &error, &[]);
+    }
+    for host in ["evil.example", "evil.example:7480", "10.0.0.1", "", "localhost.evil.example"] {
+        let (status, error) = refused(format!("host: {host}\r\n{JSON}")).await;
+        assert_eq!(status, 403, "{host}");
+        says("a call under another name to the admin API", &error, &[]);
+    }
+    for kind in ["", "content-type: text/plain\r\n", "content-type: application/x-www-form-urlencoded\r\n"] {
+        let (status, error) = refused(format!("host: localhost\r\n{kind}")).await;
+        assert_eq!(status, 415, "{kind}");
+        says("a body of another type for the admin API", &error, &[]);
+    }
+    assert!(scene.endpoints.list().is_empty());
+    for host in ["localhost", "LOCALHOST:7480", "127.0.0.1", "127.0.0.1:7480", "[::1]:7480"] {
+        assert!(
+            refused(format!("host: {host}\r\ncontent-type: application/json; charset=utf-8\r\n")).await.0
+                < 300
+        );
+    }
+}
+
+#[tokio::test]
 async fn explains_invalid_calls() {
-    let scene = start_admin(None).await;
+    let scene = start_admin().await;
     for (instance, origin) in [(1, Origin::Configured), (2, Origin::Discovered)] {
         let (instance, authority) = (InstanceId(instance), "a:1".to_owned());
         scene.endpoints.put(Endpoint {
@@ -212,7 +246,7 @@ async fn explains_invalid_calls() {
         &[],
     );
     assert_eq!(scene.endpoints.list().len(), 3);
-    let cut = b"POST /instances HTTP/1.1\r\nhost: a\r\nconnection: close\r\ncontent-length: 9\r\n\r\n{\"inst";
+    let cut = b"POST /instances HTTP/1.1\r\nconnection: close\r\ncontent-length: 9\r\n\r\n{\"inst";
     let mut stream = TcpStream::connect(scene.address).await.expect("it listens");
     stream.write_all(cut).await.expect("is sent");
     drop(stream);
@@ -221,7 +255,7 @@ async fn explains_invalid_calls() {
 
 #[tokio::test]
 async fn limits_the_number_of_engines() {
-    let scene = start_admin(None).await;
+    let scene = start_admin().await;
     for instance in 0..4_096 {
         let (instance, authority) = (InstanceId(instance), format!("a:{}", instance + 1));
         let origin = Origin::Admin;
@@ -254,14 +288,19 @@ async fn explains_start_failures() {
     assert_eq!(config.check(), Ok(()));
     let (endpoints, stop) = (EndpointRegistry::default(), CancellationToken::new());
     let path = config.token_file.display().to_string();
-    let failed = start(&config, &endpoints, &stop).await.expect_err("there is no file").to_string();
-    says("a secret of calls that is not there", &failed, &[&path]);
+    let nowhere = AdminConfig { token_file: directory.path().join("none/token"), ..config.clone() };
+    let failed = start(&nowhere, &endpoints, &stop).await.expect_err("there is no directory").to_string();
+    says("a secret of calls that cannot be made", &failed, &[&directory.path().display().to_string()]);
     std::fs::write(&config.token_file, "short\n").expect("is written");
+    let failed = start(&config, &endpoints, &stop).await.expect_err("all can read it").to_string();
+    says("a secret of calls that all users can read", &failed, &[&path]);
+    let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    std::fs::set_permissions(&config.token_file, private).expect("is ours");
     let failed = start(&config, &endpoints, &stop).await.expect_err("is no secret").to_string();
     says("a secret of calls that is none", &failed, &[&path]);
     let taken = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
     let listen = taken.local_addr().expect("is bound").to_string();
-    let config = AdminConfig { listen: listen.clone(), ..AdminConfig::default() };
+    let config = AdminConfig { listen: listen.clone(), token_file: directory.path().join("other") };
     let failed = start(&config, &endpoints, &stop).await.expect_err("is in use").to_string();
     says("an admin API at a port in use", &failed, &[&listen]);
 }

@@ -17,6 +17,7 @@ use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage
 
 use super::*;
 use crate::config::{DialectConfig, EngineTenantConfig};
+use kvfleet_testkit::write_secret;
 use payloads::EventBytes;
 pub(super) use payloads::{batch, batch_at, cleared, removed, stored};
 
@@ -267,7 +268,12 @@ impl Drop for FollowingRouter {
 }
 
 fn config(list: Vec<EngineConfig>) -> EnginesConfig {
-    EnginesConfig { identity: IdentitySection::from(&manifest()), list, ..EnginesConfig::default() }
+    EnginesConfig {
+        identity: IdentitySection::from(&manifest()),
+        public_hashes: true,
+        list,
+        ..EnginesConfig::default()
+    }
 }
 
 fn dialed(instance: u32, events: u16, replay: Option<u16>) -> EngineConfig {
@@ -502,14 +508,14 @@ async fn secrets_are_read_and_errors_name_the_salt() {
     let varying = folder.path().display().to_string();
     let refused = |config: &EnginesConfig| Tenants::load(config).unwrap_err();
     says("an engine's secret that is not there", &refused(&with(&path, &[])), &[&varying]);
-    std::fs::write(&path, "abc").unwrap();
+    write_secret(&path, "abc");
     says("an engine's secret that is none", &refused(&with(&path, &[])), &[&varying]);
-    std::fs::write(&path, format!("{}\n", "0a".repeat(32))).unwrap();
+    write_secret(&path, &format!("{}\n", "0a".repeat(32)));
     let twice = EnginesConfig { tenants: with(&path, &["a", "a"]).tenants, ..config(vec![]) };
     says("a salt of two tenants", &refused(&twice), &[&varying]);
     says("two salts with one secret", &refused(&with(&path, &["a"])), &[]);
     let other = folder.path().join("other");
-    std::fs::write(&other, "0b".repeat(32)).unwrap();
+    write_secret(&other, &"0b".repeat(32));
     let tenants = Tenants::load(&with(&other, &["a"])).unwrap();
     assert_eq!((tenants.default_secret, tenants.secrets_by_salt["a"]), ([11; 32], [10; 32]));
 }

@@ -112,7 +112,7 @@ fn salted(block: u64) -> i64 {
 async fn sglang_is_followed_from_a_replay_without_topics() {
     let folder = tempfile::TempDir::new().unwrap();
     let secret_file = folder.path().join(SALT);
-    std::fs::write(&secret_file, "0a".repeat(32)).unwrap();
+    write_secret(&secret_file, &"0a".repeat(32));
     for release in [SglangRelease::Arrays, SglangRelease::Maps] {
         println!("{release:?}");
         let (mut engine, events, replay) = TestEngine::listening_of((0, 0), None).await;

@@ -1,0 +1,151 @@
+//! Secrets in files: one line, readable by their owner only, made at the first start.
+//!
+//! Not here: what they protect (hash keys: `kvfleet_router::Tenants`; the admin API:
+//! `kvfleet_gateway::AdminConfig`), and the keys of certificates (`certificates.rs`).
+
+use std::fmt::Write as _;
+use std::io::{ErrorKind, Read as _};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rand::TryRngCore;
+use rand::rngs::OsRng;
+
+/// Bytes of a new secret.
+const SECRET_BYTES: usize = 32;
+
+/// Longest file of a secret in bytes.
+const FILE_BYTES_MAX: u64 = 8_192;
+
+/// Permission bits for users that are neither the owner nor in the file's group.
+const OTHERS: u32 = 0o007;
+
+/// Why a secret cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum SecretError {
+    /// The file cannot be read or created.
+    #[error(
+        "{}: {cause}; name a file that this process may read, or a directory in which it may make one",
+        path.display()
+    )]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// Error of the operating system.
+        cause: std::io::Error,
+    },
+    /// Every local user can read or change it.
+    #[error(
+        "{} is open to all users of this host (mode {mode:04o}); run: chmod o-rwx {}",
+        path.display(), path.display()
+    )]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// No random bytes.
+    #[error("the operating system gives no random bytes: {0}")]
+    Random(rand::rand_core::OsError),
+}
+
+/// Reads the line of a secret.
+///
+/// # Errors
+/// [`SecretError`]: an unreadable file, or one that all local users can read.
+pub fn load(path: &Path) -> Result<String, SecretError> {
+    let file_error = |cause| SecretError::File { path: path.to_owned(), cause };
+    let file = std::fs::File::open(path).map_err(file_error)?;
+    let mode = file.metadata().map_err(file_error)?.mode() & 0o7777;
+    if mode & OTHERS != 0 {
+        return Err(SecretError::Open { path: path.to_owned(), mode });
+    }
+    let mut text = String::new();
+    file.take(FILE_BYTES_MAX).read_to_string(&mut text).map_err(file_error)?;
+    Ok(text.trim().to_owned())
+}
+
+/// Reads the line of a secret; without a file, makes one with 64 random hexadecimal digits and mode
+/// 0600. If several processes start at once, they all read the same one.
+///
+/// # Errors
+/// [`SecretError`]: as [`load`], or the file cannot be made.
+pub fn load_or_create(path: &Path) -> Result<String, SecretError> {
+    let file_error = |cause| SecretError::File { path: path.to_owned(), cause };
+    match load(path) {
+        Err(SecretError::File { cause, .. }) if cause.kind() == ErrorKind::NotFound => {}
+        loaded => return loaded,
+    }
+    let mut bytes = [0; SECRET_BYTES];
+    OsRng.try_fill_bytes(&mut bytes).map_err(SecretError::Random)?;
+    let number = OsRng.try_next_u64().map_err(SecretError::Random)?;
+    let mut text = String::with_capacity(2 * SECRET_BYTES + 1);
+    for byte in bytes {
+        let _ = write!(text, "{byte:02x}");
+    }
+    text.push('\n');
+    // Under another name first: a process that starts at the same time never reads half a secret.
+    let own = path.with_extension(format!("{number:016x}.new"));
+    let written = || {
+        let mut file =
+            std::fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&own)?;
+        std::io::Write::write_all(&mut file, text.as_bytes())?;
+        file.sync_all()?;
+        match std::fs::hard_link(&own, path) {
+            Err(error) if error.kind() != ErrorKind::AlreadyExists => Err(error),
+            _ => Ok(()),
+        }
+    };
+    let written = written();
+    let _ = std::fs::remove_file(&own);
+    written.map_err(file_error)?;
+    load(path)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use std::os::unix::fs::PermissionsExt;
+
+    use kvfleet_errors_doc::says;
+
+    use super::*;
+
+    #[test]
+    fn a_secret_is_made_once_and_is_private() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("hash.secret");
+        let made: Vec<_> = std::thread::scope(|scope| {
+            let made: Vec<_> = (0..8).map(|_| scope.spawn(|| load_or_create(&path).unwrap())).collect();
+            made.into_iter().map(|made| made.join().unwrap()).collect()
+        });
+        assert!(made.iter().all(|secret| *secret == made[0] && secret.len() == 64), "{made:?}");
+        assert_eq!(path.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        assert_eq!(std::fs::read_dir(&directory).unwrap().count(), 1, "no other file is left");
+        let other = load_or_create(&directory.path().join("other")).unwrap();
+        assert_ne!(other, made[0]);
+    }
+
+    #[test]
+    fn secrets_for_everyone_are_refused() {
+        let directory = tempfile::tempdir().unwrap();
+        let (path, shown) = (directory.path().join("token"), directory.path().display().to_string());
+        says("a secret that is not there", &load(&path).unwrap_err(), &[&shown]);
+        std::fs::write(&path, "a secret\n").unwrap();
+        let set = |mode| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        for mode in [0o644, 0o602, 0o601] {
+            set(mode);
+            assert!(matches!(load(&path), Err(SecretError::Open { .. })));
+            assert!(matches!(load_or_create(&path), Err(SecretError::Open { .. })));
+        }
+        set(0o644);
+        says("a secret that all users can read", &load(&path).unwrap_err(), &[&shown]);
+        for mode in [0o600, 0o440, 0o400] {
+            set(mode);
+            assert_eq!(load(&path).unwrap(), "a secret");
+        }
+        let nowhere = directory.path().join("none/token");
+        says("a secret that cannot be made", &load_or_create(&nowhere).unwrap_err(), &[&shown]);
+    }
+}
