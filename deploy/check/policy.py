@@ -425,6 +425,10 @@ def files_lie_in_volumes(objects):
                 yield f"{name(one)}: tls.{key} is in no volume"
 
 
+# Secrets that users make before they apply the manifests (docs/guide/install.md).
+MADE_BY_USERS = {"kvfleet-hash-key"}
+
+
 def certificates_name_their_holders(objects):
     certificates = {one["spec"]["secretName"]: one for one in of_kind(objects, "Certificate")}
     if not certificates:
@@ -438,7 +442,7 @@ def certificates_name_their_holders(objects):
         wanted = {"kvfleet", "kvfleet-router"} if is_router else {"kvfleet"}
         for volume in spec.get("volumes", []):
             secret = volume.get("secret", {}).get("secretName")
-            if secret is None:
+            if secret is None or secret in MADE_BY_USERS:
                 continue
             if secret not in certificates:
                 yield f"{name(one)}: nobody makes the secret {secret}"
