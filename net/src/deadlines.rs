@@ -1,5 +1,5 @@
-//! Deadlines of control calls: a caller that sends half a message, and then nothing, must not hold
-//! the memory of its call for good.
+//! Deadlines of control calls: a caller that sends half a message must not hold the memory of its
+//! call for good.
 //!
 //! Not here: deadlines that callers set for themselves, which the server obeys too, and limits on
 //! single messages (each server sets its own).
@@ -17,7 +17,7 @@ use tonic::server::NamedService;
 /// Well above any call that is not named as a long one.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A gRPC service whose calls end after [`CALL_TIMEOUT`], except for some paths with limits of their
+/// A gRPC service that ends calls after [`CALL_TIMEOUT`], except on some paths with limits of their
 /// own.
 #[derive(Clone, Debug)]
 pub struct DeadlineService<S> {

@@ -48,9 +48,9 @@ pub struct ConnectionLimits {
 /// What happens to a connection when as many as allowed are open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WhenFull {
-    /// It waits in the kernel's backlog. For ports whose requests take long.
+    /// It waits in the kernel's backlog. For ports with long requests.
     Wait,
-    /// It takes the place of the oldest one. For ports whose requests take milliseconds, where an
+    /// It takes the place of the oldest one. For ports with requests of milliseconds, where an
     /// old connection is an idle one, and where a health check must not wait behind it.
     CloseOldest,
 }
@@ -129,7 +129,7 @@ pub async fn serve(listener: TcpListener, router: Router, limits: ConnectionLimi
     }
 }
 
-/// Connections in the order in which they came, with what closes each.
+/// Connections, oldest first, each with the signal that closes it.
 #[derive(Debug, Default)]
 struct OpenConnections(VecDeque<CancellationToken>);
 

@@ -1,6 +1,6 @@
 //! Secrets in files: one line, readable by their owner only, made at the first start.
 //!
-//! Not here: what they protect (hash keys: `kvfleet_router::Tenants`; the admin API:
+//! Not here: their use (hash keys: `kvfleet_router::Tenants`; the admin API:
 //! `kvfleet_gateway::AdminConfig`), and the keys of certificates (`certificates.rs`).
 
 use std::fmt::Write as _;

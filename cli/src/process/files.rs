@@ -27,7 +27,7 @@ pub(super) fn require_private(data_dir: &Path) -> anyhow::Result<()> {
     let mode = found.permissions().mode() & 0o7777;
     anyhow::ensure!(
         mode & OTHERS == 0,
-        "data_dir {} is open to all users of this host (mode {mode:04o}), and it holds what was asked; \
+        "data_dir {} is open to all users of this host (mode {mode:04o}), and it holds the KV of prompts; \
          run: chmod o-rwx {}",
         data_dir.display(),
         data_dir.display()

@@ -1,7 +1,7 @@
-//! Removes what a caller may not tell an engine: where to get or leave KV, which rank computes, and
+//! Removes fields that callers may not send to an engine: where to get or leave KV, which rank computes, and
 //! which request goes first.
 //!
-//! An engine obeys such fields without asking who sent them: it would connect to a host of the
+//! An engine obeys such fields from any source: it would connect to a host of the
 //! caller's choice, or read the KV of another request. Pure. Not here: the fields that the gateway
 //! itself adds (`pair.rs`, `priority.rs`), and which callers are trusted (`config.rs`).
 

@@ -40,7 +40,7 @@ pub(super) struct Body {
     pub(super) truncation_side: Option<String>,
 }
 
-/// Names of the fields by which a request steers its engine: the transfer of its KV (vLLM, SGLang),
+/// Names of fields that steer the engine of a request: the transfer of its KV (vLLM, SGLang),
 /// the rank that computes it, and its place in the queue.
 pub(crate) const STEERING_FIELDS: [&str; 8] = [
     "priority",

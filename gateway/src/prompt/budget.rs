@@ -6,7 +6,7 @@
 
 use std::fmt;
 
-/// Most bytes of text of a prompt whose model has no known context.
+/// Most bytes of text of a prompt for a model without a known context.
 const TEXT_BYTES_MAX: usize = 4 << 20;
 
 /// Most bytes of text per token of the model's context. English has about four, and long runs of
@@ -52,7 +52,7 @@ impl BoundedText {
         BoundedText { text: String::new(), bytes_max }
     }
 
-    /// What was written before the limit.
+    /// The text before the limit.
     pub(super) fn into_string(self) -> String {
         self.text
     }

@@ -54,7 +54,7 @@ thread_local! {
 }
 
 /// Limits of one rendering. [`FUEL`] bounds its instructions and what they create in sum; these
-/// bound what it writes or makes at once, also into variables, and its time.
+/// bound its output, also into variables, each text that it makes, and its time.
 #[derive(Clone, Copy, Debug, Default)]
 struct RenderLimits {
     bytes_left: usize,
@@ -74,7 +74,7 @@ impl RenderLimits {
         Self::check(count.saturating_mul(separator.as_str().map_or(0, str::len)))
     }
 
-    /// Refuses to replace text if what is put in is more than the template may write.
+    /// Refuses to replace text if the new text is longer than the output may be.
     fn check_replace(value: &Value, from: &Value, to: &Value) -> Result<(), Error> {
         let (Some(value), Some(from), Some(to)) = (value.as_str(), from.as_str(), to.as_str()) else {
             return Ok(());
@@ -379,7 +379,7 @@ fn tojson(state: &State<'_, '_>, value: &Value, options: Kwargs) -> Result<Value
         JsonError::TooLong => Error::from(ErrorKind::OutOfFuel),
         JsonError::Python(_) => Error::new(ErrorKind::InvalidOperation, error.to_string()),
     })?;
-    // What is written of it counts there; this counts its time.
+    // The formatter counts its output; this counts its time.
     let text = text.into_string();
     state.consume_fuel(text.len() as u64 / 4)?;
     RenderLimits::charge(0)?;

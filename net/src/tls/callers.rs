@@ -97,7 +97,7 @@ pub fn members_only<T>(request: Request<T>) -> Result<Request<T>, Status> {
     Ok(request)
 }
 
-/// Interceptor of a whole service: passes routers only, whose certificates have [`ROUTER_NAME`].
+/// Interceptor of a whole service: passes routers only, by the name [`ROUTER_NAME`] of their certificates.
 ///
 /// # Errors
 /// `PermissionDenied` for all other callers.

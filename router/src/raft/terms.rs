@@ -2,7 +2,7 @@
 //!
 //! A replica that stored a term near the largest number would never see a later one, and its group
 //! would have no leader again. Terms grow by one in an election, so a jump of this size is an error
-//! or an attack. Not here: who may send Raft messages at all (`kvfleet_net::tls::callers`).
+//! or an attack. Not here: the permission to send Raft messages (`kvfleet_net::tls::callers`).
 
 use kvfleet_proto::pb;
 use tonic::Status;
@@ -14,7 +14,7 @@ use super::{AppendCall, LogId, Vote, append};
 /// can hold in a thousand years.
 const TERM_STEP_MAX: u64 = 1 << 32;
 
-/// Refuses a vote whose term is too far above the local one.
+/// Refuses a vote with a term too far above the local one.
 pub(super) fn check_vote(local_term: u64, vote: &Vote) -> Result<(), Status> {
     let term = vote.leader_id.term;
     if term <= local_term.saturating_add(TERM_STEP_MAX) {
