@@ -7,7 +7,7 @@ use rand::RngCore;
 
 /// The hash of the next block of a chain, or of the first block if the chain is empty.
 pub fn next_hash(random: &mut impl RngCore, chain: &[BlockHash]) -> BlockHash {
-    let mut bytes = [0; 16];
+    let mut bytes = [0; _];
     random.fill_bytes(&mut bytes);
     let own = BlockHash(bytes);
     let root = chain.first().copied().unwrap_or(own);

@@ -54,7 +54,7 @@ fn decide(id: u64, matched: &PrefixMatch, fleet: &Fleet) {
         tenant: TenantId(0),
         category: Category::default(),
         blocks: BLOCKS,
-        first_block: Some(BlockHash([1; 16])),
+        first_block: Some(BlockHash([1; _])),
         block_tokens: 16,
         input_tokens: BLOCKS * 16,
         output_tokens: 0,

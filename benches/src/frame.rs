@@ -21,7 +21,7 @@ const BARE_COPY: &str = "a bare copy, through the caches";
 const TWO_PASSES: &str = "the same in two passes";
 
 const IDENTITY: IdentityDigest = IdentityDigest([1; 16]);
-const HASH: BlockHash = BlockHash([2; 16]);
+const HASH: BlockHash = BlockHash([2; _]);
 
 /// Far larger than any cache, so that every byte comes from memory and goes to memory.
 const SET_BYTES: usize = 256 << 20;

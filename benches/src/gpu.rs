@@ -307,6 +307,6 @@ impl PlainCopies {
 fn frame(number: u64, layers: usize, slice_bytes: u32) -> anyhow::Result<Bytes> {
     let mut payload = vec![0u8; layers * slice_bytes as usize];
     ChaCha8Rng::seed_from_u64(number).fill(&mut payload[..]);
-    let hash = BlockHash([number as u8; 16]);
+    let hash = BlockHash([number as u8; _]);
     Ok(seal(IdentityDigest([0x5d; 16]), hash, KeyForm::Rotated, &vec![slice_bytes; layers], &payload)?.bytes)
 }

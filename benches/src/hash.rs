@@ -1,12 +1,11 @@
-//! Hashing a prompt: 128 bits, keyed per tenant, against 64 bits without a key and against keyed
-//! BLAKE3.
+//! Hashing a prompt: 112 bits that no other prompt has, keyed per tenant, against 64 bits without a
+//! key and against a chain of keyed BLAKE3.
 //!
 //! Not here: the peers' own code; the same hash functions, called the same way, represent them.
 
 use std::hint::black_box;
 
 use benches::{BenchRow, Better, measure_time, side_by_side};
-use kv_core::id::BlockHash;
 use kv_core::prefix::{IdentityManifest, PrefixHasher, SimdLevel};
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
@@ -14,7 +13,7 @@ use crate::Effort;
 
 pub(crate) const ABOUT: &str = "hashes of all blocks of a prompt, on one thread into a reused list, at each \
     instruction set level of this machine; against XXH3-64 with a seed over the bytes of each block and \
-    again over parent and block, and against a chain of keyed BLAKE3 calls, which this project used before";
+    again over parent and block, and against a chain of keyed BLAKE3 calls, one after the other";
 
 const XXH3: &str = "XXH3-64, no key, chained";
 const BLAKE3: &str = "BLAKE3, keyed, chained";
@@ -88,13 +87,13 @@ fn xxh3_chain(bytes: &[u8], hashes: &mut Vec<u64>) {
 const SEED: u64 = 1337;
 
 /// Parent, token count and tokens of each block under one key, truncated to 128 bits.
-fn blake3_chain(bytes: &[u8], hashes: &mut Vec<BlockHash>) {
+fn blake3_chain(bytes: &[u8], hashes: &mut Vec<[u8; 16]>) {
     hashes.clear();
     let (keyed, mut parent) = (blake3::Hasher::new_keyed(&[7; 32]), [0; 16]);
     for block in bytes.chunks(4 * BLOCK_TOKENS) {
         let mut hasher = keyed.clone();
         hasher.update(&parent).update(&(block.len() as u64 / 4).to_le_bytes()).update(block);
         parent.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
-        hashes.push(BlockHash(parent));
+        hashes.push(parent);
     }
 }

@@ -51,10 +51,7 @@ impl SizeClass {
     pub(crate) fn hash(self, number: u32) -> BlockHash {
         let low = ((u64::from(self.payload_bytes) << 32) | (u64::from(number) + 1))
             .wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let mut hash = [0; 16];
-        hash[..8].copy_from_slice(&low.rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93).to_le_bytes());
-        hash[8..].copy_from_slice(&low.to_le_bytes());
-        BlockHash(hash)
+        BlockHash::from_words(low.rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93), low)
     }
 
     /// One of its blocks.

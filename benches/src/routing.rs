@@ -130,7 +130,7 @@ async fn route_calls(client: &Client, at_once: u64, questions: u64) -> anyhow::R
 }
 
 fn route_call(lane: u64) -> RouteCall {
-    let hash = |block: u32| BlockHash((u128::from(lane + 1) << 64 | u128::from(block + 1)).to_le_bytes());
+    let hash = |block: u32| BlockHash::from_words(u64::from(block) + 1, lane + 1);
     RouteCall {
         request: RequestId(lane),
         tenant: TenantId(0),

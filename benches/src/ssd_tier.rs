@@ -188,9 +188,7 @@ impl SsdTierBench {
 
 /// A frame that fills a block together with its header, as in a node.
 fn frame(number: u64, block_bytes: u32) -> anyhow::Result<(RecordHeader, Bytes)> {
-    let mut hash = [0x7e; 16];
-    hash[..8].copy_from_slice(&number.to_le_bytes());
-    let hash = BlockHash(hash);
+    let hash = BlockHash::from_words(number, 0x7e7e);
     // Whole pages with header and trailer, so that both sides move the same bytes.
     let slices = [(block_bytes - 1024) / 8; 8];
     let mut payload = vec![0u8; slices.iter().map(|bytes| *bytes as usize).sum()];

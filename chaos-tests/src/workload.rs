@@ -95,7 +95,7 @@ pub fn chain(number: u32) -> Vec<BlockHash> {
     // Adjacent chains are in different shards.
     let tag = ((number % u32::from(SHARDS_COUNT)) * 256 / u32::from(SHARDS_COUNT)) as u8;
     let block = |position: u32| {
-        let mut bytes = [0xa5; 16];
+        let mut bytes = [0xa5; _];
         bytes[..4].copy_from_slice(&number.to_be_bytes());
         bytes[0] = tag;
         bytes[4..8].copy_from_slice(&position.to_be_bytes());
@@ -103,7 +103,7 @@ pub fn chain(number: u32) -> Vec<BlockHash> {
         BlockHash(bytes)
     };
     let octet = |position: u32| {
-        let mut bytes = [0; 16];
+        let mut bytes = [0; _];
         let mixed = u64::from(number << 16 | position).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         bytes[..8].copy_from_slice(&mixed.to_le_bytes());
         BlockHash(bytes)

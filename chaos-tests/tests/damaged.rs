@@ -6,6 +6,7 @@ use std::path::Path;
 
 use chaos_tests::cluster::{Cluster, ROUTERS_COUNT, RouterClients};
 use chaos_tests::waiting::{until, until_equal};
+use kv_core::id::HASH_BYTES;
 use kvfleet_client::MembershipClient;
 use kvfleet_proto::pb;
 
@@ -79,8 +80,12 @@ async fn router_with_a_damaged_snapshot_recovers_and_votes() {
 async fn router_with_a_damaged_log_rejoins_as_a_new_member() {
     let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
     let contacts = cluster.router_clients();
-    let pin =
-        pb::PinRequest { pin: 1, owner: MARKER.into(), blocks: vec![7; 16], ..pb::PinRequest::default() };
+    let pin = pb::PinRequest {
+        pin: 1,
+        owner: MARKER.into(),
+        blocks: vec![7; HASH_BYTES],
+        ..pb::PinRequest::default()
+    };
     until("a pin", || async {
         for position in 0..ROUTERS_COUNT {
             if contacts.client(position).pin(pin.clone()).await.is_ok() {

@@ -63,10 +63,7 @@ async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
 
 /// A block of a conversation; all blocks of one have the same tag.
 fn hash(chain: u64, offset: u64) -> BlockHash {
-    let mut bytes = [0; 16];
-    bytes[0] = chain as u8;
-    bytes[8..].copy_from_slice(&(1 + offset).to_le_bytes());
-    BlockHash(bytes)
+    BlockHash::from_words(chain & 0xff, 1 + offset)
 }
 
 fn chain(number: u64) -> Vec<BlockHash> {

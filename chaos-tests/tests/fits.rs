@@ -72,10 +72,7 @@ async fn status(identity: &Identity, node: &Node) -> NodeStatusReply {
 }
 
 fn hash(number: u64) -> BlockHash {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&number.to_le_bytes());
-    bytes[8..].copy_from_slice(&number.to_le_bytes());
-    BlockHash(bytes)
+    BlockHash::from_words(number, number)
 }
 
 fn frame(hash: BlockHash) -> Frame {

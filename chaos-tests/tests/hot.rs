@@ -63,7 +63,7 @@ async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
 }
 
 fn hashes() -> Vec<BlockHash> {
-    (1..=BLOCKS).map(|offset| BlockHash((u128::from(offset) << 64 | 9).to_le_bytes())).collect()
+    (1..=BLOCKS).map(|offset| BlockHash::from_words(9, offset)).collect()
 }
 
 fn frame(hash: BlockHash) -> Frame {

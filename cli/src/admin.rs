@@ -86,7 +86,7 @@ fn group(args: &TtlArgs) -> anyhow::Result<u32> {
 
 fn parse_block(text: &str) -> anyhow::Result<BlockHash> {
     BlockHash::from_hex(text)
-        .ok_or_else(|| anyhow::anyhow!("`{text}` is not a block hash: expected 32 hexadecimal digits"))
+        .ok_or_else(|| anyhow::anyhow!("`{text}` is not a block hash: expected 38 hexadecimal digits"))
 }
 
 fn parse_blocks(texts: &[String]) -> anyhow::Result<Vec<u8>> {
@@ -128,6 +128,8 @@ fn is_final(status: &Status) -> bool {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
+    use kv_core::id::HASH_BYTES;
+
     use super::*;
 
     #[test]
@@ -135,7 +137,7 @@ mod tests {
         let connect = ConnectArgs { cluster: Vec::new(), tls_dir: None };
         let args = TtlArgs { connect, group: Some(7), block: None, seconds: Some(1), lift: false };
         assert_eq!(group(&args).unwrap(), 7);
-        let block = Some(format!("fe{}", "00".repeat(15)));
+        let block = Some(format!("fe{}", "00".repeat(HASH_BYTES - 1)));
         assert_eq!(group(&TtlArgs { group: None, block, ..args.clone() }).unwrap(), 254);
         assert!(group(&TtlArgs { group: None, block: Some("fe".to_owned()), ..args }).is_err());
     }
@@ -143,10 +145,10 @@ mod tests {
     #[test]
     fn builds_pin_requests() {
         let connect = ConnectArgs { cluster: Vec::new(), tls_dir: None };
-        let (owner, blocks) = ("me".to_owned(), vec!["00".repeat(16)]);
+        let (owner, blocks) = ("me".to_owned(), vec!["00".repeat(HASH_BYTES)]);
         let hard = PinArgs { connect, pin: 1, owner, soft: false, span: None, blocks };
         let request = pin_request(&hard).unwrap();
-        assert_eq!((request.soft, request.for_ms, request.blocks.len()), (false, None, 16));
+        assert_eq!((request.soft, request.for_ms, request.blocks.len()), (false, None, HASH_BYTES));
         let span = Some(Duration::from_millis(1_500));
         let asked = pin_request(&PinArgs { soft: true, span, ..hard }).unwrap();
         assert_eq!(
@@ -157,8 +159,8 @@ mod tests {
 
     #[test]
     fn quotes_an_invalid_hash() {
-        assert_eq!(parse_blocks(&["00".repeat(16)]).unwrap(), vec![0; 16]);
+        assert_eq!(parse_blocks(&["00".repeat(HASH_BYTES)]).unwrap(), vec![0; HASH_BYTES]);
         let message = parse_blocks(&["abc".to_owned()]).unwrap_err().to_string();
-        assert_eq!(message, "`abc` is not a block hash: expected 32 hexadecimal digits");
+        assert_eq!(message, "`abc` is not a block hash: expected 38 hexadecimal digits");
     }
 }

@@ -98,17 +98,10 @@ fn route_request(call: RouteCall) -> pb::RouteRequest {
         output_tokens: call.output_tokens,
         identity: call.identity.0.to_vec(),
         after: call.after,
-        candidates: None,
-        excluded: Vec::new(),
-        ttft_max_ms: 0,
         tbt_max_us: call.tbt_max_us,
-        priority: 0,
-        pinned_instance: false,
-        prior_instance: false,
         fresh: call.fresh,
         traceparent: current_traceparent(),
-        call: 0,
-        text: false,
+        ..pb::RouteRequest::default()
     }
 }
 

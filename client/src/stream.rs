@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use kv_core::id::HASH_BYTES;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::route_stream_reply::Answer;
 use kvfleet_proto::pb::router_client::RouterClient;
@@ -27,7 +28,7 @@ const UNSENT_MAX: usize = 256;
 
 /// Maximum bytes of hashes for a call on the stream: the longest prompt that routers accept. A
 /// longer call could end the stream for all others.
-const HASHES_BYTES_MAX: usize = 1 << 20;
+const HASHES_BYTES_MAX: usize = 65_536 * HASH_BYTES;
 
 /// Maximum number of saves to wait for, for a call on the stream.
 const AFTER_MAX: usize = 4_096;

@@ -24,13 +24,13 @@ fn word(seed: StreamSeed, position: u64) -> u64 {
     folded
 }
 
-/// The two halves of a hash.
+/// A hash as two numbers.
 #[derive(Clone, Copy)]
 struct StreamSeed(u64, u64);
 
 fn seed(hash: BlockHash) -> StreamSeed {
-    let (words, _) = hash.0.as_chunks::<8>();
-    StreamSeed(u64::from_le_bytes(words[0]), u64::from_le_bytes(words[1]))
+    let words = hash.words();
+    StreamSeed(words.first ^ words.middle << 40, words.last)
 }
 
 /// Fills `bytes` with the content of block `hash`. A longer buffer continues a shorter one.
@@ -91,22 +91,23 @@ fn matches_from(seed: StreamSeed, first: u64, bytes: &[u8]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::id::HASH_BYTES;
 
     #[test]
     fn content_matches_itself_at_every_length() {
         let mut long = vec![0; 200];
-        fill(BlockHash([7; 16]), &mut long);
+        fill(BlockHash([7; _]), &mut long);
         for length in 0..long.len() {
             let mut bytes = vec![0; length];
-            fill(BlockHash([7; 16]), &mut bytes);
-            assert!(matches(BlockHash([7; 16]), &bytes));
+            fill(BlockHash([7; _]), &mut bytes);
+            assert!(matches(BlockHash([7; _]), &bytes));
             assert_eq!(bytes, long[..length], "a longer buffer continues a shorter one");
         }
     }
 
     #[test]
     fn any_byte_range_can_be_filled_and_checked() {
-        let hash = BlockHash([7; 16]);
+        let hash = BlockHash([7; _]);
         let mut whole = [0; 40];
         fill(hash, &mut whole);
         for (start, end) in (0..40).flat_map(|start| (start..40).map(move |end| (start, end))) {
@@ -131,10 +132,10 @@ mod tests {
     #[test]
     fn detects_every_flipped_bit() {
         let mut bytes = vec![0; 77];
-        fill(BlockHash([9; 16]), &mut bytes);
+        fill(BlockHash([9; _]), &mut bytes);
         for bit in 0..bytes.len() * 8 {
             bytes[bit / 8] ^= 1 << (bit % 8);
-            assert!(!matches(BlockHash([9; 16]), &bytes), "bit {bit}");
+            assert!(!matches(BlockHash([9; _]), &bytes), "bit {bit}");
             bytes[bit / 8] ^= 1 << (bit % 8);
         }
     }
@@ -142,10 +143,10 @@ mod tests {
     #[test]
     fn neighbouring_hashes_differ_nearly_everywhere() {
         let mut zero = vec![0; 4096];
-        fill(BlockHash([0; 16]), &mut zero);
-        for byte in 0..16 {
+        fill(BlockHash([0; _]), &mut zero);
+        for byte in 0..HASH_BYTES {
             for bit in 0..8 {
-                let mut hash = [0; 16];
+                let mut hash = [0; _];
                 hash[byte] = 1 << bit;
                 let mut other = vec![0; 4096];
                 fill(BlockHash(hash), &mut other);
@@ -158,7 +159,7 @@ mod tests {
     #[test]
     fn content_has_no_short_period() {
         let mut bytes = vec![0; 1 << 16];
-        fill(BlockHash([3; 16]), &mut bytes);
+        fill(BlockHash([3; _]), &mut bytes);
         let (words, _) = bytes.as_chunks::<8>();
         let distinct: std::collections::BTreeSet<_> = words.iter().collect();
         assert_eq!(distinct.len(), words.len());

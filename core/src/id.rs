@@ -84,11 +84,11 @@ impl Timestamp {
 }
 
 macro_rules! digest {
-    ($(#[$doc:meta])* $name:ident) => {
+    ($(#[$doc:meta])* $name:ident, $bytes:ident) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[repr(transparent)]
-        pub struct $name(pub [u8; 16]);
+        pub struct $name(pub [u8; $bytes]);
 
         impl fmt::Display for $name {
             fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -103,19 +103,19 @@ macro_rules! digest {
         }
 
         impl $name {
-            /// Reads sixteen bytes; `None` if the length differs.
+            /// Reads its bytes; `None` if the length differs.
             #[must_use]
             pub fn from_slice(bytes: &[u8]) -> Option<Self> {
-                <[u8; 16]>::try_from(bytes).ok().map(Self)
+                <[u8; $bytes]>::try_from(bytes).ok().map(Self)
             }
 
-            /// Reads thirty-two hexadecimal digits, the form `Display` writes.
+            /// Reads two hexadecimal digits for each byte, the form `Display` writes.
             #[must_use]
             pub fn from_hex(text: &str) -> Option<Self> {
-                if text.len() != 32 || !text.is_ascii() {
+                if text.len() != 2 * $bytes || !text.is_ascii() {
                     return None;
                 }
-                let mut bytes = [0u8; 16];
+                let mut bytes = [0u8; $bytes];
                 for (position, byte) in bytes.iter_mut().enumerate() {
                     *byte = u8::from_str_radix(&text[2 * position..2 * position + 2], 16).ok()?;
                 }
@@ -125,14 +125,27 @@ macro_rules! digest {
     };
 }
 
+/// Bytes of a [`BlockHash`]: [`PLACE_BYTES`], then the digest.
+pub const HASH_BYTES: usize = PLACE_BYTES + DIGEST_BYTES;
+
+/// Bytes of a block hash that give the place of the block and what it shares with its neighbours.
+pub const PLACE_BYTES: usize = 5;
+
+/// Bytes of a block hash that are its digest.
+pub const DIGEST_BYTES: usize = 14;
+
+/// Bytes of an [`IdentityDigest`].
+const IDENTITY_BYTES: usize = 16;
+
 digest!(
     /// Keyed hash of a block *and everything before it*: identity manifest, tenant salt, all earlier
-    /// tokens, own tokens. Equal hashes mean equal KV bytes.
-    BlockHash
+    /// tokens, own tokens. Equal hashes mean equal KV bytes. [`PLACE_BYTES`] that blocks near each
+    /// other share, then a digest of 112 bits (docs/reference/hash.md).
+    BlockHash, HASH_BYTES
 );
 digest!(
     /// Digest of an identity manifest (weights, dtype, layout, geometry, RoPE, adapter …).
-    IdentityDigest
+    IdentityDigest, IDENTITY_BYTES
 );
 
 impl IdentityDigest {
@@ -166,13 +179,52 @@ pub const TTL_GROUPS: u32 = 256;
 /// this number.
 pub const BLOCK_GROUP_BLOCKS: usize = 8;
 
+/// A block hash as numbers, for tables and sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct HashWords {
+    /// Its first eight bytes, little endian: the place, and three bytes of the digest.
+    pub first: u64,
+    /// The next three bytes.
+    pub middle: u64,
+    /// Its last eight bytes.
+    pub last: u64,
+}
+
 impl BlockHash {
-    /// The half of the hash that differs within a block group. It identifies a block of one node
-    /// where a collision costs a wrong guess and never a wrong byte.
+    /// The hash as numbers, which together are all of it.
+    #[inline]
+    #[must_use]
+    pub fn words(self) -> HashWords {
+        let [a, b, c, d, e, f, g, h, i, j, k, rest @ ..] = self.0;
+        HashWords {
+            first: u64::from_le_bytes([a, b, c, d, e, f, g, h]),
+            middle: u64::from_le_bytes([i, j, k, 0, 0, 0, 0, 0]),
+            last: u64::from_le_bytes(rest),
+        }
+    }
+
+    /// The hash with these first and last eight bytes, little endian, and zeros between: for tests
+    /// and tools that make hashes without a prompt.
+    #[must_use]
+    pub fn from_words(first: u64, last: u64) -> Self {
+        let mut hash = Self::default();
+        hash.0[..8].copy_from_slice(&first.to_le_bytes());
+        hash.0[HASH_BYTES - 8..].copy_from_slice(&last.to_le_bytes());
+        hash
+    }
+
+    /// The last eight bytes of the digest, little endian. They identify a block of one node where a
+    /// collision costs a wrong guess and never a wrong byte.
     #[must_use]
     pub fn fingerprint(self) -> u64 {
-        let [.., a, b, c, d, e, f, g, h] = self.0;
-        u64::from_le_bytes([a, b, c, d, e, f, g, h])
+        self.words().last
+    }
+
+    /// The digest: what tells this block from all others.
+    #[must_use]
+    pub fn digest(self) -> [u8; DIGEST_BYTES] {
+        let [_, _, _, _, _, digest @ ..] = self.0;
+        digest
     }
 
     /// First byte, equal for all blocks of a chain. An index that is sharded by it has all prefixes
@@ -205,11 +257,11 @@ impl BlockHash {
     }
 
     /// This hash as block `position` of a chain: overwrites the root tag with `root_tag`, and the
-    /// 29 bits of the block group with those of `group_first`, the group's first block. The other
-    /// 88 bits stay.
+    /// 29 bits of the block group with those of `group_first`, the group's first block. The digest
+    /// stays.
     #[must_use]
     pub fn in_chain(mut self, root_tag: u8, group_first: BlockHash, position: usize) -> Self {
-        self.0[..5].copy_from_slice(&group_first.0[..5]);
+        self.0[..PLACE_BYTES].copy_from_slice(&group_first.0[..PLACE_BYTES]);
         self.0[0] = root_tag;
         self.0[1] = self.0[1] & !7 | (position % BLOCK_GROUP_BLOCKS) as u8;
         self

@@ -3,10 +3,8 @@
 //! `core` and `proto` forbid unsafe code and call this crate instead. Its only unsafe function is
 //! [`SharedBytes::new`], for memory that other processes write.
 //!
-//! Not here: the portable block hash and its definition (`core/src/prefix/`), and the frames that
-//! checksums protect (`proto/src/frame/`).
+//! Not here: the frames that checksums protect (`proto/src/frame/`).
 
-pub mod block_hash;
 mod bytes;
 mod cache;
 mod copy;

@@ -66,7 +66,7 @@ fn check_identity(
     engines.require_hash_key()?;
     if engines.secret_file.as_os_str().is_empty() {
         tracing::warn!(
-            "engines.public_hashes is set: any caller can have a prompt answered from the KV of another prompt"
+            "engines.public_hashes is set: callers can compute the hashes of any prompt, and learn which were sent"
         );
     }
     let manifest = engines.identity.manifest();

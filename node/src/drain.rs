@@ -343,12 +343,10 @@ mod tests {
 
     fn held(blocks: usize) -> Vec<Holding> {
         let holding = |number: usize| {
-            let mut hash = [0; 16];
-            hash[..8].copy_from_slice(&(number as u64).to_le_bytes());
             let traits = BlockTraits { bytes: 10, ..BlockTraits::default() };
             let (worth, stamp) = ((number % 10) as f64, number as u64);
             Holding {
-                hash: BlockHash(hash),
+                hash: BlockHash::from_words(number as u64, 0),
                 parent: None,
                 tenant: TenantId(0),
                 traits,

@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileExt;
 
 use crate::world::*;
-use kv_core::id::{IdentityDigest, LeaseId, TenantId, Tier};
+use kv_core::id::{HASH_BYTES, IdentityDigest, LeaseId, TenantId, Tier};
 use kv_core::index::command::Refusal;
 use kvfleet_errors_doc::says;
 use kvfleet_node::{Node, NodeConfig};
@@ -176,7 +176,7 @@ async fn audit_reports_held_blocks() {
     router.wait_for("the batch named in the audit", |state| state.next > reply.seq).await;
     assert_eq!(router.state.lock().blocks.len(), 4, "all audited blocks are announced by this batch");
     let two = control.audit(pb::AuditRequest { sample: 2, ..request.clone() }).await.unwrap().into_inner();
-    assert_eq!(two.sample.len(), 32);
+    assert_eq!(two.sample.len(), 2 * HASH_BYTES);
     let many = control.audit(pb::AuditRequest { sample: 5_000, ..request.clone() }).await.unwrap_err();
     says("an audit of too many blocks", &many.message(), &[]);
     let nowhere = control.audit(pb::AuditRequest { shard: 9, ..request }).await.unwrap_err();

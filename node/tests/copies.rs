@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::id::{BlockHash, Epoch, Generation, LeaseId, Tier};
+use kv_core::id::{BlockHash, Epoch, Generation, HASH_BYTES, LeaseId, Tier};
 use kv_core::place::copies::CopyOutcome;
 use kvfleet_errors_doc::says;
 use kvfleet_node::copies::COPY_BLOCKS_MAX;
@@ -147,7 +147,7 @@ async fn only_routers_order_copies_and_malformed_requests_are_refused() {
     wrong(|request| request.run.as_mut().unwrap().parent = vec![1]).await;
     wrong(|request| request.identity.truncate(3)).await;
     let many = wrong(|request| {
-        request.run.as_mut().unwrap().blocks = vec![0; 16 * (COPY_BLOCKS_MAX + 1)];
+        request.run.as_mut().unwrap().blocks = vec![0; HASH_BYTES * (COPY_BLOCKS_MAX + 1)];
     });
     says("a copy of too many blocks", &many.await, &[]);
     target.shutdown().await;

@@ -121,7 +121,7 @@ mod tests {
 
     /// A hard pin that ends at `ends_ms`.
     fn until(number: u64, ends_ms: u64) -> Pin {
-        let (pin, owner, blocks) = (PinId(number), "me".into(), vec![BlockHash([1; 16])]);
+        let (pin, owner, blocks) = (PinId(number), "me".into(), vec![BlockHash([1; _])]);
         Pin { pin, owner, blocks, kind: PinKind::Hard, ends_ms: Some(ends_ms) }
     }
 

@@ -308,7 +308,7 @@ mod tests {
         };
         let stored = |blocks| Change::Stored {
             parent: None,
-            blocks: vec![kv_core::id::BlockHash([1; 16]); blocks],
+            blocks: vec![kv_core::id::BlockHash([1; _]); blocks],
             tier: kv_core::id::Tier::Dram,
         };
         assert_eq!(weight(vec![]), 1);

@@ -66,7 +66,7 @@ mod tests {
     use kv_core::index::command::{Applied, PinKind};
 
     fn pin(number: u64, ends_ms: Option<u64>) -> Pin {
-        let (pin, owner, blocks) = (PinId(number), "ops".to_owned(), vec![BlockHash([1; 16])]);
+        let (pin, owner, blocks) = (PinId(number), "ops".to_owned(), vec![BlockHash([1; _])]);
         Pin { pin, owner, blocks, kind: PinKind::Soft, ends_ms }
     }
 

@@ -161,10 +161,7 @@ impl TwoTierReplay {
 }
 
 fn hash(block: u64) -> BlockHash {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&block.to_le_bytes());
-    bytes[8..].copy_from_slice(&mix_bits(block).to_le_bytes());
-    BlockHash(bytes)
+    BlockHash::from_words(block, mix_bits(block))
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::future::Future;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use kv_core::id::{BlockHash, HASH_BYTES};
 use kvfleet_net::tls::{Identity, TlsFiles};
 
 use kvfleet_proto::pb;
@@ -237,7 +238,7 @@ impl Cluster {
     pub async fn lookup(
         &self,
         id: u64,
-        hashes: &[[u8; 16]],
+        hashes: &[HashBytes],
         after: Vec<pb::AnnouncePosition>,
     ) -> pb::LookupReply {
         let request = pb::LookupRequest { hashes: hashes.concat(), after, fresh: false };
@@ -361,7 +362,7 @@ impl FakeNode {
     }
 
     /// Announces stored blocks and waits for the acknowledgement; resends on `Busy`.
-    pub async fn store(&mut self, blocks: &[[u8; 16]]) -> pb::AnnouncePosition {
+    pub async fn store(&mut self, blocks: &[HashBytes]) -> pb::AnnouncePosition {
         let seq = self.seq;
         loop {
             self.send(seq, vec![stored(blocks)]).await;
@@ -376,13 +377,16 @@ impl FakeNode {
     }
 }
 
-pub fn stored(blocks: &[[u8; 16]]) -> pb::Change {
+/// A block hash as messages carry it.
+pub type HashBytes = [u8; HASH_BYTES];
+
+pub fn stored(blocks: &[HashBytes]) -> pb::Change {
     let stored = pb::Stored { parent: Vec::new(), blocks: blocks.concat(), tier: 1 };
     pb::Change { change: Some(pb::change::Change::Stored(stored)) }
 }
 
 /// The same, in GPU memory.
-pub fn resident(blocks: &[[u8; 16]]) -> pb::Change {
+pub fn resident(blocks: &[HashBytes]) -> pb::Change {
     let stored = pb::Stored { parent: Vec::new(), blocks: blocks.concat(), tier: 2 };
     pb::Change { change: Some(pb::change::Change::Stored(stored)) }
 }
@@ -392,15 +396,15 @@ pub fn cleared() -> pb::Change {
 }
 
 /// A prefix of `len` made-up hashes that depends on `seed`.
-pub fn prefix(seed: u64, len: u64) -> Vec<[u8; 16]> {
-    (0..len).map(|offset| (u128::from(seed) << 64 | u128::from(offset + 1)).to_le_bytes()).collect()
+pub fn prefix(seed: u64, len: u64) -> Vec<HashBytes> {
+    (0..len).map(|offset| BlockHash::from_words(offset + 1, seed).0).collect()
 }
 
 /// As `prefix`, in the chain with this tag.
-pub fn chain(tag: u8, seed: u64, len: u64) -> Vec<[u8; 16]> {
+pub fn chain(tag: u8, seed: u64, len: u64) -> Vec<HashBytes> {
     let mut blocks = prefix(seed, len);
     for block in &mut blocks {
-        block[15] = block[0];
+        block[HASH_BYTES - 1] = block[0];
         block[0] = tag;
     }
     blocks

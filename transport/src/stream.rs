@@ -6,14 +6,15 @@
 //! (`wire.rs`), and the transport of bytes (`quic/stream.rs`, `tcp/stream.rs`).
 
 use bytes::{BufMut, Bytes, BytesMut};
+use kv_core::id::HASH_BYTES;
 use kv_core::id::TrafficClass;
 use kvfleet_proto::frame::{BytesNeeded, Frame, FrameError, parse_header};
 use prost::Message;
 
 use crate::{MissReason, PathError};
 
-/// Largest message in bytes: a request for 65,536 blocks, 16 bytes each, and its other fields.
-pub(crate) const MESSAGE_BYTES_MAX: usize = 65_536 * 16 + 4096;
+/// Largest message in bytes: a request for 65,536 blocks, and its other fields.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 65_536 * HASH_BYTES + 4096;
 
 /// Marks the early end of the frames, followed by the number of the reason (0: none). Shorter than
 /// any frame header.

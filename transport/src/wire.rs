@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Protocol version of this release, sent in every pong.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// Numbers of `FetchHead.outcome` and `SaveOffer.outcome`.
 mod outcome {
@@ -402,7 +402,7 @@ mod tests {
             context: context(),
             epoch: Epoch(6),
             first_offset_blocks: 7,
-            hashes: vec![BlockHash([8; 16]); 3],
+            hashes: vec![BlockHash([8; _]); 3],
             deadline: Duration::from_micros(9),
             progress: Progress::default(),
         };
@@ -415,9 +415,9 @@ mod tests {
         }
         let save = SaveRequest {
             context: context(),
-            parent: Some(BlockHash([1; 16])),
+            parent: Some(BlockHash([1; _])),
             first_offset_blocks: 7,
-            hashes: vec![BlockHash([8; 16]); 3],
+            hashes: vec![BlockHash([8; _]); 3],
             frame_bytes: 10,
         };
         let back = operation_from_pb(save_to_pb(&save)).unwrap();

@@ -159,10 +159,7 @@ fn hashes(prefix: usize, blocks: usize) -> Vec<BlockHash> {
     let hash = |block: usize| {
         // Uniform in both halves, as real hashes are.
         let low = number(block).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let mut hash = [0; 16];
-        hash[..8].copy_from_slice(&low.rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93).to_le_bytes());
-        hash[8..].copy_from_slice(&low.to_le_bytes());
-        BlockHash(hash)
+        BlockHash::from_words(low.rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93), low)
     };
     (0..blocks).map(hash).collect()
 }

@@ -30,6 +30,6 @@ impl TouchTable {
     }
 
     fn place(&self, hash: BlockHash) -> usize {
-        u128::from_le_bytes(hash.0) as usize & (self.slots.len() - 1)
+        hash.words().first as usize & (self.slots.len() - 1)
     }
 }

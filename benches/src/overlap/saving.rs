@@ -122,7 +122,7 @@ impl Saver {
         let job = self.jobs.replace(self.jobs.get() + 1) + 1;
         let hash = |block: usize| {
             let low = ((job << 16) | block as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-            BlockHash((u128::from(low) << 64 | u128::from(job)).to_be_bytes())
+            BlockHash::from_words(job, low)
         };
         let asker = RequestContext {
             lease: LeaseId(job),

@@ -37,10 +37,7 @@ pub(super) fn config(dir: &Path, blocks: u64) -> NodeConfig {
 /// The hash of a block by its number, uniform in both halves, as real hashes are.
 pub(super) fn hash(number: u64) -> BlockHash {
     let low = number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    let mut hash = [0; 16];
-    hash[..8].copy_from_slice(&low.rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93).to_le_bytes());
-    hash[8..].copy_from_slice(&low.to_le_bytes());
-    BlockHash(hash)
+    BlockHash::from_words(low.rotate_left(29).wrapping_mul(0xD6E8_FEB8_6659_FD93), low)
 }
 
 /// A node that was started on existing blocks.

@@ -79,10 +79,7 @@ impl QueueResult {
 /// The hash of block `number`, distinct for each seed.
 pub(super) fn hash(number: u64, seed: u64) -> BlockHash {
     let mixed = (number ^ seed.rotate_left(32)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&mixed.to_le_bytes());
-    bytes[8..].copy_from_slice(&number.wrapping_mul(0xbf58_476d_1ce4_e5b9).to_le_bytes());
-    BlockHash(bytes)
+    BlockHash::from_words(mixed, number.wrapping_mul(0xbf58_476d_1ce4_e5b9))
 }
 
 /// A running request.

@@ -87,7 +87,7 @@ pub struct PinArgs {
     /// ended. Repeating the command restarts the duration.
     #[arg(long = "for", value_name = "TIME", value_parser = parse_duration)]
     pub span: Option<Duration>,
-    /// Hashes of the blocks, 32 hexadecimal digits each.
+    /// Hashes of the blocks, 38 hexadecimal digits each.
     #[arg(required = true, value_name = "HASH")]
     pub blocks: Vec<String>,
 }
@@ -132,7 +132,7 @@ pub struct TtlArgs {
     /// The group: the first byte of the hashes of its blocks, 0 to 255.
     #[arg(long, value_name = "NUMBER", required_unless_present = "block")]
     pub group: Option<u8>,
-    /// Any block of the group, 32 hexadecimal digits. Other prefixes may belong to the same group.
+    /// Any block of the group, 38 hexadecimal digits. Other prefixes may belong to the same group.
     #[arg(long, value_name = "HASH", conflicts_with = "group")]
     pub block: Option<String>,
     /// Seconds after its last use when a block of the group is dropped on every node; 0: at the end

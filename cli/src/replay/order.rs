@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     fn block(number: u8) -> BlockHash {
-        BlockHash([number; 16])
+        BlockHash([number; _])
     }
 
     fn start(order: &mut Order, blocks: &[Vec<BlockHash>]) -> Option<usize> {

@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     fn block(number: u8) -> BlockHash {
-        BlockHash([number; 16])
+        BlockHash([number; _])
     }
 
     fn position(node: u32, epoch: u64, seq: u64) -> AnnouncePosition {

@@ -107,7 +107,7 @@ async fn assert_tenant_rights(address: &str, files: &TlsFiles) {
 /// Pins and quotas succeed through any router.
 fn administer(place: &Workspace, cluster: &str, tls: &str) {
     let reach = ["--cluster", cluster, "--tls-dir", tls];
-    let hash = "00".repeat(16);
+    let hash = "00".repeat(19);
     let pin = ["pin", "--pin", "7", "--owner", "me", hash.as_str()];
     assert!(place.run(&[&pin[..], &reach].concat()).ok().contains("pin 7 holds 1 blocks"));
     let soft = ["pin", "--pin", "8", "--owner", "me", "--soft", "--for", "600s", hash.as_str()];

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use kv_core::id::Tier;
+use kv_core::id::{BlockHash, Tier};
 use kv_core::schedule::LinkPath;
 use kvfleet::calls::{RouterCalls, channel, run_on_instance};
 use kvfleet::cluster::{LAYERS, manifest};
@@ -152,7 +152,7 @@ impl InstanceCaller {
 }
 
 fn hashes() -> Vec<u8> {
-    (1..=u128::from(BLOCKS)).flat_map(|number| (number << 64 | 7).to_le_bytes()).collect()
+    (1..=u64::from(BLOCKS)).flat_map(|number| BlockHash::from_words(7, number).0).collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

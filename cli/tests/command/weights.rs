@@ -28,9 +28,9 @@ const BLOCKS: u64 = 24;
 
 /// Block `number` of one hash chain.
 fn hash(number: u64) -> BlockHash {
-    let mut bytes = [0x5a; 16];
-    bytes[8..].copy_from_slice(&number.to_le_bytes());
-    let first = BlockHash([0x5a; 16]);
+    let mut bytes = [0x5a; _];
+    bytes[8..16].copy_from_slice(&number.to_le_bytes());
+    let first = BlockHash([0x5a; _]);
     BlockHash(bytes).in_chain(0x5a, first, number as usize)
 }
 

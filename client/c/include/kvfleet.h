@@ -44,7 +44,7 @@ extern "C" {
 #endif
 
 /* Changes when the meaning of this header changes; a library with another number is incompatible. */
-#define KVF_ABI_VERSION 6
+#define KVF_ABI_VERSION 7
 
 typedef int32_t kvf_status;
 enum {
@@ -74,9 +74,15 @@ typedef struct kvf_queue kvf_queue;
 typedef struct kvf_hasher kvf_hasher;
 typedef struct kvf_result kvf_result;
 
+/* The hash of a block and of everything before it (docs/reference/hash.md). */
 typedef struct kvf_hash {
-    uint8_t bytes[16];
+    uint8_t bytes[19];
 } kvf_hash;
+
+/* The identity of a model, as nodes and routers compare it. */
+typedef struct kvf_identity {
+    uint8_t bytes[16];
+} kvf_identity;
 
 /* ---- the cluster ---- */
 
@@ -141,14 +147,13 @@ typedef struct kvf_model {
 /* `tenant_salt` has 32 bytes; it separates the hashes of tenants. */
 kvf_status kvf_hasher_open(const kvf_model *model, const uint8_t *tenant_salt, kvf_hasher **hasher);
 
-/* The identity of the model in 16 bytes, as nodes and routers compare it. */
-kvf_status kvf_hasher_identity(const kvf_hasher *hasher, kvf_hash *identity);
+kvf_status kvf_hasher_identity(const kvf_hasher *hasher, kvf_identity *identity);
 
 /* The same model with another generation of weights, as counted by `kvfleet weights`. Use it in the fetches and
  * saves of an engine that has loaded this generation. A node with another generation answers with miss reason 9.
  * The hashes of blocks do not depend on the generation. `manifest` is the result of kvf_hasher_identity, never an
  * earlier result of this function. */
-static inline kvf_hash kvf_identity_of_generation(kvf_hash manifest, uint32_t generation) {
+static inline kvf_identity kvf_identity_of_generation(kvf_identity manifest, uint32_t generation) {
     for (int at = 0; at < 4; at++) manifest.bytes[12 + at] ^= (uint8_t)(generation >> (8 * at));
     return manifest;
 }
@@ -172,7 +177,7 @@ typedef struct kvf_request_context {
     uint32_t turn;               /* turn of the conversation, from 1; 0 if unknown */
     uint32_t qos;                /* traffic class, as below; decides the order under load. 0 selects the
                                   * operation's own class, the only choice for a route */
-    kvf_hash identity;
+    kvf_identity identity;
 } kvf_request_context;
 
 enum {

@@ -6,11 +6,13 @@
 
 use std::ffi::{c_char, c_void};
 
+use kv_core::id::HASH_BYTES;
+
 use crate::ResultHandle;
 use crate::status::Status;
 
 /// See `KVF_ABI_VERSION`.
-pub const ABI_VERSION: u32 = 6;
+pub const ABI_VERSION: u32 = 7;
 
 pub const ROUTE: u32 = 1;
 pub const FETCH: u32 = 2;
@@ -63,7 +65,10 @@ macro_rules! structs {
 
 structs! {
     #[derive(Default, PartialEq, Eq)]
-    Hash as "kvf_hash" { bytes: [u8; 16], }
+    Hash as "kvf_hash" { bytes: [u8; HASH_BYTES], }
+
+    #[derive(Default, PartialEq, Eq)]
+    Identity as "kvf_identity" { bytes: [u8; 16], }
 
     ClientConfig as "kvf_client_config" {
         size: u32,
@@ -107,7 +112,7 @@ structs! {
         kind: u32,
         turn: u32,
         qos: u32,
-        identity: Hash,
+        identity: Identity,
     }
 
     #[derive(Default, PartialEq, Eq)]

@@ -85,12 +85,12 @@ pub unsafe extern "C" fn kvf_hasher_open(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvf_hasher_identity(
     hasher: *const HasherHandle,
-    identity: *mut abi::Hash,
+    identity: *mut abi::Identity,
 ) -> Status {
     // SAFETY: as the header requires.
     guard(|| unsafe {
         let hasher = reference(hasher, "hasher")?;
-        write(identity, abi::Hash { bytes: hasher.identity.0 }, "identity")
+        write(identity, abi::Identity { bytes: hasher.identity.0 }, "identity")
     })
 }
 

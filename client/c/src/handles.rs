@@ -281,7 +281,7 @@ mod tests {
             epoch: Epoch(1),
             parent: None,
             first_offset_blocks: 0,
-            hashes: vec![BlockHash([1; 16])],
+            hashes: vec![BlockHash([1; _])],
             key_form: KeyForm::Rotated,
             slice_bytes: vec![8],
             then_release: Vec::new(),

@@ -191,7 +191,7 @@ mod tests {
     fn frames_read_the_slices_when_requested() {
         let mut memory = std::array::from_fn(|at| u8::try_from(at).unwrap());
         let table = table(&mut memory);
-        let (identity, hash) = (IdentityDigest([1; 16]), BlockHash([2; 16]));
+        let (identity, hash) = (IdentityDigest([1; 16]), BlockHash([2; _]));
         let frames = SliceTable::frames(table, identity, vec![BlockHash::default(), hash], KeyForm::Rotated);
         let frame = frames(1);
         frame.verify(identity, hash).unwrap();

@@ -53,7 +53,7 @@ fn header_words(beginning: &str) -> BTreeSet<&'static str> {
 
 #[test]
 fn identity_of_generation_matches_the_library() {
-    let body = "kvf_hash of = {{0}};\nfor (int at = 0; at < 16; at++) of.bytes[at] = (uint8_t)(at * 17);\n\
+    let body = "kvf_identity of = {{0}};\nfor (int at = 0; at < 16; at++) of.bytes[at] = (uint8_t)(at * 17);\n\
                 of = kvf_identity_of_generation(of, 0x01020304u);\n\
                 for (int at = 0; at < 16; at++) printf(\"%02x\", (unsigned)of.bytes[at]);\n";
     let manifest = IdentityDigest(std::array::from_fn(|at| 17 * at as u8));

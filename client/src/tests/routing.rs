@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use kv_core::id::{Category, IdentityDigest, InstanceId, RequestId, TenantId};
+use kv_core::id::{Category, HASH_BYTES, IdentityDigest, InstanceId, RequestId, TenantId};
 use kvfleet_net::tls::Identity;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::{Router, RouterServer};
@@ -92,13 +92,13 @@ impl FakeRouter {
     /// The answer to a unary or streamed route call.
     fn answer_route(&self, request: &pb::RouteRequest) -> Result<pb::RouteReply, Status> {
         self.calls.fetch_add(1, Ordering::Relaxed);
-        assert!(matches!(request.hashes.len(), 48 | TOO_LONG_BYTES), "{}", request.hashes.len());
+        assert!([3 * HASH_BYTES, TOO_LONG_BYTES].contains(&request.hashes.len()), "{}", request.hashes.len());
         self.answer.clone().map_err(|code| Status::new(code, "as told"))
     }
 }
 
 /// Bytes of hashes of a prompt that is too long for a stream.
-pub(super) const TOO_LONG_BYTES: usize = (1 << 20) + 16;
+pub(super) const TOO_LONG_BYTES: usize = 65_537 * HASH_BYTES;
 
 type RpcResult<T> = Result<Response<T>, Status>;
 
@@ -147,7 +147,7 @@ impl Router for FakeRouter {
         }
     }
     async fn lookup(&self, request: Request<pb::LookupRequest>) -> RpcResult<pb::LookupReply> {
-        let len_blocks = u32::try_from(request.get_ref().hashes.len() / 16).unwrap();
+        let len_blocks = u32::try_from(request.get_ref().hashes.len() / HASH_BYTES).unwrap();
         let run = pb::HolderRun { len_blocks, ..Default::default() };
         Ok(Response::new(pb::LookupReply { runs: vec![run], ..Default::default() }))
     }

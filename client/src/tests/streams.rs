@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use kv_core::id::HASH_BYTES;
 use kvfleet_net::tls::Identity;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, JoinSet};
@@ -303,7 +304,7 @@ async fn oversized_calls_are_unary() {
     let (address, fake) = automatic_router(&authority.member(), 7).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let hash = route_call().hashes[0];
-    let long = RouteCall { hashes: vec![hash; TOO_LONG_BYTES / 16], ..route_call() };
+    let long = RouteCall { hashes: vec![hash; TOO_LONG_BYTES / HASH_BYTES], ..route_call() };
     assert_eq!(instance(client.route(long).await.unwrap()), 7);
     assert_eq!((fake.opened.load(Ordering::Relaxed), fake.calls.load(Ordering::Relaxed)), (0, 1));
     assert_eq!(instance(client.route(route_call()).await.unwrap()), 7);

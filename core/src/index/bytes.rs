@@ -4,7 +4,7 @@
 //! Every value has exactly one encoding; the reader refuses any other. A length field alone
 //! reserves no memory: memory grows with the bytes present. Not here: what the values mean.
 
-use crate::id::{BlockHash, IdentityDigest, Tier};
+use crate::id::{BlockHash, HASH_BYTES, IdentityDigest, Tier};
 
 /// Why bytes cannot be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -127,8 +127,8 @@ impl<'a> ByteReader<'a> {
     }
 
     pub(super) fn hashes(&mut self, count: usize) -> Result<Vec<BlockHash>, CodecError> {
-        let wanted = count.saturating_mul(16);
-        Ok(self.take(wanted)?.chunks_exact(16).filter_map(BlockHash::from_slice).collect())
+        let wanted = count.saturating_mul(HASH_BYTES);
+        Ok(self.take(wanted)?.chunks_exact(HASH_BYTES).filter_map(BlockHash::from_slice).collect())
     }
 
     /// Reads a varint and refuses all but its shortest form.

@@ -1,17 +1,19 @@
 //! Encodes commands as log records and decodes them.
 //!
 //! A record is a format number, a tag and a body. An announce keeps its headers together and all
-//! hashes in one column behind them. So a block costs its sixteen bytes and a run two or three
+//! hashes in one column behind them. So a block costs its nineteen bytes and a run two or three
 //! more. A run that continues the previous one does not repeat its parent. Not here: the meaning of
 //! commands, and their limits ([`super::IndexLimits`]).
 
 use super::bytes::{ByteReader, CodecError, invalid, put_option, put_text, put_varint, tier};
 use super::command::{Announcement, Change, Command, DropCause, NodeRecord, Pin, PinKind};
-use crate::id::{BlockHash, Epoch, Generation, InstanceId, NodeId, PinId, Seq, TenantId, Tier, TtlGroupId};
+use crate::id::{
+    BlockHash, Epoch, Generation, HASH_BYTES, InstanceId, NodeId, PinId, Seq, TenantId, Tier, TtlGroupId,
+};
 
 /// Record format that this release writes and reads. 2: pins with a kind and an end. 3: drops with
-/// a cause. 4: generations of weights.
-const FORMAT: u8 = 4;
+/// a cause. 4: generations of weights. 5: block hashes of nineteen bytes.
+const FORMAT: u8 = 5;
 /// Longest record: four times an announce of the default limits.
 pub const COMMAND_BYTES_MAX: usize = 16 * 1024 * 1024;
 /// Announcements and changes in one record. A header takes one or two bytes, but 64 bytes in
@@ -191,12 +193,12 @@ pub(super) fn read_pin(reader: &mut ByteReader<'_>) -> Result<Pin, CodecError> {
     let owner = reader.text("owner")?;
     let kind = if reader.flag("soft")? { PinKind::Soft } else { PinKind::Hard };
     let ends_ms = reader.option("end")?;
-    let count = reader.count("pinned blocks", 16)?;
+    let count = reader.count("pinned blocks", HASH_BYTES)?;
     Ok(Pin { pin, owner, blocks: reader.hashes(count)?, kind, ends_ms })
 }
 
 fn put_hashes(out: &mut Vec<u8>, hashes: &[BlockHash]) {
-    out.reserve(16 * hashes.len());
+    out.reserve(HASH_BYTES * hashes.len());
     for hash in hashes {
         out.extend_from_slice(&hash.0);
     }
@@ -204,7 +206,7 @@ fn put_hashes(out: &mut Vec<u8>, hashes: &[BlockHash]) {
 
 /// The last hash of the column, if there is one.
 fn last_hash(column: &[u8]) -> Option<BlockHash> {
-    BlockHash::from_slice(column.last_chunk::<16>()?)
+    BlockHash::from_slice(column.last_chunk::<HASH_BYTES>()?)
 }
 
 fn put_announce(out: &mut Vec<u8>, batch: &[Announcement]) {
@@ -307,7 +309,7 @@ fn read_announcement_header(
 fn read_change_header(reader: &mut ByteReader<'_>) -> Result<ChangeHeader, CodecError> {
     let at = reader.position();
     let bits = reader.byte()?;
-    let blocks = if bits == CLEARED { 0 } else { reader.count("blocks", 16)? };
+    let blocks = if bits == CLEARED { 0 } else { reader.count("blocks", HASH_BYTES)? };
     Ok(ChangeHeader { at, bits, blocks })
 }
 

@@ -7,19 +7,22 @@
 use super::command::Change;
 use super::holders::TierSet;
 use super::store::TIERS_SALT;
-use crate::id::{BlockHash, Tier};
+use crate::id::{BlockHash, HashWords, Tier};
 
 /// Contribution of one block that a node holds in exactly one tier. Contributions are added with
 /// wrapping.
 #[must_use]
 pub fn copy_digest(block: BlockHash, tier: Tier) -> u128 {
-    let [tag, hash @ ..] = block.0;
-    let salt = u64::from(TierSet::only(tier).bits()).wrapping_mul(TIERS_SALT) ^ u64::from(tag) << 56;
-    let [_, high @ ..] = hash;
-    let low = hash.first_chunk().map_or(0, |low| u64::from_le_bytes(*low));
-    let high = high.last_chunk().map_or(0, |high| u64::from_le_bytes(*high));
-    let product = u128::from(low ^ salt) * u128::from(high ^ 0x9E37_79B9_7F4A_7C15);
-    product ^ u128::from(low) << 64 ^ u128::from(high)
+    salted_digest(block, u64::from(TierSet::only(tier).bits()).wrapping_mul(TIERS_SALT))
+}
+
+/// A digest of a hash, different for each salt. Unkeyed: sums over keyed block hashes collide by
+/// accident with a chance of about 2^-64.
+#[inline]
+pub(super) fn salted_digest(block: BlockHash, salt: u64) -> u128 {
+    let HashWords { first, middle, last } = block.words();
+    let product = u128::from(first ^ salt ^ middle << 40) * u128::from(last ^ 0x9E37_79B9_7F4A_7C15);
+    product ^ u128::from(first) << 64 ^ u128::from(last)
 }
 
 /// The digest after a change, if each block is in one tier at a time.

@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 use hashbrown::HashTable;
 
 use super::store::RunPosition;
-use crate::id::BlockHash;
+use crate::id::{BlockHash, HashWords};
 
 /// Parts of the map, so that no command waits while the whole map grows. Few in tests, which create
 /// many maps.
@@ -74,7 +74,7 @@ impl MapPart {
         match self.table.find(fold(hash), |(held, _)| equal(*held, hash)) {
             Some((_, at)) => Some(*at),
             None if self.collisions.is_empty() => None,
-            None => self.collisions.get(&HashKey::of(hash)).copied(),
+            None => self.collisions.get(&HashKey(hash)).copied(),
         }
     }
 
@@ -86,8 +86,8 @@ impl MapPart {
         });
         if let Some((_, held)) = held {
             *held = at;
-        } else if met >= COMPARES_MAX || self.collisions.contains_key(&HashKey::of(hash)) {
-            self.collisions.insert(HashKey::of(hash), at);
+        } else if met >= COMPARES_MAX || self.collisions.contains_key(&HashKey(hash)) {
+            self.collisions.insert(HashKey(hash), at);
         } else {
             self.table.insert_unique(fold(hash), (hash, at), |(held, _)| fold(*held));
         }
@@ -96,7 +96,7 @@ impl MapPart {
     fn remove(&mut self, hash: BlockHash) {
         match self.table.find_entry(fold(hash), |(held, _)| equal(*held, hash)) {
             Ok(held) => drop(held.remove()),
-            Err(_) => drop(self.collisions.remove(&HashKey::of(hash))),
+            Err(_) => drop(self.collisions.remove(&HashKey(hash))),
         }
         if self.table.capacity() > CAPACITY_MIN.max(self.table.len() * SHRINK_FACTOR) {
             // One by one, since more entries collide in a smaller table.
@@ -117,9 +117,9 @@ fn part(hash: BlockHash) -> usize {
 /// Block hashes are uniform already; the multiplication guards against similar hashes, not against
 /// crafted ones.
 fn fold(hash: BlockHash) -> u64 {
-    let hash = u128::from_le_bytes(hash.0);
-    let (low, high) = (hash as u64, (hash >> 64) as u64);
-    let product = u128::from(low ^ 0x9E37_79B9_7F4A_7C15) * u128::from(high ^ 0xC2B2_AE3D_27D4_EB4F);
+    let HashWords { first, middle, last } = hash.words();
+    let low = first ^ middle << 40;
+    let product = u128::from(low ^ 0x9E37_79B9_7F4A_7C15) * u128::from(last ^ 0xC2B2_AE3D_27D4_EB4F);
     (product >> 64) as u64 ^ product as u64
 }
 
@@ -129,15 +129,9 @@ fn equal(held: BlockHash, hash: BlockHash) -> bool {
     held == hash
 }
 
-/// A hash as one number, compared with two instructions.
+/// A hash as the key of a tree, which tests count comparisons of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct HashKey(u128);
-
-impl HashKey {
-    fn of(hash: BlockHash) -> Self {
-        Self(u128::from_le_bytes(hash.0))
-    }
-}
+struct HashKey(BlockHash);
 
 impl Ord for HashKey {
     #[inline]
@@ -185,10 +179,11 @@ mod tests {
     fn crafted_entry_points_cost_little_more_than_others() {
         let mixed = |number: u64| {
             let low = u128::from(number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15_F39C_C060_5CED_C835);
-            BlockHash((low ^ low.rotate_left(64)).to_le_bytes())
+            let mixed = low ^ low.rotate_left(64);
+            BlockHash::from_words(mixed as u64, (mixed >> 64) as u64)
         };
         let others = comparisons(mixed);
-        let half = |low: u64, high: u64| BlockHash((u128::from(high) << 64 | u128::from(low)).to_le_bytes());
+        let half = BlockHash::from_words;
         // Factors that make the product zero; counters in either half; hashes that differ in few
         // bits.
         let chosen = [
@@ -220,7 +215,7 @@ mod tests {
             } else {
                 number.wrapping_mul(0xD6E8_FEB8_6659_FD93)
             };
-            BlockHash((u128::from(number) << 64 | u128::from(low)).to_le_bytes())
+            BlockHash::from_words(low, number)
         };
         let (mut heads, mut known, mut crowd) = (EntryPoints::default(), BTreeMap::new(), 0);
         for turn in 0..60_000 {

@@ -9,8 +9,9 @@
 
 use std::ops::Range;
 
+use super::digest::salted_digest;
 use super::images::Images;
-use crate::id::{BLOCK_GROUP_BLOCKS, BlockHash};
+use crate::id::{BLOCK_GROUP_BLOCKS, BlockHash, DIGEST_BYTES, HASH_BYTES, PLACE_BYTES};
 use kvfleet_cpu::prefetch;
 
 /// Blocks in a page: one block group, in two cache lines together with the owner.
@@ -22,10 +23,6 @@ const CHUNK_PAGES: usize = u32::BITS as usize;
 const CHUNKS_MAX: usize = (1 << 25) / CHUNK_PAGES;
 /// A bit for each page of a chunk.
 const ALL_FREE: u32 = u32::MAX;
-/// Bytes of a hash that the rest of the group does not share.
-const SUFFIX_BYTES: usize = 11;
-/// Bits of a hash that the group shares, with the index in the group.
-const GROUP_BITS: u32 = 40;
 
 /// Address of a block's hash: page, and slot in the page. Below 2^28.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,9 +74,11 @@ pub(super) struct Page {
     entry_points: u8,
     /// One bit per slot: whether the block is listed.
     listed: u8,
-    /// The unshared bytes of each hash.
-    suffixes: [[u8; SUFFIX_BYTES]; PAGE_BLOCKS as usize],
+    /// The digest of each hash, the bytes that the group does not share.
+    suffixes: [[u8; DIGEST_BYTES]; PAGE_BLOCKS as usize],
 }
+
+const _: () = assert!(size_of::<Page>() == 128, "a page is two cache lines");
 
 /// Bits of [`Page::owner`] that hold the page's index in its run.
 const PAGE_INDEX_BITS: u32 = 10;
@@ -138,26 +137,21 @@ impl Page {
         self.owner_high = self.owner_high & CANONICAL | (owner >> 32) as u8;
     }
 
-    /// The first and the last eight bytes of a hash. Assembled in registers: writing single bytes
-    /// and reading them as a word would stall on store forwarding.
-    #[inline]
-    fn halves(&self, slot: u32) -> (u64, u64) {
-        let own = &self.suffixes[slot as usize];
-        let half = |bytes: Option<&[u8; 8]>| bytes.map_or(0, |bytes| u64::from_le_bytes(*bytes));
-        let (low, high) = (half(own.first_chunk()), half(own.last_chunk()));
-        (self.block_group() | u64::from(slot) << 8 | low << GROUP_BITS, high)
-    }
-
     #[inline]
     fn hash(&self, slot: u32) -> BlockHash {
-        let (low, high) = self.halves(slot);
-        BlockHash((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
+        let mut hash = [0; HASH_BYTES];
+        let (place, digest) = hash.split_at_mut(PLACE_BYTES);
+        let shared = self.block_group() | u64::from(slot) << 8;
+        place.copy_from_slice(&shared.to_le_bytes()[..PLACE_BYTES]);
+        digest.copy_from_slice(&self.suffixes[slot as usize]);
+        BlockHash(hash)
     }
 
     #[inline]
     fn matches(&self, slot: u32, hash: BlockHash) -> bool {
-        let whole = u128::from_le_bytes(hash.0);
-        self.halves(slot) == (whole as u64, (whole >> 64) as u64)
+        self.suffixes[slot as usize] == hash.digest()
+            && self.block_group() == hash.block_group()
+            && slot as usize == hash.position_in_group()
     }
 
     #[inline]
@@ -247,8 +241,7 @@ impl Pages {
     /// nodes never share them. A caller that relies on this compares one whole hash in the end.
     #[inline]
     pub(super) fn suffix_matches(&self, place: PageSlot, hash: BlockHash) -> bool {
-        let [_, _, _, _, _, own @ ..] = hash.0;
-        self.page(place.page()).is_some_and(|page| page.suffixes[place.slot() as usize] == own)
+        self.page(place.page()).is_some_and(|page| page.suffixes[place.slot() as usize] == hash.digest())
     }
 
     /// Whether this slot holds `hash` as a listed block.
@@ -370,8 +363,7 @@ impl Pages {
         let page = self.page_mut(place.page());
         let slot = place.slot() as usize;
         for (own, hash) in page.suffixes[slot..].iter_mut().zip(hashes) {
-            let [_, _, _, _, _, rest @ ..] = hash.0;
-            *own = rest;
+            *own = hash.digest();
         }
         page.listed |= (((1u32 << hashes.len()) - 1) << slot) as u8;
     }
@@ -396,18 +388,10 @@ impl Pages {
         self.page_mut(number).listed = live;
     }
 
-    /// Sum of the digests of hashes in some slots. Unkeyed: sums over keyed block hashes collide by
-    /// accident with a chance of about 2^-64.
+    /// Sum of the digests of hashes in some slots.
     pub(super) fn digest(&self, number: u32, slots: Range<u32>, salt: u64) -> u128 {
         let Some(page) = self.page(number) else { return 0 };
-        let salt = salt ^ u64::from(page.tag) << 56;
-        slots.fold(0u128, |sum, slot| {
-            let (low, high) = page.halves(slot);
-            // All bytes but the first, which is in the salt.
-            let low = low >> 8 | high << 56;
-            let product = u128::from(low ^ salt) * u128::from(high ^ 0x9E37_79B9_7F4A_7C15);
-            sum.wrapping_add(product ^ u128::from(low) << 64 ^ u128::from(high))
-        })
+        slots.fold(0u128, |sum, slot| sum.wrapping_add(salted_digest(page.hash(slot), salt)))
     }
 
     /// One bit per slot: whether the block is listed.

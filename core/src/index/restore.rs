@@ -16,12 +16,10 @@ use super::holders::TierSet;
 use super::nodes::{DEPARTED_MAX, NodeState, Nodes};
 use super::pages::{PAGE_BLOCKS, PageOwner, PageSlot};
 use super::run::{Extent, Predecessor, PrefixRun, RUN_BLOCKS_MAX};
-use super::snapshot::{
-    CHECKSUM_BYTES, END, GROUP_BYTES, HEADER, RUNS, SnapshotError, TOMBSTONES, is_valid_chunk,
-};
+use super::snapshot::{CHECKSUM_BYTES, END, HEADER, RUNS, SnapshotError, TOMBSTONES, is_valid_chunk};
 use super::store::{RunPosition, Store};
 use super::{Index, IndexLimits};
-use crate::id::{BlockHash, Epoch, Generation, NodeId, Seq, TenantId, TtlGroupId};
+use crate::id::{BlockHash, DIGEST_BYTES, Epoch, Generation, NodeId, PLACE_BYTES, Seq, TenantId, TtlGroupId};
 
 /// A page of a run.
 #[derive(Clone, Debug)]
@@ -252,9 +250,9 @@ impl Restore {
 /// The shared bytes of a page's hashes, as the first hash of the block group.
 fn read_block_group(reader: &mut ByteReader<'_>) -> Result<BlockHash, CodecError> {
     let at = reader.position();
-    let common: [u8; GROUP_BYTES] = reader.array()?;
+    let common: [u8; PLACE_BYTES] = reader.array()?;
     let mut hash = BlockHash::default();
-    hash.0[..GROUP_BYTES].copy_from_slice(&common);
+    hash.0[..PLACE_BYTES].copy_from_slice(&common);
     if hash.position_in_group() != 0 {
         return Err(invalid("octet", at, common[1].into()));
     }
@@ -270,7 +268,7 @@ fn read_hashes(
     let mut hashes = SmallVec::new();
     for offset in offsets {
         let mut hash = BlockHash::default();
-        hash.0[GROUP_BYTES..].copy_from_slice(&reader.array::<{ 16 - GROUP_BYTES }>()?);
+        hash.0[PLACE_BYTES..].copy_from_slice(&reader.array::<DIGEST_BYTES>()?);
         hashes.push(hash.in_chain(octet.root_tag(), octet, offset as usize));
     }
     Ok(hashes)

@@ -25,10 +25,11 @@ use super::images::Images;
 use super::nodes::{NodeState, Nodes};
 use super::pages::{PAGE_BLOCKS, Page, Pages};
 use super::run::{Predecessor, PrefixRun};
+use crate::id::PLACE_BYTES;
 
-/// Chunk format that this release writes and reads; store it with the chunks. 8: the generation of
-/// the weights.
-pub const SNAPSHOT_FORMAT: u32 = 8;
+/// Chunk format that this release writes and reads; store it with the chunks. 9: block hashes of
+/// nineteen bytes.
+pub const SNAPSHOT_FORMAT: u32 = 9;
 /// Size at which a chunk of runs ends. Small enough for any transport, and for the time that a
 /// writer may wait while it is encoded. A run is never split, so one with extents of thousands of
 /// nodes makes a longer chunk; so may pins and nodes, which delay no writer.
@@ -44,9 +45,6 @@ pub(super) const HEADER: u8 = 1;
 pub(super) const RUNS: u8 = 2;
 pub(super) const END: u8 = 3;
 pub(super) const TOMBSTONES: u8 = 4;
-
-/// Bytes that the hashes of a block group share.
-pub(super) const GROUP_BYTES: usize = 5;
 
 /// Why a snapshot cannot be restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -369,7 +367,7 @@ fn put_settings(out: &mut Vec<u8>, settings: impl ExactSizeIterator<Item = (u32,
 }
 
 fn put_block_group(out: &mut Vec<u8>, octet: u64) {
-    out.extend_from_slice(&octet.to_le_bytes()[..GROUP_BYTES]);
+    out.extend_from_slice(&octet.to_le_bytes()[..PLACE_BYTES]);
 }
 
 /// Writes a run: end, page numbers with their canonical flags, predecessor, extents, offsets of

@@ -13,7 +13,7 @@
 use std::collections::BTreeMap;
 
 use super::pages::{PageSlot, Pages};
-use crate::id::BlockHash;
+use crate::id::{BlockHash, HashWords};
 use kvfleet_cpu::{equal_bytes, prefetch};
 
 /// Segments, as a power of two. More segments would rehash faster, but their headers would leave
@@ -93,8 +93,8 @@ impl KeyAddress {
         let folded = match key {
             TableKey::Group(octet) => octet,
             TableKey::Block(hash) => {
-                let whole = u128::from_le_bytes(hash.0);
-                (whole as u64) ^ ((whole >> 64) as u64).rotate_left(32)
+                let HashWords { first, middle, last } = hash.words();
+                first ^ middle << 40 ^ last.rotate_left(32)
             }
         };
         let mixed = folded.wrapping_mul(SPREAD);
@@ -680,7 +680,7 @@ mod tests {
                 TableKey::Group(octet) => {
                     self.pages.init_page(page, octet, PageOwner::default(), true);
                     // A block with another address for its own key.
-                    let mut first = BlockHash([0xC3; 16]);
+                    let mut first = BlockHash([0xC3; _]);
                     first.0[..5].copy_from_slice(&octet.to_le_bytes()[..5]);
                     self.pages.write(PageSlot::new(page, 0), &[first]);
                     PageSlot::new(page, 0)
@@ -707,7 +707,8 @@ mod tests {
 
     /// Keys of both kinds, alternating.
     fn key(number: u64) -> TableKey {
-        let hash = BlockHash((u128::from(number) * 0x100_0000_0100_0300).to_le_bytes());
+        let product = u128::from(number) * 0x100_0000_0100_0300;
+        let hash = BlockHash::from_words(product as u64, (product >> 64) as u64);
         let octet = (number.wrapping_mul(SPREAD) % (1 << 29)) << 11 | 7;
         if number.is_multiple_of(2) { TableKey::Group(octet) } else { TableKey::Block(hash) }
     }
@@ -756,7 +757,7 @@ mod tests {
         // Both halves cancel in the address, so all these hashes share one address.
         let hash = |number: u64| {
             let low = number.rotate_left(32) ^ 7;
-            BlockHash((u128::from(number) << 64 | u128::from(low)).to_le_bytes())
+            BlockHash::from_words(low, number)
         };
         let keys: Vec<TableKey> = (0..4_000).map(|number| TableKey::Block(hash(number))).collect();
         assert!(keys.iter().all(|key| KeyAddress::of(*key) == KeyAddress::of(keys[0])));
@@ -783,7 +784,7 @@ mod tests {
     /// A key at an address that all these keys share.
     fn colliding_key(number: u64) -> TableKey {
         let low = number.rotate_left(32) ^ 7;
-        TableKey::Block(BlockHash((u128::from(number) << 64 | u128::from(low)).to_le_bytes()))
+        TableKey::Block(BlockHash::from_words(low, number))
     }
 
     #[test]
@@ -864,7 +865,7 @@ mod tests {
         let hash = |number: u64| {
             let high = number / 8;
             let low = high.rotate_left(32) ^ (number % 8) << 8 ^ 7;
-            BlockHash((u128::from(high) << 64 | u128::from(low)).to_le_bytes())
+            BlockHash::from_words(low, high)
         };
         let keys: Vec<TableKey> =
             (1..6_000).flat_map(|number| [TableKey::Block(hash(number)), key(number + 7_000)]).collect();

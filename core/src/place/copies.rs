@@ -148,7 +148,7 @@ mod tests {
 
     #[test]
     fn part_names_its_predecessor() {
-        let hash = |number: u8| BlockHash([number; 16]);
+        let hash = |number: u8| BlockHash([number; _]);
         let run =
             BlockRun { hashes: (1..6).map(hash).collect(), first_offset_blocks: 10, ..BlockRun::default() };
         let part = run.part(2, 4);

@@ -117,7 +117,7 @@ mod tests {
     use crate::id::TenantId;
 
     fn hash(number: u8) -> BlockHash {
-        BlockHash([number; 16])
+        BlockHash([number; _])
     }
 
     fn holding(number: u8, parent: Option<u8>, offset_blocks: u32, worth: f64) -> Holding {

@@ -1,115 +1,115 @@
-//! State of a hash chain, and the header bytes that the next block's hash takes from it.
+//! State of a hash chain, and the place bytes that the next block's hash begins with.
 //!
-//! Not here: how the state advances (`hasher.rs`, `kernel.rs`).
+//! Not here: how the state advances (`hasher.rs`).
 
-use kvfleet_cpu::block_hash::ImageSink;
+use super::lanes::{Node, OUTPUT_BYTES};
+use crate::id::{BLOCK_GROUP_BLOCKS, BlockHash, DIGEST_BYTES, HASH_BYTES, PLACE_BYTES};
 
-use crate::id::{BLOCK_GROUP_BLOCKS, BlockHash};
-
-/// Bytes of a header: the start of a hash, not determined by the block's own image.
-const HEADER_BYTES: usize = 5;
-
-/// Bits of a header as a little-endian number: the root tag.
+/// Bits of the place as a little-endian number: the root tag.
 const TAG: u64 = 0xff;
 /// The index in the block group.
 const INDEX: u64 = INDEX_ONE * (BLOCK_GROUP_BLOCKS as u64 - 1);
 /// One index step.
 const INDEX_ONE: u64 = 1 << 8;
 /// The bits taken from the group's first block.
-const GROUP: u64 = ((1 << (8 * HEADER_BYTES)) - 1) & !(TAG | INDEX);
+const GROUP: u64 = ((1 << (8 * PLACE_BYTES)) - 1) & !(TAG | INDEX);
 
 /// Set for the first block of a chain, before its tag is known.
 const ROOT: u64 = 1 << 63;
 
 /// The hash state of a prefix of whole blocks; hashing of a longer prefix continues here.
 ///
-/// Belongs to the hasher that made it, and is as secret as its key. Hashes reveal no state, but an
-/// attacker with states of chosen prefixes can solve for the key.
+/// Belongs to the hasher that made it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Chain {
-    pub(super) state: [u8; 16],
+    /// Hash of everything before the current block group.
+    pub(super) state: Node,
+    /// Hash of the blocks of the current group so far; of no meaning before the first of them.
+    pub(super) group: Node,
     /// Position of the next block.
     pub(super) position: ChainPosition,
-    /// Blocks in the current segment; zero only before the first block and while a segment begins.
-    pub(super) in_segment: u8,
 }
 
 impl std::fmt::Debug for Chain {
-    /// Omits the state, because logs must not contain it.
+    /// Omits the state, which reveals hashes.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Chain").finish_non_exhaustive()
     }
 }
 
+/// A [`Chain`] without what the last block's hash tells, for callers that keep many.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct ChainNodes([Node; 2]);
+
+impl std::fmt::Debug for ChainNodes {
+    /// Omits the state, which reveals hashes.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ChainNodes").finish_non_exhaustive()
+    }
+}
+
 impl Chain {
     /// The chain before the first block.
-    pub(super) fn new(state: u128) -> Self {
-        let position = ChainPosition { header: ROOT };
-        Self { state: state.to_le_bytes(), position, in_segment: 0 }
+    pub(super) fn new() -> Self {
+        let position = ChainPosition { place: ROOT };
+        Self { state: Node::default(), group: Node::default(), position }
     }
+
+    /// The part of the chain that the last block's hash does not tell.
+    #[must_use]
+    pub fn nodes(&self) -> ChainNodes {
+        ChainNodes([self.state, self.group])
+    }
+
+    /// The chain with these nodes behind the block `last`; `None` before the first block.
+    #[must_use]
+    pub fn resume(nodes: ChainNodes, last: Option<BlockHash>) -> Self {
+        let ChainNodes([state, group]) = nodes;
+        let place = last.map_or(ROOT, |last| place_of(last.0) + INDEX_ONE);
+        Self { state, group, position: ChainPosition { place } }
+    }
+}
+
+/// The number that the first bytes are.
+#[inline]
+fn place_of<const BYTES: usize>(bytes: [u8; BYTES]) -> u64 {
+    let mut place = [0; 8];
+    place[..PLACE_BYTES].copy_from_slice(&bytes[..PLACE_BYTES]);
+    u64::from_le_bytes(place)
 }
 
 /// Position of a block in its chain, as its hash encodes it.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) struct ChainPosition {
-    /// Header of the hash. For the first block of a group, the group bits are not valid yet.
-    /// [`ROOT`] is above them.
-    header: u64,
+    /// The place. For the first block of a group, the group bits are not valid yet. [`ROOT`] is
+    /// above them.
+    place: u64,
 }
 
 impl ChainPosition {
     /// Index of the block in its group.
+    #[inline]
     pub(super) fn index_in_group(self) -> usize {
-        ((self.header & INDEX) / INDEX_ONE) as usize
+        ((self.place & INDEX) / INDEX_ONE) as usize
     }
 
-    /// Turns the images of this and the next blocks, all of one group, into hashes as
-    /// `BlockHash::in_chain` defines them. Advances behind them.
+    /// The block hash at this position, from the hash of everything up to the block: its first
+    /// bytes are the digest, and those from the sixteenth on give the place of the group, so that
+    /// both are independent. Advances behind it.
     #[inline]
-    pub(super) fn apply_headers<const BLOCKS: usize>(&mut self, images: &mut [BlockHash; BLOCKS]) {
-        debug_assert!(self.index_in_group() + BLOCKS <= BLOCK_GROUP_BLOCKS, "blocks of two block groups");
-        if let (0, Some(first)) = (self.header & INDEX, images.first()) {
-            let [a, b, c, d, e, ..] = first.0;
-            let image = u64::from_le_bytes([a, b, c, d, e, 0, 0, 0]);
-            let own = if self.header & ROOT == 0 { GROUP } else { GROUP | TAG };
-            *self = Self { header: self.header & TAG & !own | image & own };
+    pub(super) fn next_hash(&mut self, output: &[u8; OUTPUT_BYTES]) -> BlockHash {
+        if self.place & INDEX == 0 {
+            let [_, _, _, _, _, _, _, _, _, _, _, _, _, _, _, _, image @ ..] = *output;
+            let own = if self.place & ROOT == 0 { GROUP } else { GROUP | TAG };
+            self.place = self.place & TAG & !own | place_of(image) & own;
         }
-        for image in images {
-            let opening = self.header.to_le_bytes();
-            image.0[..HEADER_BYTES].copy_from_slice(&opening[..HEADER_BYTES]);
-            // After the last block of a group the carry goes into the group bits, which are invalid
-            // from then on.
-            self.header += INDEX_ONE;
-        }
-    }
-}
-
-/// Writes the hashes of consecutive blocks: their images, with headers.
-pub(super) struct HashWriter<'hashes> {
-    /// Place of the next hashes.
-    pub(super) hashes: &'hashes mut [BlockHash],
-    /// Position of the next block.
-    pub(super) position: ChainPosition,
-}
-
-impl ImageSink for HashWriter<'_> {
-    #[inline(always)]
-    fn detach(&mut self) -> Self {
-        Self { hashes: std::mem::take(&mut self.hashes), position: self.position }
-    }
-
-    /// Groups of four start at a block group or at its second half.
-    #[inline]
-    fn blocks_before_fours(&self) -> usize {
-        self.position.index_in_group().wrapping_neg() % 4
-    }
-
-    #[inline(always)]
-    fn receive<const BLOCKS: usize>(&mut self, images: [[u8; 16]; BLOCKS]) {
-        let hashes = std::mem::take(&mut self.hashes).split_first_chunk_mut::<BLOCKS>();
-        let Some((next, rest)) = hashes else { return };
-        next.iter_mut().zip(&images).for_each(|(hash, image)| hash.0 = *image);
-        self.position.apply_headers(next);
-        self.hashes = rest;
+        let mut hash = [0; HASH_BYTES];
+        let (place, digest) = hash.split_at_mut(PLACE_BYTES);
+        place.copy_from_slice(&self.place.to_le_bytes()[..PLACE_BYTES]);
+        digest.copy_from_slice(&output[..DIGEST_BYTES]);
+        // After the last block of a group the carry goes into the group bits, which are invalid
+        // from then on.
+        self.place += INDEX_ONE;
+        BlockHash(hash)
     }
 }

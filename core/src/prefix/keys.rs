@@ -1,27 +1,27 @@
-//! Keys of the block hash of one identity and one tenant, and their assignment to tokens.
+//! Keys of the block hash of one identity and one tenant.
 //!
-//! Not here: the operations on them (`hasher.rs`, `kernel.rs`).
+//! Not here: the operations on them (`hasher.rs`).
 
-use kvfleet_cpu::block_hash::{LineKeys, SEGMENT_LINES};
-
+use super::lanes::{LaneKey, OUTPUT_BYTES, lane_key};
 use super::manifest::IdentityManifest;
 
 /// Domain of the keys derived from manifest and salt.
-const KEY_DOMAIN: &str = "kvfleet 2026-11 prompt hash keys, octets";
+const KEY_DOMAIN: &str = "kvfleet 2026-11 prompt hash keys, tree";
 
-/// All secrets of a hasher except the cipher's key schedule.
+/// All secrets of a hasher: a key for each kind of message, so that no message counts as another
+/// kind (docs/reference/hash.md).
 #[derive(Clone)]
 pub(super) struct HashKeys {
-    /// Keys of the lines of a segment.
-    pub(super) lines: LineKeys,
-    /// Multiplies the state between two segments.
-    pub(super) step: u128,
-    /// Multiplied by the number of tokens of a partly filled block.
-    pub(super) tail: u128,
-    /// State before the first of a list of trace ids; the state before the first token is zero.
-    pub(super) ids: u128,
-    /// Key of the AES permutation that hides the state.
-    pub(super) cipher: [u8; 16],
+    /// Of the tokens of a block.
+    pub(super) tokens: [u8; OUTPUT_BYTES],
+    /// The same.
+    pub(super) tokens_in_lanes: LaneKey,
+    /// Of the number that stands for a block in a trace.
+    pub(super) ids: LaneKey,
+    /// Of the blocks of a group up to one.
+    pub(super) group: LaneKey,
+    /// Of everything up to a block.
+    pub(super) prefix: LaneKey,
 }
 
 impl HashKeys {
@@ -30,17 +30,12 @@ impl HashKeys {
         deriving.update(&manifest.full_digest()).update(tenant_salt);
         let mut stream = deriving.finalize_xof();
         let mut next = || {
-            let mut bytes = [0; 16];
+            let mut bytes = [0; OUTPUT_BYTES];
             stream.fill(&mut bytes);
             bytes
         };
-        let cipher = next();
-        let [step, tail, ids] = std::array::from_fn(|_| u128::from_le_bytes(next()));
-        let (mut first, mut second) = ([[0; 2]; SEGMENT_LINES], [[0; 2]; SEGMENT_LINES]);
-        let lines = first.iter_mut().zip(&mut second);
-        for key in lines.flat_map(|(first, second)| first.iter_mut().chain(second)) {
-            *key = u128::from_le_bytes(next());
-        }
-        Self { lines: LineKeys { first, second }, step, tail, ids, cipher }
+        let tokens = next();
+        let [group, prefix, ids] = std::array::from_fn(|_| lane_key(&next()));
+        Self { tokens, tokens_in_lanes: lane_key(&tokens), ids, group, prefix }
     }
 }

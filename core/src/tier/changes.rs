@@ -103,7 +103,7 @@ mod tests {
     use super::*;
 
     fn hash(number: u8) -> BlockHash {
-        BlockHash([number; 16])
+        BlockHash([number; _])
     }
 
     fn readable(number: u8, parent: Option<u8>, offset_blocks: u32, tier: Tier) -> ReadableBlock {

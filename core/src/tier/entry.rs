@@ -377,7 +377,7 @@ mod tests {
 
     fn meta(number: u8) -> Meta {
         Meta {
-            hash: BlockHash([number; 16]),
+            hash: BlockHash([number; _]),
             parent: None,
             tenant: TenantId(0),
             traits: BlockTraits::default(),
@@ -393,7 +393,7 @@ mod tests {
         assert_eq!((first, second), (BlockKey(0), BlockKey(1)));
         let serial = slab.get(first).unwrap().serial;
         slab.remove(first);
-        assert_eq!(slab.find(&BlockHash([1; 16])), None);
+        assert_eq!(slab.find(&BlockHash([1; _])), None);
         assert_eq!(slab.add(meta(3), Tier::Ssd, None), first);
         assert_ne!(slab.get(first).unwrap().serial, serial);
     }
@@ -405,14 +405,14 @@ mod tests {
         slab.forget_hash(old);
         let new = slab.add(meta(1), Tier::Dram, None);
         slab.remove(old);
-        assert_eq!(slab.find(&BlockHash([1; 16])), Some(new));
+        assert_eq!(slab.find(&BlockHash([1; _])), Some(new));
     }
 
     #[test]
     fn hash_spreads_over_low_bits() {
         let fold = SeededHashBuilder { seed: 99 };
         let low: std::collections::BTreeSet<u64> =
-            (0..=255u8).map(|n| fold.hash_one(BlockHash([n; 16])) & 0xff).collect();
+            (0..=255u8).map(|n| fold.hash_one(BlockHash([n; _])) & 0xff).collect();
         assert!(low.len() > 120, "only {} of 256 buckets used", low.len());
     }
 }

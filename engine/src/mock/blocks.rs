@@ -97,18 +97,18 @@ mod tests {
 
     #[test]
     fn splits_a_block_into_layers() {
-        let frame = shape().make(BlockHash([7; 16]));
+        let frame = shape().make(BlockHash([7; _]));
         assert_eq!((frame.slice_count(), frame.key_form()), (4, KeyForm::Raw));
         assert_eq!(frame.payload().len(), 4099);
-        frame.verify(IdentityDigest([1; 16]), BlockHash([7; 16])).unwrap();
+        frame.verify(IdentityDigest([1; 16]), BlockHash([7; _])).unwrap();
     }
 
     #[test]
     fn check_accepts_the_exact_block_only() {
-        let hash = BlockHash([7; 16]);
+        let hash = BlockHash([7; _]);
         let frame = shape().make(hash);
         assert_eq!(shape().check(hash, &frame), CheckResult { verified_bytes: 4099, wrong_bytes: 0 });
-        let other = shape().check(BlockHash([8; 16]), &frame);
+        let other = shape().check(BlockHash([8; _]), &frame);
         assert_eq!(other, CheckResult { verified_bytes: 0, wrong_bytes: 4099 });
         let short = BlockShape::new(IdentityDigest([1; 16]), KeyForm::Raw, 100, 1).unwrap().make(hash);
         assert_eq!(

@@ -201,7 +201,7 @@ fn check_tenant_limits(job: &Job) -> Result<(), Status> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use kv_core::id::IdentityDigest;
+    use kv_core::id::{HASH_BYTES, IdentityDigest};
     use kv_core::schedule::HardwareProfile;
     use kvfleet_client::{Client, ClientConfig};
     use kvfleet_net::tls::TlsFiles;
@@ -273,7 +273,7 @@ mod tests {
             })
             .collect();
         pb::RunRequest {
-            hashes: vec![7; 48],
+            hashes: vec![7; 3 * HASH_BYTES],
             decision: Some(pb::Decision { sources, ..pb::Decision::default() }),
             block_tokens: 16,
             input_tokens: 33,
@@ -306,7 +306,7 @@ mod tests {
             refused.message().to_owned()
         };
         let blocks = |blocks: usize, sources: Vec<(u32, u32)>| pb::RunRequest {
-            hashes: vec![7; blocks * 16],
+            hashes: vec![7; blocks * HASH_BYTES],
             input_tokens: u32::try_from(blocks * 16).unwrap(),
             ..request(sources)
         };

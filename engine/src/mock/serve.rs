@@ -352,7 +352,7 @@ mod tests {
     }
 
     fn hash(number: u8) -> BlockHash {
-        BlockHash([number; 16])
+        BlockHash([number; _])
     }
 
     /// Blocks 1 to `handed_out`, and `kept_back` further frames that arrived and were discarded.

@@ -116,7 +116,7 @@ mod tests {
     fn layer_slices_match_the_frame() {
         // Slice boundaries inside of words.
         let shape = BlockShape::new(IdentityDigest([1; 16]), KeyForm::default(), 1027, 4).unwrap();
-        let hashes = [BlockHash([7; 16]), BlockHash([8; 16])];
+        let hashes = [BlockHash([7; _]), BlockHash([8; _])];
         let frames = hashes.map(|hash| shape.make(hash));
         let mut start = 0;
         for (layer, bytes) in shape.slice_bytes().iter().map(|bytes| *bytes as usize).enumerate() {

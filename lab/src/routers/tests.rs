@@ -5,7 +5,9 @@
 //! (`kv_core::schedule`).
 #![allow(clippy::unwrap_used)]
 
-use kv_core::id::{BlockHash, Category, InstanceId, NodeId, RequestId, TenantId, Tier, Timestamp};
+use kv_core::id::{
+    BlockHash, Category, HASH_BYTES, InstanceId, NodeId, RequestId, TenantId, Tier, Timestamp,
+};
 use kv_core::index::{Holder, HolderRun, PrefixMatch};
 use kv_core::place::Ring;
 use kv_core::schedule::{Decision, HardwareProfile, Load, PROFILES, PathSpeed, ResidentPrefix, RouteRequest};
@@ -37,7 +39,7 @@ impl Scene {
     fn with(instances: u32, profile: HardwareProfile) -> Scene {
         Scene {
             view: RouterView::new(&FleetSetup::new(instances, profile, BLOCK_TOKENS)),
-            first_block: BlockHash([7; 16]),
+            first_block: BlockHash([7; _]),
             resident: Vec::new(),
             on_nodes: Vec::new(),
         }
@@ -189,7 +191,7 @@ fn local_prefix_takes_the_longer_of_gpu_and_node_ignoring_load() {
 #[test]
 fn sticky_follows_the_ring_past_instances_at_the_bound() {
     let members: Vec<(NodeId, u32)> = (0..4).map(|node| (NodeId(node), 1)).collect();
-    let ring: Vec<u32> = Ring::new(&members).walk(&[7; 16]).map(|node| node.0).collect();
+    let ring: Vec<u32> = Ring::new(&members).walk(&[7; HASH_BYTES]).map(|node| node.0).collect();
     // Of 160 requests including this one, a fair share is 40 and the bound 50: an instance with 49
     // accepts it, one with 50 does not.
     let to = |loads: [u32; 4]| {
@@ -205,7 +207,7 @@ fn sticky_follows_the_ring_past_instances_at_the_bound() {
 
 #[test]
 fn sticky_depends_only_on_the_first_block() {
-    let of = |byte: u8| Scene { first_block: BlockHash([byte; 16]), ..Scene::new(4) };
+    let of = |byte: u8| Scene { first_block: BlockHash([byte; _]), ..Scene::new(4) };
     let to: Vec<u32> = (0..64).map(|byte| of(byte).chosen_by("sticky")).collect();
     assert!(counts(&to).iter().all(|count| *count > 0), "{to:?}");
     let cached = |byte: u8| of(byte).with_resident(0, BLOCKS).with_queue(1, 50_000).chosen_by("sticky");

@@ -145,7 +145,7 @@ mod tests {
     use kv_core::id::Tier;
 
     fn block(tag: u8, number: u8) -> BlockHash {
-        let mut bytes = [number; 16];
+        let mut bytes = [number; _];
         bytes[0] = tag;
         BlockHash(bytes)
     }

@@ -84,7 +84,7 @@ pub(super) fn identity() -> IdentityDigest {
 }
 
 pub(super) fn hash(number: u64) -> BlockHash {
-    let mut bytes = [0xcd; 16];
+    let mut bytes = [0xcd; _];
     bytes[..8].copy_from_slice(&number.to_le_bytes());
     BlockHash(bytes)
 }

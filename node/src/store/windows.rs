@@ -150,7 +150,7 @@ mod tests {
 
     fn starting(after_ms: u64, blocks: usize) -> WaitingRequest {
         let starts_after = Duration::from_millis(after_ms);
-        WaitingRequest { starts_after, blocks: vec![BlockHash([blocks as u8; 16]); blocks] }
+        WaitingRequest { starts_after, blocks: vec![BlockHash([blocks as u8; _]); blocks] }
     }
 
     fn lengths(windows: &Windows, now: Instant) -> Vec<usize> {

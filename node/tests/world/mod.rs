@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kv_core::content;
-use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId, TenantId, Tier};
+use kv_core::id::{
+    BlockHash, Category, Epoch, HASH_BYTES, IdentityDigest, LeaseId, RequestId, TenantId, Tier,
+};
 use kv_core::index::command::Change;
 use kvfleet_net::tls::listen::incoming;
 use kvfleet_net::tls::{Identity, ROUTER_NAME, SERVER_NAME, TlsFiles};
@@ -138,10 +140,7 @@ pub fn our_identity() -> IdentityDigest {
 }
 
 pub fn hash(number: u64) -> BlockHash {
-    let mut bytes = [0; 16];
-    bytes[..8].copy_from_slice(&number.to_le_bytes());
-    bytes[8..].copy_from_slice(&number.to_le_bytes());
-    BlockHash(bytes)
+    BlockHash::from_words(number, number)
 }
 
 pub fn hashes(numbers: std::ops::Range<u64>) -> Vec<BlockHash> {
@@ -470,7 +469,7 @@ impl Router for FakeRouter {
     async fn drain(&self, request: Request<pb::DrainRequest>) -> Result<Response<pb::DrainReply>, Status> {
         let request = request.into_inner();
         let mut state = self.state.lock();
-        let blocks = request.run.as_ref().map_or(0, |run| run.blocks.len() / 16);
+        let blocks = request.run.as_ref().map_or(0, |run| run.blocks.len() / HASH_BYTES);
         let reply = match state.drain_reply {
             Some(evacuating) => evacuating(u32::try_from(blocks).unwrap()),
             None => return Err(Status::unimplemented("not part of these tests")),

@@ -48,8 +48,8 @@ mod tests {
 
     #[test]
     fn runs_round_trip_and_truncated_ones_are_rejected() {
-        let hashes = vec![BlockHash([1; 16]), BlockHash([2; 16])];
-        for parent in [None, Some(BlockHash([9; 16]))] {
+        let hashes = vec![BlockHash([1; _]), BlockHash([2; _])];
+        for parent in [None, Some(BlockHash([9; _]))] {
             let category = Category { conversation_turn: 3, ..Category::default() };
             let (first_offset_blocks, tenant, frame_bytes) = (7, TenantId(5), 100);
             let run = BlockRun {

@@ -9,7 +9,10 @@ use kv_core::index::command::{Announcement, Change, DropCause, NodeRecord};
 use super::{ConvertError, HASH_BYTES};
 use crate::pb;
 
-/// Reads a list of hashes, 16 bytes each.
+/// Bytes of an identity, and of a node's digest.
+const DIGEST_BYTES: usize = 16;
+
+/// Reads a list of hashes, [`HASH_BYTES`] each.
 ///
 /// # Errors
 /// When the length is not a multiple of 16; the error names `field`.
@@ -22,7 +25,7 @@ pub fn hashes_from_bytes(field: &'static str, bytes: &[u8]) -> Result<Vec<BlockH
     }
 }
 
-/// Writes a list of hashes, 16 bytes each.
+/// Writes a list of hashes, [`HASH_BYTES`] each.
 #[must_use]
 pub fn hashes_to_bytes(hashes: &[BlockHash]) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(hashes.len() * HASH_BYTES);
@@ -35,9 +38,9 @@ pub fn hashes_to_bytes(hashes: &[BlockHash]) -> Vec<u8> {
 /// Reads one hash.
 ///
 /// # Errors
-/// When the length is not 16.
+/// When the length is not [`HASH_BYTES`].
 pub fn hash_field(field: &'static str, bytes: &[u8]) -> Result<BlockHash, ConvertError> {
-    BlockHash::from_slice(bytes).ok_or(ConvertError::Digest { field, bytes: bytes.len() })
+    BlockHash::from_slice(bytes).ok_or_else(|| wrong_length(field, bytes, HASH_BYTES))
 }
 
 /// Reads an identity digest.
@@ -45,7 +48,11 @@ pub fn hash_field(field: &'static str, bytes: &[u8]) -> Result<BlockHash, Conver
 /// # Errors
 /// When the length is not 16.
 pub fn identity_field(field: &'static str, bytes: &[u8]) -> Result<IdentityDigest, ConvertError> {
-    IdentityDigest::from_slice(bytes).ok_or(ConvertError::Digest { field, bytes: bytes.len() })
+    IdentityDigest::from_slice(bytes).ok_or_else(|| wrong_length(field, bytes, DIGEST_BYTES))
+}
+
+fn wrong_length(field: &'static str, bytes: &[u8], expected: usize) -> ConvertError {
+    ConvertError::Digest { field, bytes: bytes.len(), expected }
 }
 
 /// Reads a node's digest over its announcements; empty bytes mean that the node does not know it.
@@ -57,7 +64,7 @@ pub fn node_digest_from_bytes(field: &'static str, bytes: &[u8]) -> Result<Optio
         return Ok(None);
     }
     let whole =
-        <[u8; 16]>::try_from(bytes).map_err(|_| ConvertError::Digest { field, bytes: bytes.len() })?;
+        <[u8; DIGEST_BYTES]>::try_from(bytes).map_err(|_| wrong_length(field, bytes, DIGEST_BYTES))?;
     Ok(Some(u128::from_le_bytes(whole)))
 }
 
@@ -70,7 +77,7 @@ pub fn node_digest_to_bytes(digest: Option<u128>) -> Vec<u8> {
 /// Reads the hash before a run; empty bytes mean the start of a prefix.
 ///
 /// # Errors
-/// When the length is neither 0 nor 16.
+/// When the length is neither 0 nor [`HASH_BYTES`].
 pub fn parent_from_bytes(field: &'static str, bytes: &[u8]) -> Result<Option<BlockHash>, ConvertError> {
     if bytes.is_empty() { Ok(None) } else { hash_field(field, bytes).map(Some) }
 }
@@ -220,7 +227,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn hashes() -> impl Strategy<Value = Vec<BlockHash>> {
-        prop::collection::vec(any::<[u8; 16]>().prop_map(BlockHash), 0..20)
+        prop::collection::vec(any::<[u8; HASH_BYTES]>().prop_map(BlockHash), 0..20)
     }
 
     fn tier() -> impl Strategy<Value = Tier> {
@@ -229,7 +236,7 @@ mod tests {
 
     fn change() -> impl Strategy<Value = Change> {
         prop_oneof![
-            (prop::option::of(any::<[u8; 16]>().prop_map(BlockHash)), hashes(), tier())
+            (prop::option::of(any::<[u8; HASH_BYTES]>().prop_map(BlockHash)), hashes(), tier())
                 .prop_map(|(parent, blocks, tier)| Change::Stored { parent, blocks, tier }),
             (hashes(), tier(), tier()).prop_map(|(blocks, from, to)| Change::Moved { blocks, from, to }),
             (hashes(), tier(), prop::sample::select(DropCause::ALL.to_vec()))
@@ -256,7 +263,7 @@ mod tests {
                 Ok(hashes) => prop_assert_eq!(hashes_to_bytes(&hashes), bytes),
                 Err(error) => {
                     prop_assert_eq!(error, ConvertError::HashList { field: "f", bytes: bytes.len() });
-                    prop_assert!(bytes.len() % 16 != 0);
+                    prop_assert!(bytes.len() % HASH_BYTES != 0);
                 }
             }
         }
@@ -266,7 +273,7 @@ mod tests {
     fn errors_name_the_field() {
         let bad = pb::Stored { parent: vec![1], blocks: vec![], tier: 0 };
         let bad = pb::Change { change: Some(pb::change::Change::Stored(bad)) };
-        assert_eq!(change_from_pb(&bad).unwrap_err().to_string(), "stored.parent has 1 bytes, expected 16");
+        assert_eq!(change_from_pb(&bad).unwrap_err().to_string(), "stored.parent has 1 bytes, expected 19");
         let bad = pb::Dropped { blocks: vec![], tier: 7, cause: 0 };
         let bad = pb::Change { change: Some(pb::change::Change::Dropped(bad)) };
         assert!(change_from_pb(&bad).unwrap_err().to_string().starts_with("dropped.tier is 7"));

@@ -23,27 +23,30 @@ pub use statistics::{statistics_from_pb, statistics_to_pb};
 use kv_core::evict::reuse_stats::InvalidStats;
 use kv_core::prefix::ManifestError;
 
-/// Bytes of one hash on the wire.
-pub const HASH_BYTES: usize = 16;
+pub use kv_core::id::HASH_BYTES;
 
 /// A message field with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConvertError {
     /// A list of hashes is not a whole number of hashes.
-    #[error("{field} has {bytes} bytes, which is no whole number of hashes: send 16 bytes for each block")]
+    #[error(
+        "{field} has {bytes} bytes, which is no whole number of hashes: send {HASH_BYTES} bytes for each block"
+    )]
     HashList {
         /// The field.
         field: &'static str,
         /// Its length in bytes.
         bytes: usize,
     },
-    /// A digest field has another length than 16 (or, where a value may be absent, 0) bytes.
-    #[error("{field} has {bytes} bytes, expected 16")]
+    /// A hash or a digest has another length than it must have (or, where a value may be absent, 0).
+    #[error("{field} has {bytes} bytes, expected {expected}")]
     Digest {
         /// The field.
         field: &'static str,
         /// Its length in bytes.
         bytes: usize,
+        /// The length that it must have.
+        expected: usize,
     },
     /// A number that stands for no tier.
     #[error("{field} is {number}, expected 0 (ssd), 1 (dram) or 2 (gpu)")]

@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     const IDENTITY: IdentityDigest = IdentityDigest([3; 16]);
-    const HASH: BlockHash = BlockHash([7; 16]);
+    const HASH: BlockHash = BlockHash([7; _]);
 
     fn frame() -> Frame {
         seal(IDENTITY, HASH, KeyForm::Raw, &[3, 0, 5], b"aaabbbbb").unwrap()
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!([0, 1, 2, 3].map(|layer| head.slice_bytes(layer)), [Some(3), Some(0), Some(5), None]);
         assert_eq!([head.bytes_of(0..2), head.bytes_of(1..9), head.bytes_of(7..9)], [3, 5, 0]);
         assert_eq!(head.verify(IDENTITY, HASH), Ok(()));
-        assert!(head.verify(IDENTITY, BlockHash([8; 16])).is_err());
+        assert!(head.verify(IDENTITY, BlockHash([8; _])).is_err());
         assert!(head.verify(IdentityDigest([8; 16]), HASH).is_err());
     }
 

@@ -4,7 +4,7 @@
 
 use std::ops::Range;
 
-use kv_core::id::{BlockHash, IdentityDigest};
+use kv_core::id::{BlockHash, HASH_BYTES, IdentityDigest};
 
 use super::{FrameError, HEADER_FIXED_BYTES, KeyForm, MAGIC, PAYLOAD_BYTES_MAX, SLICES_MAX, VERSION};
 
@@ -14,8 +14,11 @@ pub(super) const SLICE_ENTRY_BYTES: usize = 8;
 /// Bytes from magic to slice count, which give the header's length.
 pub(super) const START_BYTES: usize = 16;
 
-/// Where the slice table begins.
-const TABLE_AT: usize = 48;
+/// Where the hash begins.
+const HASH_AT: usize = 32;
+
+/// Where the slice table begins: after the hash and a zero byte.
+const TABLE_AT: usize = 52;
 
 /// Bytes that a stream reader needs next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,9 +69,12 @@ impl Header {
         if crc32c::crc32c(covered) != u32_at(crc, 0) {
             return Err(FrameError::HeaderChecksum);
         }
+        if header[HASH_AT + HASH_BYTES..TABLE_AT] != [0] {
+            return Err(FrameError::Header("reserved bytes are not zero"));
+        }
         Ok(Header {
             identity: IdentityDigest(array_at(header, 16)),
-            hash: BlockHash(array_at(header, 32)),
+            hash: BlockHash(array_at(header, HASH_AT)),
             key_form,
             slices,
         })
@@ -86,7 +92,7 @@ impl Header {
         let count = u32::try_from(self.slices).expect("SLICES_MAX is far below 2^32");
         header[12..16].copy_from_slice(&count.to_le_bytes());
         header[16..32].copy_from_slice(&self.identity.0);
-        header[32..48].copy_from_slice(&self.hash.0);
+        header[HASH_AT..HASH_AT + HASH_BYTES].copy_from_slice(&self.hash.0);
         let (entries, _) = header[TABLE_AT..length - 4].as_chunks_mut::<SLICE_ENTRY_BYTES>();
         for (entry, (bytes, sum)) in entries.iter_mut().zip(slice_bytes.iter().zip(sums)) {
             entry[..4].copy_from_slice(&bytes.to_le_bytes());

@@ -1,8 +1,8 @@
 //! The block frame: a block's bytes together with the header that makes them verifiable.
 //!
 //! Layout, little endian. Header: magic `KVF1` · version u16 · header bytes u16 · key form u8 ·
-//! three zero bytes · slice count u32 · identity 16 · hash 16. Then for each slice: bytes u32,
-//! CRC32C u32. Then the CRC32C of all that, and the slices, layer-major. The wire and the SSD hold
+//! three zero bytes · slice count u32 · identity 16 · hash 19 · a zero byte. Then for each slice: bytes
+//! u32, CRC32C u32. Then the CRC32C of all that, and the slices, layer-major. The wire and the SSD hold
 //! the same bytes.
 //!
 //! Reading has two steps: [`Frame::parse`] checks the header alone, [`Frame::verify`] reads every
@@ -35,10 +35,10 @@ use header::{Header, SLICE_ENTRY_BYTES, header_len};
 pub const MAGIC: [u8; 4] = *b"KVF1";
 
 /// Version of the layout above. Readers reject every other version.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 
 /// Bytes of a header without its slice table.
-pub const HEADER_FIXED_BYTES: usize = 52;
+pub const HEADER_FIXED_BYTES: usize = 56;
 
 /// Most slices of one frame. The deepest public models have about 130 layers; a hybrid model may
 /// keep several groups per layer. The header's 16-bit length field would allow 8,185.

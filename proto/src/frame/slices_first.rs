@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     const IDENTITY: IdentityDigest = IdentityDigest([3; 16]);
-    const HASH: BlockHash = BlockHash([7; 16]);
+    const HASH: BlockHash = BlockHash([7; _]);
     const SLICES: [u32; 3] = [3, 0, 5];
 
     fn frame() -> Frame {
@@ -212,7 +212,7 @@ mod tests {
             |identity, hash, form, slices: &[u32]| seal(identity, hash, form, slices, b"aaabbbbb").unwrap();
         let wrong = [
             of(IdentityDigest([9; 16]), HASH, KeyForm::Raw, &SLICES),
-            of(IDENTITY, BlockHash([9; 16]), KeyForm::Raw, &SLICES),
+            of(IDENTITY, BlockHash([9; _]), KeyForm::Raw, &SLICES),
             of(IDENTITY, HASH, KeyForm::Rotated, &SLICES),
             of(IDENTITY, HASH, KeyForm::Raw, &[5, 0, 3]),
             of(IDENTITY, HASH, KeyForm::Raw, &[3, 5]),

@@ -134,7 +134,7 @@ mod tests {
     use super::*;
 
     fn block(number: u8) -> BlockHash {
-        BlockHash([number; 16])
+        BlockHash([number; _])
     }
 
     #[test]

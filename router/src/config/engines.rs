@@ -34,8 +34,8 @@ pub struct EnginesConfig {
     /// the gateway and for engines, unless `public_hashes` is set.
     pub secret_file: PathBuf,
     /// Whether block hashes may be computed with a key that everyone knows, if `secret_file` is
-    /// empty. Then a caller can find two prompts with the same hashes, and one is answered from the
-    /// KV of the other.
+    /// empty. Then a caller can compute the hashes of any prompt, and learn whether it was sent
+    /// before.
     pub public_hashes: bool,
     /// Tenants that send requests with a `cache_salt`.
     pub tenants: Vec<EngineTenantConfig>,
@@ -176,19 +176,22 @@ impl EnginesConfig {
     /// # Errors
     /// If there is neither.
     pub fn require_hash_key(&self) -> Result<(), ConfigError> {
-        if !self.secret_file.as_os_str().is_empty() {
+        if self.has_hash_key() {
             return Ok(());
         }
-        if !self.public_hashes {
-            return invalid(
-                "engines.secret_file",
-                "is not set: without a secret, a caller can find two prompts with the same block hashes, and one is \
-                 answered from the KV of the other. Make a secret with `openssl rand -hex 32`, the same for every \
-                 router; or set engines.public_hashes = true where all callers are trusted"
-                    .to_owned(),
-            );
-        }
-        Ok(())
+        invalid(
+            "engines.secret_file",
+            "is not set: without a secret, anyone can compute the block hashes of a prompt and learn from the \
+             cluster whether it was sent before. Make a secret with `openssl rand -hex 32`, the same for every \
+             router; or set engines.public_hashes = true where all callers are trusted"
+                .to_owned(),
+        )
+    }
+
+    /// Whether there is a secret hash key, or the explicit choice of a public one.
+    #[must_use]
+    pub fn has_hash_key(&self) -> bool {
+        self.public_hashes || !self.secret_file.as_os_str().is_empty()
     }
 
     pub(super) fn check(&self) -> Result<(), ConfigError> {

@@ -158,7 +158,7 @@ mod tests {
     use super::*;
 
     fn hash(number: u8) -> BlockHash {
-        BlockHash([number; 16])
+        BlockHash([number; _])
     }
 
     fn stored(parent: Option<u8>, blocks: impl IntoIterator<Item = u8>) -> Change {

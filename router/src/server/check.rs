@@ -9,7 +9,7 @@ use kvfleet_proto::convert;
 use kvfleet_proto::pb;
 use tonic::Status;
 
-/// Blocks of one request: a million tokens in blocks of sixteen, 1 MiB of hashes.
+/// Blocks of one request: a million tokens in blocks of sixteen, 1.2 MiB of hashes.
 pub(crate) const REQUEST_BLOCKS_MAX: usize = 65_536;
 
 /// Tokens per block: the largest configured block has 512; the rest is headroom.

@@ -107,7 +107,7 @@ pub(crate) mod tests {
     use kv_core::index::command::{Announcement, Change, Command, NodeRecord};
 
     fn block(number: u8) -> BlockHash {
-        let mut bytes = [7; 16];
+        let mut bytes = [7; _];
         bytes[1] = number;
         BlockHash(bytes)
     }

@@ -93,10 +93,7 @@ mod tests {
     use kv_core::id::{Epoch, Seq, Tier};
 
     fn block(number: u64) -> BlockHash {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&number.to_le_bytes());
-        bytes[8..].copy_from_slice(&number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
-        BlockHash(bytes)
+        BlockHash::from_words(number, number.wrapping_mul(0x9e37_79b9_7f4a_7c15))
     }
 
     fn dropped(node: u32, numbers: std::ops::Range<u64>, cause: DropCause) -> Announcement {

@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     fn hashes(count: u8) -> Vec<BlockHash> {
-        (0..count).map(|number| BlockHash([number; 16])).collect()
+        (0..count).map(|number| BlockHash([number; _])).collect()
     }
 
     /// A decision with this wait, then reads from these nodes: (node, start, len).

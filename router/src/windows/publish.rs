@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kv_core::id::HASH_BYTES;
 use kv_core::id::{NodeId, Timestamp};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::{convert, pb};
@@ -126,7 +127,7 @@ impl WindowPublisher {
     fn send(&self, sent: &SentWindow, window: pb::SetWindowRequest) {
         let (channel, call, metrics) = (sent.channel.clone(), Arc::clone(&sent.call), self.metrics.clone());
         *call.lock() = CallState::Pending;
-        let blocks: usize = window.waiting.iter().map(|one| one.blocks.len() / 16).sum();
+        let blocks: usize = window.waiting.iter().map(|one| one.blocks.len() / HASH_BYTES).sum();
         tokio::spawn(async move {
             let mut request = Request::new(window);
             request.set_timeout(ANSWER_TIMEOUT);

@@ -18,11 +18,12 @@ use parking_lot::Mutex;
 use tonic::transport::Server;
 use tonic::{Request, Response, Status};
 
+use kv_core::id::HASH_BYTES;
 use kvfleet_testkit::cluster::{
-    Cluster, FakeNode, channel, cleared, holders, join_request, prefix, stored, until,
+    Cluster, FakeNode, HashBytes, channel, cleared, holders, join_request, prefix, stored, until,
 };
 
-type BlockBytes = [u8; 16];
+type BlockBytes = HashBytes;
 
 /// Actual blocks of a fake node, and the batch that announces them.
 #[derive(Default)]
@@ -68,7 +69,7 @@ impl NodeControl for AuditedNode {
     async fn audit(&self, request: Request<pb::AuditRequest>) -> Result<Response<pb::AuditReply>, Status> {
         let request = request.into_inner();
         let holdings = self.holdings.lock();
-        let (asked, _) = request.blocks.as_chunks::<16>();
+        let (asked, _) = request.blocks.as_chunks::<HASH_BYTES>();
         let count = holdings.blocks.len();
         let start = request.seed as usize % count.max(1);
         let sample = holdings.blocks.iter().cycle().skip(start).take(count.min(request.sample as usize));

@@ -1,5 +1,6 @@
 //! Invalid configurations, certificates and calls: each gets an error that names the problem.
 
+use kv_core::id::HASH_BYTES;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
@@ -38,7 +39,7 @@ async fn invalid_calls_are_answered_with_the_limit() {
     };
     let request = pb::RouteRequest { hashes: vec![1; 17], ..route_request() };
     says("hashes that are cut", &refused(request).await, &[]);
-    let request = pb::RouteRequest { hashes: vec![1; 16 * 65_537], ..route_request() };
+    let request = pb::RouteRequest { hashes: vec![1; HASH_BYTES * 65_537], ..route_request() };
     says("more blocks than a call may name", &refused(request).await, &[]);
     let request = pb::RouteRequest { block_tokens: 0, ..route_request() };
     says("blocks of no tokens", &refused(request).await, &[]);

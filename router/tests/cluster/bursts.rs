@@ -14,7 +14,7 @@ use kvfleet_router::{DialectConfig, EngineConfig, EnginesConfig};
 use zeromq::{PubSocket, Socket, SocketSend, ZmqMessage};
 
 use crate::residency::load;
-use kvfleet_testkit::cluster::{Cluster, until};
+use kvfleet_testkit::cluster::{Cluster, HashBytes, until};
 use kvfleet_testkit::ports::unused_address;
 
 const BLOCK_TOKENS: u32 = 32;
@@ -49,7 +49,7 @@ fn tokens(prefix: u32, tail: u32) -> Vec<u32> {
     common.chain((0..OWN * BLOCK_TOKENS).map(|at| 50_000 + tail * 1_000 + at)).collect()
 }
 
-fn hashes(tokens: &[u32]) -> Vec<[u8; 16]> {
+fn hashes(tokens: &[u32]) -> Vec<HashBytes> {
     PrefixHasher::new(&manifest(), &[0; 32]).blocks(tokens).iter().map(|block| block.0).collect()
 }
 

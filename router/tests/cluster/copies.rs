@@ -14,7 +14,8 @@ use tonic::transport::Server;
 use tonic::{Code, Request, Response, Status};
 
 use crate::residency::load;
-use kvfleet_testkit::cluster::{Cluster, FakeNode, join_request, prefix, until};
+use kv_core::id::HASH_BYTES;
+use kvfleet_testkit::cluster::{Cluster, FakeNode, HashBytes, join_request, prefix, until};
 
 /// A fake node that accepts a number of blocks per copy, records its requests, and returns a fixed
 /// end.
@@ -59,11 +60,14 @@ impl NodeControl for CopyTarget {
     ) -> Result<Response<pb::CopyBlocksReply>, Status> {
         let request = request.into_inner();
         let hashes = request.run.as_ref().unwrap().blocks.clone();
-        let blocks = u32::try_from(hashes.len() / 16).unwrap();
+        let blocks = u32::try_from(hashes.len() / HASH_BYTES).unwrap();
         self.asked.lock().push(request);
         let stored_blocks = blocks.min(self.accepts);
-        let taken: Vec<[u8; 16]> =
-            hashes.chunks(16).take(stored_blocks as usize).map(|hash| hash.try_into().unwrap()).collect();
+        let taken: Vec<HashBytes> = hashes
+            .chunks(HASH_BYTES)
+            .take(stored_blocks as usize)
+            .map(|hash| hash.try_into().unwrap())
+            .collect();
         let visible_at = match &mut *self.node.lock().await {
             Some(node) if !taken.is_empty() => Some(node.store(&taken).await),
             _ => None,
@@ -91,14 +95,18 @@ impl CopyTarget {
 
     /// The first block of each copy.
     pub fn heads(&self) -> Vec<Vec<u8>> {
-        self.asked.lock().iter().map(|request| request.run.as_ref().unwrap().blocks[..16].to_vec()).collect()
+        self.asked
+            .lock()
+            .iter()
+            .map(|request| request.run.as_ref().unwrap().blocks[..HASH_BYTES].to_vec())
+            .collect()
     }
 
     /// Offset of the first block and number of blocks, per copy.
     pub fn asked(&self) -> Vec<(u32, usize)> {
         let of = |request: &pb::CopyBlocksRequest| {
             let run = request.run.as_ref().unwrap();
-            (run.first_offset_blocks, run.blocks.len() / 16)
+            (run.first_offset_blocks, run.blocks.len() / HASH_BYTES)
         };
         self.asked.lock().iter().map(of).collect()
     }
@@ -121,7 +129,7 @@ pub async fn join(cluster: &Cluster, node: u32, target: &CopyTarget) -> FakeNode
     cluster.reconnect(node, epoch, 1).await
 }
 
-fn run(blocks: &[[u8; 16]]) -> pb::BlockRun {
+fn run(blocks: &[HashBytes]) -> pb::BlockRun {
     pb::BlockRun { blocks: blocks.concat(), frame_bytes: 100, ..pb::BlockRun::default() }
 }
 
@@ -130,7 +138,7 @@ pub async fn evacuate(
     node: &FakeNode,
     run: Option<pb::BlockRun>,
 ) -> Result<pb::DrainReply, Status> {
-    let root = run.as_ref().map(|run| run.blocks[..16].to_vec()).unwrap_or_default();
+    let root = run.as_ref().map(|run| run.blocks[..HASH_BYTES].to_vec()).unwrap_or_default();
     let request = pb::DrainRequest { node: node.node, epoch: node.epoch, run, root, within_ms: 20_000 };
     cluster.client(1).drain(request).await.map(Response::into_inner)
 }
@@ -255,7 +263,7 @@ async fn only_a_live_node_can_drain() {
         call(|request| request.run.as_mut().unwrap().blocks.truncate(3)).await.code(),
         Code::InvalidArgument
     );
-    let many = call(|request| request.run.as_mut().unwrap().blocks = vec![0; 16 * 4_097]).await;
+    let many = call(|request| request.run.as_mut().unwrap().blocks = vec![0; HASH_BYTES * 4_097]).await;
     assert_eq!(many.code(), Code::InvalidArgument);
     cluster.shutdown().await;
 }

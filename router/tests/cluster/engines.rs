@@ -16,7 +16,7 @@ use tokio::io::{AsyncBufReadExt, BufReader};
 use zeromq::{PubSocket, Socket, SocketSend, ZmqMessage};
 
 use crate::residency::load;
-use kvfleet_testkit::cluster::{Cluster, until};
+use kvfleet_testkit::cluster::{Cluster, HashBytes, until};
 use kvfleet_testkit::ports::unused_address;
 use kvfleet_testkit::write_secret;
 
@@ -26,7 +26,7 @@ const RECORDED: &str = include_str!("../../../engine-events/testdata/vllm-0.32.0
 /// Secret of the tenant with the salt `tenant-a`.
 const SECRET: [u8; 32] = [0x0a; 32];
 
-fn hashes(secret: &[u8; 32], tokens: Range<u32>) -> Vec<[u8; 16]> {
+fn hashes(secret: &[u8; 32], tokens: Range<u32>) -> Vec<HashBytes> {
     let manifest = IdentityManifest { block_tokens: 32, ..IdentityManifest::default() };
     let hasher = PrefixHasher::new(&manifest, secret);
     let (mut chain, mut blocks) = (hasher.start(), Vec::new());
@@ -61,7 +61,7 @@ async fn cluster(events: &str, replay: &str) -> Cluster {
 }
 
 /// Chosen instance and its resident blocks for a request of these blocks. Both instances are idle.
-async fn routed(cluster: &Cluster, sequence: &mut u64, hashes: &[[u8; 16]]) -> (u32, u32) {
+async fn routed(cluster: &Cluster, sequence: &mut u64, hashes: &[HashBytes]) -> (u32, u32) {
     *sequence += 1;
     for instance in [7, 8] {
         cluster.client(1).report(load(instance, *sequence)).await.unwrap();
@@ -132,7 +132,7 @@ async fn vllm_events_attract_requests() {
 }
 
 /// Number of these blocks listed as resident, regardless of load.
-async fn resident(cluster: &Cluster, sequence: &mut u64, hashes: &[[u8; 16]]) -> u32 {
+async fn resident(cluster: &Cluster, sequence: &mut u64, hashes: &[HashBytes]) -> u32 {
     routed(cluster, sequence, hashes).await.1
 }
 

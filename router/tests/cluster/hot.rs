@@ -13,7 +13,7 @@ use pb::route_reply::Answer;
 
 use crate::copies::{CopyTarget, evacuate, join};
 use crate::residency::load;
-use kvfleet_testkit::cluster::{Cluster, FakeNode, holders, prefix, until};
+use kvfleet_testkit::cluster::{Cluster, FakeNode, HashBytes, holders, prefix, until};
 
 /// Block size that a joining node reports.
 const BLOCK_BYTES: u64 = 4_096;
@@ -47,7 +47,7 @@ impl HotCluster {
     }
 
     /// Stores blocks on node 1 and waits until every router knows.
-    async fn held(&mut self, seed: u64) -> Vec<[u8; 16]> {
+    async fn held(&mut self, seed: u64) -> Vec<HashBytes> {
         let blocks = prefix(seed, 8);
         let seen = self.holder.store(&blocks).await;
         for router in self.cluster.running() {
@@ -60,7 +60,7 @@ impl HotCluster {
         &self,
         router: u64,
         instance: u32,
-        blocks: &[[u8; 16]],
+        blocks: &[HashBytes],
         pinned_instance: bool,
     ) -> pb::Decision {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);

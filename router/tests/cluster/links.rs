@@ -8,7 +8,7 @@ use std::cell::Cell;
 use kvfleet_proto::pb;
 
 use crate::residency::{decided, load};
-use kvfleet_testkit::cluster::{Cluster, FakeNode, prefix, until};
+use kvfleet_testkit::cluster::{Cluster, FakeNode, HashBytes, prefix, until};
 
 const QUIC: u32 = 3;
 const TCP: u32 = 4;
@@ -33,7 +33,7 @@ fn sample(node: &FakeNode, (path, tier): (u32, u32), bytes_per_s: u64) -> pb::Li
 /// Reports of an instance without its own node, until the decision is as expected.
 struct ReportingInstance<'a> {
     cluster: &'a Cluster,
-    blocks: &'a [[u8; 16]],
+    blocks: &'a [HashBytes],
     sequence: Cell<u64>,
 }
 
@@ -58,13 +58,13 @@ impl ReportingInstance<'_> {
     }
 }
 
-fn on_ssd(blocks: &[[u8; 16]]) -> pb::Change {
+fn on_ssd(blocks: &[HashBytes]) -> pb::Change {
     let stored = pb::Stored { parent: Vec::new(), blocks: blocks.concat(), tier: 0 };
     pb::Change { change: Some(pb::change::Change::Stored(stored)) }
 }
 
 /// Two nodes with the same blocks, the first in DRAM and the second on SSD.
-async fn nodes(cluster: &Cluster, blocks: &[[u8; 16]]) -> (FakeNode, FakeNode) {
+async fn nodes(cluster: &Cluster, blocks: &[HashBytes]) -> (FakeNode, FakeNode) {
     let (mut memory, ssd) = (cluster.node(1).await, cluster.node(2).await);
     memory.store(blocks).await;
     ssd.send(ssd.seq, vec![on_ssd(blocks)]).await;

@@ -5,11 +5,11 @@ use kvfleet_proto::pb;
 use pb::route_reply::Answer;
 
 use crate::residency::load;
-use kvfleet_testkit::cluster::{Cluster, prefix, until};
+use kvfleet_testkit::cluster::{Cluster, HashBytes, prefix, until};
 
 const BLOCKS: u64 = 8;
 
-fn request(number: u64, hashes: &[[u8; 16]]) -> pb::RouteRequest {
+fn request(number: u64, hashes: &[HashBytes]) -> pb::RouteRequest {
     let blocks = hashes.len() as u32;
     pb::RouteRequest {
         request: number,

@@ -20,7 +20,7 @@ async fn world() -> (Cluster, FakeNode) {
 /// Lists an unannounced block on one replica, as a flipped bit would, and persists it.
 async fn make_wrong(cluster: &Cluster, router: u64) {
     let of = cluster.routers[usize::try_from(router - 1).unwrap()].as_ref().unwrap();
-    of.list_unannounced_block(1, NodeId(1), BlockHash([77; 16])).await;
+    of.list_unannounced_block(1, NodeId(1), BlockHash([77; _])).await;
     until("a snapshot", || async { (shard(cluster, router).await?.snapshot_index > 0).then_some(()) }).await;
 }
 

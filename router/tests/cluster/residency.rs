@@ -3,12 +3,13 @@
 
 use std::cell::Cell;
 
+use kv_core::id::HASH_BYTES;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::residency_reply::Body as Reply;
 use tonic::Code;
 
-use kvfleet_testkit::cluster::{Cluster, cleared, prefix, resident, stored, until};
+use kvfleet_testkit::cluster::{Cluster, HashBytes, cleared, prefix, resident, stored, until};
 
 const EPOCH: u64 = 1_000;
 
@@ -47,7 +48,7 @@ fn runs(reply: &pb::LookupReply) -> Vec<MergedRunRow> {
     reply.runs.iter().map(run).collect()
 }
 
-pub async fn decided(cluster: &Cluster, hashes: &[[u8; 16]]) -> pb::Decision {
+pub async fn decided(cluster: &Cluster, hashes: &[HashBytes]) -> pb::Decision {
     let blocks = u32::try_from(hashes.len()).unwrap();
     let request = pb::RouteRequest {
         request: 1,
@@ -282,7 +283,7 @@ async fn invalid_reports_are_refused_as_a_whole() {
     assert_eq!(runs(&cluster.lookup(1, &blocks, vec![]).await), [], "a refused report has no effect");
 
     // Unknown parents and blocks are no error: an engine may have lost their ancestors.
-    let stray = pb::Stored { parent: vec![9; 16], blocks: blocks.concat(), tier: 2 };
+    let stray = pb::Stored { parent: vec![9; HASH_BYTES], blocks: blocks.concat(), tier: 2 };
     let gone = pb::Dropped { blocks: prefix(78, 9).concat(), tier: 2, cause: 0 };
     let changes = [pb::change::Change::Stored(stray), pb::change::Change::Dropped(gone)];
     let changes = changes.map(|change| pb::Change { change: Some(change) }).to_vec();

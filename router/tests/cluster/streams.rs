@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use kv_core::id::HASH_BYTES;
 use kvfleet_errors_doc::says;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::route_stream_reply::Answer;
@@ -115,7 +116,7 @@ async fn an_invalid_request_is_refused_alone() {
     let wrong = [
         pb::RouteRequest { hashes: vec![1; 17], ..question(1) },
         // Longer than any prompt, but below the message limit.
-        pb::RouteRequest { hashes: vec![1; 16 * 65_537], ..question(2) },
+        pb::RouteRequest { hashes: vec![1; HASH_BYTES * 65_537], ..question(2) },
         pb::RouteRequest { block_tokens: 0, ..question(3) },
         pb::RouteRequest { input_tokens: u32::MAX, ..question(4) },
         pb::RouteRequest {

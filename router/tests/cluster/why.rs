@@ -8,12 +8,12 @@ use kvfleet_proto::pb;
 use prometheus::Registry;
 
 use crate::residency::load;
-use kvfleet_testkit::cluster::{Cluster, FakeNode, prefix, until};
+use kvfleet_testkit::cluster::{Cluster, FakeNode, HashBytes, prefix, until};
 
 const BLOCKS: u64 = 8;
 
 /// Routes a request of these blocks to one eligible instance.
-async fn route(cluster: &Cluster, request: u64, hashes: &[[u8; 16]], instance: u32) {
+async fn route(cluster: &Cluster, request: u64, hashes: &[HashBytes], instance: u32) {
     let blocks = hashes.len() as u32;
     let request = pb::RouteRequest {
         request,

@@ -94,7 +94,7 @@ macro_rules! behaviour_suite {
 /// The hash of block `number`.
 #[must_use]
 pub fn hash(number: u32) -> BlockHash {
-    let mut bytes = [0xAB; 16];
+    let mut bytes = [0xAB; _];
     bytes[..4].copy_from_slice(&number.to_le_bytes());
     BlockHash(bytes)
 }

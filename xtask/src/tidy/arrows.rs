@@ -19,8 +19,8 @@ const ARROWS_COLUMN: &str = "may depend on";
 
 /// Packages that the pure crate may link: none reads a clock, a file or a socket, or spawns
 /// threads.
-const CORE_PACKAGES: [&str; 7] =
-    ["aes", "blake3", "hashbrown", "kvfleet-cpu", "smallvec", "thiserror", "xxhash-rust"];
+const CORE_PACKAGES: [&str; 6] =
+    ["blake3", "hashbrown", "kvfleet-cpu", "smallvec", "thiserror", "xxhash-rust"];
 
 /// Packages that the crate of CPU instructions may link, for the same reason.
 const CPU_PACKAGES: [&str; 1] = ["crc32c"];

@@ -14,7 +14,6 @@ const UNSAFE_FILES: &[&str] = &[
     "client/c/src/slices.rs",
     "client/c/tests/hostile/main.rs",
     "client/c/tests/hostile/prefill.rs",
-    "cpu/src/block_hash/x86.rs",
     "cpu/src/bytes.rs",
     "cpu/src/cache.rs",
     "cpu/src/copy/avx512.rs",

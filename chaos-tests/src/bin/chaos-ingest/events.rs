@@ -67,10 +67,10 @@ impl Events {
     /// The other bits of a hash, different for each block of each node.
     fn unique_hash(&self, block: u64) -> BlockHash {
         let spread = |number: u64| number.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes();
-        let mut hash = [0; 16];
+        let mut hash = [0; _];
         hash[1..5].copy_from_slice(&spread(block << 24 | u64::from(self.node))[4..]);
         hash[5..9].copy_from_slice(&self.node.to_le_bytes());
-        hash[9..].copy_from_slice(&spread(block)[..7]);
+        hash[9..16].copy_from_slice(&spread(block)[..7]);
         BlockHash(hash)
     }
 }

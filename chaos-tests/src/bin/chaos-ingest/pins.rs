@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use chaos_tests::cluster::{Client, RouterClients, SuiteError};
+use kv_core::id::HASH_BYTES;
 use kvfleet_proto::pb;
 use tonic::Status;
 
@@ -45,7 +46,7 @@ pub(crate) async fn call_times(contacts: RouterClients, span: Duration) -> Resul
 
 async fn pin_and_unpin(client: &mut Client, pin: u64) -> Result<[Duration; 2], Status> {
     let pinned =
-        pb::PinRequest { pin, owner: OWNER.into(), blocks: vec![7; 16], ..pb::PinRequest::default() };
+        pb::PinRequest { pin, owner: OWNER.into(), blocks: vec![7; HASH_BYTES], ..pb::PinRequest::default() };
     let start = Instant::now();
     client.pin(pinned).await?;
     let middle = Instant::now();

@@ -227,6 +227,7 @@ fn each_null_argument_is_refused() {
         let (mut hasher, mut other): (*mut HasherHandle, *mut QueueHandle) = (null_mut(), null_mut());
         assert_eq!(kvf_hasher_open(&raw const model, salt.as_ptr(), &raw mut hasher), status::OK);
         let (mut hash, mut count, tokens) = (abi::Hash::default(), 0, [1u32; 512]);
+        let mut identity = abi::Identity::default();
         let (hash, count) = (&raw mut hash, &raw mut count);
         for (status, what) in [
             (kvf_queue_open(null_mut(), null(), &raw mut other), "client"),
@@ -239,7 +240,7 @@ fn each_null_argument_is_refused() {
             (kvf_hasher_open(null(), salt.as_ptr(), &raw mut hasher), "model"),
             (kvf_hasher_open(&raw const model, null(), &raw mut hasher), "tenant_salt"),
             (kvf_hasher_open(&raw const model, salt.as_ptr(), null_mut()), "hasher"),
-            (kvf_hasher_identity(null(), hash), "hasher"),
+            (kvf_hasher_identity(null(), &raw mut identity), "hasher"),
             (kvf_hasher_identity(hasher, null_mut()), "identity"),
             (kvf_hasher_blocks(null(), tokens.as_ptr(), 512, hash, 1, count), "hasher"),
             (kvf_hasher_blocks(hasher, null(), 512, hash, 1, count), "tokens"),
@@ -551,11 +552,7 @@ struct CallMemory {
 
 impl CallMemory {
     fn new() -> Box<CallMemory> {
-        Box::new(CallMemory {
-            bytes: [0; 24],
-            slice_bytes: [8, 4],
-            hashes: [abi::Hash { bytes: [1; 16] }; 2],
-        })
+        Box::new(CallMemory { bytes: [0; 24], slice_bytes: [8, 4], hashes: [abi::Hash { bytes: [1; _] }; 2] })
     }
 
     fn slices(&mut self) -> [*mut c_void; 4] {
@@ -1032,7 +1029,7 @@ fn hashes_match_the_library_and_fit_the_array() {
         let status = kvf_hasher_open(&raw const unfinished, salt.as_ptr(), &raw mut hasher);
         assert_refused(status, status::INVALID, "rope is null");
         assert_eq!(kvf_hasher_open(&raw const model, salt.as_ptr(), &raw mut hasher), status::OK);
-        let mut identity = abi::Hash::default();
+        let mut identity = abi::Identity::default();
         assert_eq!(kvf_hasher_identity(hasher, &raw mut identity), status::OK);
         assert_eq!(identity.bytes, manifest.digest().0);
         let mut hashes = [abi::Hash::default(); 3];

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::random::any_command;
 use super::*;
+use crate::id::HASH_BYTES;
 
 fn decode_error(bytes: &[u8]) -> CodecError {
     Command::decode(bytes).unwrap_err()
@@ -56,7 +57,7 @@ proptest! {
         mut bytes in prop::collection::vec(any::<u8>(), 2..200),
         tag in 0u8..10,
     ) {
-        (bytes[0], bytes[1]) = (1, tag);
+        (bytes[0], bytes[1]) = (5, tag);
         if let Ok(command) = Command::decode(&bytes) {
             prop_assert_eq!(command.encode(), bytes);
         }
@@ -81,7 +82,7 @@ fn the_format_is_pinned() {
         ),
         announcement(1, 1, 1, vec![moved([3], Tier::Dram, Tier::Ssd), dropped([4], Tier::Gpu)]),
     ]);
-    let heads = "0404".to_owned()
+    let heads = "0504".to_owned()
         + "02"
         + "ac020201"
         + "04"
@@ -96,17 +97,17 @@ fn the_format_is_pinned() {
     assert_eq!(hex(&command.encode()), heads + &hashes);
     let unpin = |ends_ms| Command::Unpin { pin: PinId(9), owner: "ops".to_owned(), ends_ms };
     let small = [
-        (fence(5, 128), "0402058001"),
-        (leave(0, 1), "04030001"),
-        (Command::SetQuota { tenant: TenantId(1), bytes: Some(0) }, "0407010100"),
-        (Command::SetTtl { group: TtlGroupId(1), ttl_ms: None }, "04080100"),
-        (Command::SetGeneration(Generation(300)), "040aac02"),
-        (unpin(None), "040609036f707300"),
-        (unpin(Some(300)), "040609036f707301ac02"),
-        (Command::Pin(pin(9, "", [])), "04050900000000"),
+        (fence(5, 128), "0502058001"),
+        (leave(0, 1), "05030001"),
+        (Command::SetQuota { tenant: TenantId(1), bytes: Some(0) }, "0507010100"),
+        (Command::SetTtl { group: TtlGroupId(1), ttl_ms: None }, "05080100"),
+        (Command::SetGeneration(Generation(300)), "050aac02"),
+        (unpin(None), "050609036f707300"),
+        (unpin(Some(300)), "050609036f707301ac02"),
+        (Command::Pin(pin(9, "", [])), "05050900000000"),
         (
             Command::Pin(Pin { kind: PinKind::Soft, ends_ms: Some(300), ..pin(9, "", []) }),
-            "040509000101ac0200",
+            "050509000101ac0200",
         ),
     ];
     for (command, expected) in small {
@@ -123,19 +124,19 @@ fn a_run_costs_little_more_than_its_hashes() {
         tier: Tier::Dram,
     };
     let record = Command::Announce(vec![announcement(1, 1, 1, (0..runs).map(run).collect())]).encode();
-    assert!(record.len() as u64 <= runs * (16 * 16 + 2) + 16, "{} bytes", record.len());
+    assert!(record.len() as u64 <= runs * (16 * HASH_BYTES as u64 + 2) + 16, "{} bytes", record.len());
 }
 
 #[test]
 fn errors_name_position_and_reason() {
     let text = |bytes: &[u8]| decode_error(bytes).to_string();
     assert_eq!(text(&[]), "ends at byte 0, but 1 more bytes must follow");
-    assert_eq!(text(&[1, 1]), "format 1 is unknown, this release reads 4: use the release that wrote it");
-    assert_eq!(text(&[4, 99]), "command tag at byte 1 is 99, which is not valid");
-    assert_eq!(text(&[4, 2, 5]), "ends at byte 3, but 1 more bytes must follow");
-    assert_eq!(text(&[4, 2, 5, 1, 0, 0]), "ends at byte 4, but 2 more bytes follow");
-    assert_eq!(text(&[4, 8, 1, 7]), "time to live at byte 3 is 7, which is not valid");
-    assert_eq!(text(&[4, 6, 1, 2, b'a', 0xff]), "owner at byte 5 is 255, which is not valid");
+    assert_eq!(text(&[1, 1]), "format 1 is unknown, this release reads 5: use the release that wrote it");
+    assert_eq!(text(&[5, 99]), "command tag at byte 1 is 99, which is not valid");
+    assert_eq!(text(&[5, 2, 5]), "ends at byte 3, but 1 more bytes must follow");
+    assert_eq!(text(&[5, 2, 5, 1, 0, 0]), "ends at byte 4, but 2 more bytes follow");
+    assert_eq!(text(&[5, 8, 1, 7]), "time to live at byte 3 is 7, which is not valid");
+    assert_eq!(text(&[5, 6, 1, 2, b'a', 0xff]), "owner at byte 5 is 255, which is not valid");
     let long = vec![1; COMMAND_BYTES_MAX + 1];
     assert_eq!(decode_error(&long), CodecError::TooLong { got: 16_777_217, limit: 16_777_216 });
 }
@@ -143,7 +144,7 @@ fn errors_name_position_and_reason() {
 #[test]
 fn varints_have_one_encoding() {
     // 5 as two bytes, a number above 64 bits, and an unterminated number.
-    let longer = |number: &[u8]| [&[4, 2, 1], number].concat();
+    let longer = |number: &[u8]| [&[5, 2, 1], number].concat();
     assert_eq!(decode_error(&longer(&[0x85, 0])), CodecError::Invalid { what: "epoch", at: 3, got: 5 });
     let above = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x02];
     assert!(matches!(decode_error(&longer(&above)), CodecError::Invalid { what: "epoch", at: 3, .. }));
@@ -151,7 +152,7 @@ fn varints_have_one_encoding() {
     let most = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x01];
     assert_eq!(Command::decode(&longer(&most)), Ok(fence(1, u64::MAX)));
     // A node number above 32 bits.
-    let node = [4, 2, 0xff, 0xff, 0xff, 0xff, 0x1f, 1];
+    let node = [5, 2, 0xff, 0xff, 0xff, 0xff, 0x1f, 1];
     assert_eq!(decode_error(&node), CodecError::Invalid { what: "node", at: 2, got: (1 << 33) - 1 });
 }
 
@@ -160,11 +161,11 @@ fn counts_do_not_reserve_memory() {
     // Each count claims far more than is present; reserving memory for it would abort the process.
     let huge = [0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f];
     let claims: [(&str, Vec<u8>); 5] = [
-        ("announcements", vec![4, 4]),
-        ("changes", vec![4, 4, 1, 1, 1, 1]),
-        ("blocks", vec![4, 4, 1, 1, 1, 1, 1, 1]),
-        ("pinned blocks", vec![4, 5, 1, 0, 0, 0]),
-        ("text", vec![4, 6, 1]),
+        ("announcements", vec![5, 4]),
+        ("changes", vec![5, 4, 1, 1, 1, 1]),
+        ("blocks", vec![5, 4, 1, 1, 1, 1, 1, 1]),
+        ("pinned blocks", vec![5, 5, 1, 0, 0, 0]),
+        ("text", vec![5, 6, 1]),
     ];
     for (what, start) in claims {
         let error = decode_error(&[start, huge.to_vec()].concat());
@@ -175,7 +176,7 @@ fn counts_do_not_reserve_memory() {
 #[test]
 fn headers_of_one_record_are_bounded() {
     // A change takes one byte here and sixty in memory.
-    let mut record = vec![4, 4, 1, 1, 1, 1, 0x81, 0x80, 0x40];
+    let mut record = vec![5, 4, 1, 1, 1, 1, 0x81, 0x80, 0x40];
     record.resize(record.len() + (1 << 20) + 1, 0);
     assert!(matches!(decode_error(&record), CodecError::Invalid { what: "changes", .. }));
 }
@@ -183,7 +184,7 @@ fn headers_of_one_record_are_bounded() {
 #[test]
 fn changes_have_one_encoding() {
     let change = |head: u8, rest: &[u8]| {
-        let record = [&[4, 4, 1, 1, 1, 1, 1, head], rest].concat();
+        let record = [&[5, 4, 1, 1, 1, 1, 1, head], rest].concat();
         Command::decode(&record).map(|_| ())
     };
     let invalid = |what, got| Err(CodecError::Invalid { what, at: 7, got });
@@ -199,6 +200,6 @@ fn changes_have_one_encoding() {
     assert_eq!(change(1 | 3 << 6, &[0]), invalid("parent", 192), "two parents");
     // An explicit parent that equals the previous hash: only the short form is valid.
     let a = block(1).0;
-    let twice = [&[4, 4, 1, 1, 1, 1, 2, 1, 1, 1 | 1 << 6, 0][..], &a, &a].concat();
+    let twice = [&[5, 4, 1, 1, 1, 1, 2, 1, 1, 1 | 1 << 6, 0][..], &a, &a].concat();
     assert_eq!(decode_error(&twice), CodecError::Invalid { what: "parent", at: 9, got: 64 });
 }

@@ -219,8 +219,11 @@ fn similar_hashes_are_all_found() {
     // Counters in either half of the hash, as in hand-made hashes.
     let mut index = Fixture::with_nodes(1);
     let hash = |number: u64| {
-        let shift = if number.is_multiple_of(2) { 0 } else { 64 };
-        BlockHash((u128::from(number) << shift).to_le_bytes())
+        if number.is_multiple_of(2) {
+            BlockHash::from_words(number, 0)
+        } else {
+            BlockHash::from_words(0, number)
+        }
     };
     let hashes: Vec<BlockHash> = (0..20_000).map(hash).collect();
     index.announce_next(1, vec![Change::Stored { parent: None, blocks: hashes.clone(), tier: D }]);

@@ -5,6 +5,7 @@ use proptest::prelude::*;
 
 use super::reference::ReferenceIndex;
 use super::*;
+use crate::id::HASH_BYTES;
 
 /// Nodes drawn: more than the limits of [`tight`] admit.
 pub(super) const NODES: u32 = 6;
@@ -245,7 +246,7 @@ pub(super) fn request() -> impl Strategy<Value = Vec<BlockHash>> {
 
 /// Any command with numbers of any size, for the codec.
 pub(super) fn any_command() -> impl Strategy<Value = Command> {
-    let hash = || any::<[u8; 16]>().prop_map(BlockHash);
+    let hash = || any::<[u8; HASH_BYTES]>().prop_map(BlockHash);
     let hashes = move || prop::collection::vec(hash(), 0..6);
     let change = prop_oneof![
         (prop::option::of(hash()), hashes(), tier()).prop_map(|(parent, blocks, tier)| Change::Stored {

@@ -302,7 +302,7 @@ impl HotPrefixes {
             chance.holders.iter().any(|holder| (holder.node, holder.epoch) == (source.node, source.epoch))
         };
         let mut following: BTreeMap<BlockHash, (f64, BlockHash, u64)> = BTreeMap::new();
-        let there = (destination, BlockHash([0; 16]))..=(destination, BlockHash([u8::MAX; 16]));
+        let there = (destination, BlockHash([0; _]))..=(destination, BlockHash([u8::MAX; _]));
         for ((_, key), chance) in chances.range(there).filter(|(_, chance)| holds(chance)) {
             let Some(parent) = chance.parent else { continue };
             let next = (chance.gain_us, *key, chance.bytes);

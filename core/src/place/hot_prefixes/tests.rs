@@ -16,11 +16,7 @@ const SEGMENT_BYTES: u64 = BLOCK * SEGMENT as u64;
 /// Blocks of a prompt with this number.
 fn prompt(number: u8, segments: usize) -> Vec<BlockHash> {
     (0..segments * SEGMENT)
-        .map(|at| {
-            let mut bytes = [number; 16];
-            bytes[8..].copy_from_slice(&(at as u64).to_be_bytes());
-            BlockHash(bytes)
-        })
+        .map(|at| BlockHash::from_words(u64::from_le_bytes([number; _]), (at as u64).swap_bytes()))
         .collect()
 }
 

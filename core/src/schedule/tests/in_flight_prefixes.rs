@@ -3,9 +3,7 @@
 use super::*;
 
 fn hash(number: u32) -> BlockHash {
-    let mut bytes = [0; 16];
-    bytes[..4].copy_from_slice(&number.to_le_bytes());
-    BlockHash(bytes)
+    BlockHash::from_words(number.into(), 0)
 }
 
 /// Blocks of a prompt: `shared` common ones, then its own.

@@ -5,7 +5,7 @@ use super::*;
 /// Hashes of blocks of ten tokens with a common prefix of `alike` blocks.
 fn hashes(alike: u64, salt: u64, blocks: u64) -> Vec<BlockHash> {
     let of = |nth: u64| if nth < alike { nth } else { salt * 1_000_000 + nth };
-    (0..blocks).map(|nth| BlockHash(u128::from(of(nth) + 1).to_be_bytes())).collect()
+    (0..blocks).map(|nth| BlockHash::from_words(0, of(nth) + 1)).collect()
 }
 
 fn asked(hashes: &[BlockHash], id: u64) -> RouteRequest {

@@ -54,7 +54,7 @@ pub(super) fn request(blocks: u32) -> RouteRequest {
         tenant: TenantId(0),
         category: Category::default(),
         blocks,
-        first_block: (blocks > 0).then_some(BlockHash([9; 16])),
+        first_block: (blocks > 0).then_some(BlockHash([9; _])),
         block_tokens: BLOCK_TOKENS,
         input_tokens: blocks * BLOCK_TOKENS,
         output_tokens: 0,

@@ -3,7 +3,7 @@
 use super::*;
 
 fn hashes(blocks: u64) -> Vec<BlockHash> {
-    (1..=blocks).map(|nth| BlockHash(u128::from(nth).to_be_bytes())).collect()
+    (1..=blocks).map(|nth| BlockHash::from_words(0, nth)).collect()
 }
 
 fn after_ms(ms: u64) -> Timestamp {

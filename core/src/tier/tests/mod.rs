@@ -96,10 +96,7 @@ pub(super) fn blocks_with_gpu(gpu: u64, dram: u64, ssd: u64) -> Book {
 }
 
 pub(super) fn hash(number: u64) -> BlockHash {
-    let mut bytes = [0u8; 16];
-    bytes[..8].copy_from_slice(&number.to_le_bytes());
-    bytes[8..].copy_from_slice(&number.to_le_bytes());
-    BlockHash(bytes)
+    BlockHash::from_words(number, number)
 }
 
 pub(super) fn requester(lease: u64) -> Requester {

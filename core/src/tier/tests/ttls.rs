@@ -19,10 +19,10 @@ fn present(book: &Book, numbers: std::ops::Range<u64>) -> Vec<u64> {
 
 #[test]
 fn prefix_is_in_one_group_and_every_group_is_reachable() {
-    let groups: BTreeSet<TtlGroupId> = (0..=255u8).map(|tag| BlockHash([tag; 16]).ttl_group()).collect();
+    let groups: BTreeSet<TtlGroupId> = (0..=255u8).map(|tag| BlockHash([tag; _]).ttl_group()).collect();
     assert_eq!(groups.len() as u32, TTL_GROUPS);
     assert!(groups.iter().all(|group| group.0 < TTL_GROUPS));
-    let deep = BlockHash([9; 16]).in_chain(200, BlockHash([7; 16]), 12_345);
+    let deep = BlockHash([9; _]).in_chain(200, BlockHash([7; _]), 12_345);
     assert_eq!(deep.ttl_group(), TtlGroupId(200));
 }
 

@@ -8,9 +8,7 @@ use kv_core::id::Tier;
 use proptest::prelude::*;
 
 fn hash(number: u64) -> BlockHash {
-    let mut bytes = [0u8; 16];
-    bytes[..8].copy_from_slice(&number.to_le_bytes());
-    BlockHash(bytes)
+    BlockHash::from_words(number, 0)
 }
 
 fn stored(numbers: std::ops::Range<u64>) -> Change {

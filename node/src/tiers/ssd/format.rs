@@ -15,17 +15,18 @@ pub(crate) const PAGE_BYTES: usize = 4096;
 pub(crate) const TRAILER_BYTES: usize = 128;
 
 /// Length of a footer entry in bytes, and of the footer's trailer.
-pub(crate) const ENTRY_BYTES: usize = 64;
+pub(crate) const ENTRY_BYTES: usize = 72;
 
 /// Offset of the first segment, behind the head of the file.
 pub(crate) const SEGMENTS_AT: u64 = 64 << 10;
 
 const FILE_MAGIC: [u8; 8] = *b"KVFSEG\0\x01";
-const FILE_VERSION: u32 = 1;
+/// 2: block hashes of nineteen bytes.
+const FILE_VERSION: u32 = 2;
 const HEAD_MAGIC: [u8; 4] = *b"KVSH";
 const RECORD_MAGIC: [u8; 4] = *b"KVSR";
 const FOOTER_MAGIC: [u8; 4] = *b"KVSF";
-const TRAILER_CRC_AT: usize = 80;
+const TRAILER_CRC_AT: usize = 88;
 const HEAD_CRC_AT: usize = 32;
 const FOOTER_CRC_AT: usize = 24;
 
@@ -157,11 +158,11 @@ impl RecordHeader {
         out[16..20].copy_from_slice(&self.traits.bytes.to_le_bytes());
         out[20..24].copy_from_slice(&self.generation.0.to_le_bytes());
         out[24..32].copy_from_slice(&self.sequence.to_le_bytes());
-        out[32..48].copy_from_slice(&self.hash.0);
-        out[48..64].copy_from_slice(&self.parent.unwrap_or_default().0);
-        out[64..72].copy_from_slice(&place.head.nonce.to_le_bytes());
-        out[72..76].copy_from_slice(&place.head.segment.to_le_bytes());
-        out[76..80].copy_from_slice(&place.page.to_le_bytes());
+        out[32..51].copy_from_slice(&self.hash.0);
+        out[51..70].copy_from_slice(&self.parent.unwrap_or_default().0);
+        out[72..80].copy_from_slice(&place.head.nonce.to_le_bytes());
+        out[80..84].copy_from_slice(&place.head.segment.to_le_bytes());
+        out[84..88].copy_from_slice(&place.page.to_le_bytes());
         let crc = crc32c::crc32c(&out[..TRAILER_CRC_AT]);
         out[TRAILER_CRC_AT..TRAILER_CRC_AT + 4].copy_from_slice(&crc.to_le_bytes());
     }
@@ -174,12 +175,12 @@ impl RecordHeader {
         {
             return Err("record trailer does not match its checksum");
         }
-        let found = (u64_at(head, 64), u32_at(head, 72), u32_at(head, 76));
+        let found = (u64_at(head, 72), u32_at(head, 80), u32_at(head, 84));
         if found != (place.head.nonce, place.head.segment, place.page) {
             return Err("record belongs to another use or position");
         }
         let numbers = [u32_at(head, 8), u32_at(head, 12), u32_at(head, 16), u32_at(head, 20)];
-        Ok(decode_header(head, 4, 32, 48, numbers, u64_at(head, 24)))
+        Ok(decode_header(head, 4, 32, 51, numbers, u64_at(head, 24)))
     }
 }
 
@@ -217,17 +218,17 @@ pub(crate) fn footer(head: SegmentHead, entries: &[FooterEntry]) -> Vec<u8> {
     let (lines, _) = bytes.as_chunks_mut::<ENTRY_BYTES>();
     for (line, entry) in lines.iter_mut().zip(entries) {
         let header = entry.header;
-        line[..16].copy_from_slice(&header.hash.0);
-        line[16..32].copy_from_slice(&header.parent.unwrap_or_default().0);
-        line[32..40].copy_from_slice(&header.sequence.to_le_bytes());
-        line[40..44].copy_from_slice(&header.tenant.0.to_le_bytes());
-        line[44..48].copy_from_slice(&header.traits.offset_blocks.to_le_bytes());
-        line[48..52].copy_from_slice(&header.traits.bytes.to_le_bytes());
-        line[52..56].copy_from_slice(&entry.page.to_le_bytes());
-        line[56] = header.traits.category.kind as u8;
-        line[57] = header.traits.category.conversation_turn;
-        line[58] = u8::from(header.parent.is_some());
-        line[60..64].copy_from_slice(&header.generation.0.to_le_bytes());
+        line[..19].copy_from_slice(&header.hash.0);
+        line[19..38].copy_from_slice(&header.parent.unwrap_or_default().0);
+        line[38] = header.traits.category.kind as u8;
+        line[39] = header.traits.category.conversation_turn;
+        line[40] = u8::from(header.parent.is_some());
+        line[44..48].copy_from_slice(&header.tenant.0.to_le_bytes());
+        line[48..56].copy_from_slice(&header.sequence.to_le_bytes());
+        line[56..60].copy_from_slice(&header.traits.offset_blocks.to_le_bytes());
+        line[60..64].copy_from_slice(&header.traits.bytes.to_le_bytes());
+        line[64..68].copy_from_slice(&entry.page.to_le_bytes());
+        line[68..72].copy_from_slice(&header.generation.0.to_le_bytes());
     }
     let table = crc32c::crc32c(&bytes[..entries.len() * ENTRY_BYTES]);
     let at = bytes.len() - ENTRY_BYTES;
@@ -271,10 +272,10 @@ impl FooterTrailer {
         }
         let (lines, _) = table.as_chunks::<ENTRY_BYTES>();
         let entry = |line: &[u8; ENTRY_BYTES]| {
-            let sequence = u64_at(line, 32);
-            let numbers = [u32_at(line, 40), u32_at(line, 44), u32_at(line, 48), u32_at(line, 60)];
-            let header = decode_header(line, 56, 0, 16, numbers, sequence);
-            FooterEntry { header, page: u32_at(line, 52) }
+            let sequence = u64_at(line, 48);
+            let numbers = [u32_at(line, 44), u32_at(line, 56), u32_at(line, 60), u32_at(line, 68)];
+            let header = decode_header(line, 38, 0, 19, numbers, sequence);
+            FooterEntry { header, page: u32_at(line, 64) }
         };
         Some(lines.iter().map(entry).collect())
     }
@@ -304,15 +305,15 @@ mod tests {
 
     fn header() -> RecordHeader {
         RecordHeader {
-            hash: BlockHash([3; 16]),
-            parent: Some(BlockHash([2; 16])),
+            hash: BlockHash([3; _]),
+            parent: Some(BlockHash([2; _])),
             tenant: TenantId(9),
             traits: BlockTraits {
                 category: Category { kind: RequestKind::Agent, conversation_turn: 4 },
                 offset_blocks: 17,
                 bytes: 1234,
                 is_partial: false,
-                fingerprint: BlockHash([3; 16]).fingerprint(),
+                fingerprint: BlockHash([3; _]).fingerprint(),
             },
             generation: Generation(0x0102_0304),
             sequence: 88,
@@ -365,7 +366,8 @@ mod tests {
             (end.head == HEAD).then_some(end)?.entries(bytes)
         };
         assert_eq!(read(&bytes).unwrap(), entries);
-        let covered = (0..70 * ENTRY_BYTES).chain(2 * PAGE_BYTES - ENTRY_BYTES..2 * PAGE_BYTES - 36);
+        let trailer_at = 2 * PAGE_BYTES - ENTRY_BYTES;
+        let covered = (0..70 * ENTRY_BYTES).chain(trailer_at..trailer_at + FOOTER_CRC_AT + 4);
         for byte in covered {
             bytes[byte] ^= 1;
             assert_eq!(read(&bytes), None, "byte {byte}");
@@ -393,6 +395,6 @@ mod tests {
         assert_eq!(record_bytes(4096 - TRAILER_BYTES), 4096);
         assert_eq!(record_bytes(4096 - TRAILER_BYTES + 1), 8192);
         assert_eq!(record_pages(8192 - TRAILER_BYTES), 2);
-        assert_eq!((footer_pages(0), footer_pages(63), footer_pages(64)), (1, 1, 2));
+        assert_eq!((footer_pages(0), footer_pages(55), footer_pages(56)), (1, 1, 2));
     }
 }

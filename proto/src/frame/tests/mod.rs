@@ -12,7 +12,7 @@ use proptest::prelude::*;
 mod golden;
 
 const IDENTITY: IdentityDigest = IdentityDigest([1; 16]);
-const HASH: BlockHash = BlockHash([2; 16]);
+const HASH: BlockHash = BlockHash([2; _]);
 
 fn frame(slice_bytes: &[u32]) -> Frame {
     let mut builder = FrameBuilder::new(IDENTITY, HASH, KeyForm::Raw, slice_bytes).unwrap();
@@ -72,12 +72,13 @@ fn a_sealed_frame_parses_verifies_and_returns_its_slices() {
 #[test]
 fn the_layout_is_the_documented_one() {
     let frame = frame(&[3, 5]);
-    assert_eq!(&frame.bytes[..16], b"KVF1\x01\x00\x44\x00\x00\x00\x00\x00\x02\x00\x00\x00");
+    assert_eq!(&frame.bytes[..16], b"KVF1\x02\x00\x48\x00\x00\x00\x00\x00\x02\x00\x00\x00");
     assert_eq!(frame.bytes[16..32], IDENTITY.0);
-    assert_eq!(frame.bytes[32..48], HASH.0);
-    assert_eq!(frame.bytes[48..52], 3u32.to_le_bytes());
-    assert_eq!(frame.bytes[52..56], crc32c::crc32c(&frame.bytes[68..71]).to_le_bytes());
-    assert_eq!(frame.bytes[64..68], crc32c::crc32c(&frame.bytes[..64]).to_le_bytes());
+    assert_eq!(frame.bytes[32..51], HASH.0);
+    assert_eq!(frame.bytes[51], 0);
+    assert_eq!(frame.bytes[52..56], 3u32.to_le_bytes());
+    assert_eq!(frame.bytes[56..60], crc32c::crc32c(&frame.bytes[72..75]).to_le_bytes());
+    assert_eq!(frame.bytes[68..72], crc32c::crc32c(&frame.bytes[..68]).to_le_bytes());
 }
 
 #[test]
@@ -150,7 +151,7 @@ fn rejects_a_destination_of_another_length() {
 #[test]
 fn another_block_or_identity_is_refused() {
     let frame = frame(&[8]);
-    let (block, identity) = (BlockHash([9; 16]), IdentityDigest([9; 16]));
+    let (block, identity) = (BlockHash([9; _]), IdentityDigest([9; 16]));
     assert_eq!(
         verify_every_way(&frame, IDENTITY, block),
         Err(FrameError::BlockMismatch { got: HASH, wanted: block })
@@ -164,7 +165,7 @@ fn another_block_or_identity_is_refused() {
 /// The public fields must not make other bytes trusted.
 #[test]
 fn fields_that_contradict_the_bytes_are_refused() {
-    let (block, identity) = (BlockHash([9; 16]), IdentityDigest([9; 16]));
+    let (block, identity) = (BlockHash([9; _]), IdentityDigest([9; 16]));
     let renamed = Frame { hash: block, ..frame(&[8]) };
     assert_eq!(
         verify_every_way(&renamed, IDENTITY, block),
@@ -181,9 +182,9 @@ fn fields_that_contradict_the_bytes_are_refused() {
 #[test]
 fn an_oversized_table_is_refused_before_memory_is_taken() {
     let mut bytes = frame(&[8]).bytes.to_vec();
-    bytes[48..52].copy_from_slice(&u32::MAX.to_le_bytes());
-    let crc = crc32c::crc32c(&bytes[..56]);
-    bytes[56..60].copy_from_slice(&crc.to_le_bytes());
+    bytes[52..56].copy_from_slice(&u32::MAX.to_le_bytes());
+    let crc = crc32c::crc32c(&bytes[..60]);
+    bytes[60..64].copy_from_slice(&crc.to_le_bytes());
     assert_eq!(parse_header(&bytes), Err(FrameError::TooLarge(u64::from(u32::MAX))));
     says("a frame that claims to be huge", &parse_header(&bytes).unwrap_err(), &[]);
     assert_eq!(Frame::parse(bytes.into()), Err(FrameError::TooLarge(u64::from(u32::MAX))));
@@ -195,8 +196,8 @@ fn other_streams_are_refused_at_their_first_bytes() {
     assert_eq!(parse_header(b"KV"), Ok(BytesNeeded::Header(16)));
     assert_eq!(parse_header(b"GET / HTTP/1.1"), Err(FrameError::Magic));
     let mut newer = frame(&[8]).bytes.to_vec();
-    newer[4] = 2;
-    assert_eq!(parse_header(&newer), Err(FrameError::Version(2)));
+    newer[4] = 3;
+    assert_eq!(parse_header(&newer), Err(FrameError::Version(3)));
     says("bytes that are no frame", &parse_header(b"GET / HTTP/1.1").unwrap_err(), &[]);
     says("a frame of another release", &parse_header(&newer).unwrap_err(), &[]);
 }
@@ -328,8 +329,8 @@ impl VolatileBytes for SharedWords {
 #[test]
 #[cfg(not(miri))]
 fn concurrent_writes_never_pass_verification() {
-    // Header and payload fill whole words: 52 + 3 * 8 = 76, and 4 + 1000 + 1000.
-    let frame = frame(&[4, 1000, 1000]);
+    // Header and payload fill whole words: 56 + 3 * 8 = 80, and 8 + 1000 + 1000.
+    let frame = frame(&[8, 1000, 1000]);
     let words: Vec<u64> =
         frame.bytes.as_chunks::<8>().0.iter().map(|word| u64::from_ne_bytes(*word)).collect();
     let shared = SharedWords(words.iter().map(|word| AtomicU64::new(*word)).collect());

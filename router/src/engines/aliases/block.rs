@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 
 use kv_core::id::BlockHash;
-use kv_core::prefix::Chain;
+use kv_core::prefix::{Chain, ChainNodes};
 use kvfleet_engine_events::events::EngineHash;
 use smallvec::SmallVec;
 
@@ -19,9 +19,9 @@ pub(super) struct Alias {
     pub(super) name: EngineHash,
     pub(super) our_blocks: OurBlocks,
     /// Creation order: a parent's is below its children's.
-    pub(super) order: u64,
+    pub(super) order: EventNumber,
     /// Number of its last departure; 0 if it never left.
-    pub(super) departure: u64,
+    pub(super) departure: EventNumber,
     /// Slot of its parent when this block was stored; the slot may have been reused.
     pub(super) parent_slot: Slot,
     pub(super) hasher: u16,
@@ -29,10 +29,25 @@ pub(super) struct Alias {
     has_before: bool,
     /// Our block before the first one that it has a part of.
     before: BlockHash,
-    /// Chain after our last block that ends in it or before it.
-    pub(super) chain: Chain,
     /// Name of its parent.
     pub(super) parent: Option<EngineHash>,
+    /// Chain after our last block that ends in it or before it, without what that block's hash
+    /// tells.
+    pub(super) chain: ChainNodes,
+}
+
+/// A number of events, in six bytes: enough for a hundred thousand a second over 80 years. It stays
+/// at the highest.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct EventNumber([u8; 6]);
+
+impl EventNumber {
+    pub(super) const MAX: EventNumber = EventNumber([u8::MAX; 6]);
+
+    pub(super) fn new(number: u64) -> Self {
+        let [high, low, rest @ ..] = number.to_be_bytes();
+        if high | low == 0 { Self(rest) } else { Self::MAX }
+    }
 }
 
 const _: () = assert!(size_of::<Option<Alias>>() == 128);
@@ -122,15 +137,15 @@ impl Alias {
         Alias {
             name,
             our_blocks,
-            order,
-            departure: 0,
+            order: EventNumber::new(order),
+            departure: EventNumber::default(),
             parent_slot,
             hasher,
             is_resident: true,
             has_before: before.is_some(),
             before: before.unwrap_or_default(),
-            chain,
             parent,
+            chain: chain.nodes(),
         }
     }
 

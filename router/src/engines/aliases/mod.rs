@@ -24,7 +24,7 @@ use kv_core::prefix::Chain;
 use kvfleet_engine_events::events::{EngineEvent, EngineHash, Medium, RemovedBlocks, StoredBlocks, Tokens};
 use smallvec::SmallVec;
 
-use block::{Alias, ChainPosition, OurBlocks, Part, SplitBlock, SplitBlockId, SplitBlocks};
+use block::{Alias, ChainPosition, EventNumber, OurBlocks, Part, SplitBlock, SplitBlockId, SplitBlocks};
 pub(super) use changes::Changes;
 use names::{KeyedBuildHasher, LOOKUP_BATCH, NameTable, Slot, Tag};
 
@@ -258,7 +258,8 @@ impl Aliases {
             }
             OurBlocks::Part(part) => (alias.before(), part.filled.into()),
         };
-        let Alias { hasher, chain, name, .. } = *alias;
+        let Alias { hasher, name, .. } = *alias;
+        let chain = Chain::resume(alias.chain, before);
         Some(ChainPosition { hasher, chain, before, filled, parent: Some(name), parent_slot: slot })
     }
 
@@ -267,7 +268,7 @@ impl Aliases {
         let mut unheard = Vec::new();
         // A forgotten alias that was learned again elsewhere is no ancestor of those before it, and
         // could form a cycle.
-        let (mut at, mut below) = (parent.and_then(|parent| self.known.find(parent)), u64::MAX);
+        let (mut at, mut below) = (parent.and_then(|parent| self.known.find(parent)), EventNumber::MAX);
         while let Some((slot, alias)) = at.and_then(|slot| Some((slot, self.known.get(slot)?)))
             && !alias.is_resident
             && alias.order < below
@@ -561,7 +562,7 @@ impl Aliases {
         } else {
             self.resident -= 1;
             self.departures += 1;
-            alias.departure = self.departures;
+            alias.departure = EventNumber::new(self.departures);
             self.departed.push_back(slot);
         }
         match &alias.our_blocks {
@@ -636,7 +637,7 @@ impl Aliases {
     /// Forgets the block that left longest ago, unless it returned; returns whether there was one.
     fn forget_oldest(&mut self) -> bool {
         // Each departure has one entry, so the entries hold the last departure numbers.
-        let left = self.departures + 1 - self.departed.len() as u64;
+        let left = EventNumber::new(self.departures + 1 - self.departed.len() as u64);
         let Some(slot) = self.departed.pop_front() else { return false };
         // Skips a block that returned or lost its slot to another one.
         if let Some(alias) = self.known.get(slot)

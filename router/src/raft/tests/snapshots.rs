@@ -35,8 +35,8 @@ fn command(index: u64, command: &Command) -> Entry {
 /// Hashes of one prefix share their first byte.
 fn hash(number: u64) -> BlockHash {
     let own = |number: u64| {
-        let mixed = u128::from((number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        BlockHash((mixed << 64 | mixed).to_le_bytes())
+        let mixed = (number + 1).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        BlockHash::from_words(mixed, mixed)
     };
     own(number).in_chain(7, own(number & !7), number as usize)
 }

@@ -16,7 +16,7 @@ const CHAIN_BLOCKS: u8 = 8;
 pub(super) fn chain(number: u8, blocks: std::ops::Range<u8>) -> Vec<BlockHash> {
     blocks
         .map(|offset| {
-            let mut bytes = [0; 16];
+            let mut bytes = [0; _];
             (bytes[0], bytes[1], bytes[2]) = (number / 2 + 1, number, offset + 1);
             BlockHash(bytes)
         })

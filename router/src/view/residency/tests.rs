@@ -197,7 +197,7 @@ fn too_many_blocks_invalidate_an_instance() {
     // Full batches.
     let whole = INSTANCE_BLOCKS_MAX / BATCH_BLOCKS_MAX as u64;
     let batch = |seq: u64, blocks: u64| {
-        let hash = |number| BlockHash(u128::from(seq << 32 | number).to_be_bytes());
+        let hash = |number| BlockHash::from_words(0, seq << 32 | number);
         Change::Stored { parent: None, blocks: (0..blocks).map(hash).collect(), tier: Tier::Gpu }
     };
     for seq in 1..=whole {

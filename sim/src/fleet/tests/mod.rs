@@ -203,7 +203,7 @@ fn a_prefix_on_another_node_is_fetched_if_that_is_faster() {
 
 #[test]
 fn memory_keeps_running_blocks_and_evicts_the_least_recently_used() {
-    let prompt = |ids: &[u8]| ids.iter().map(|id| kv_core::id::BlockHash([*id; 16])).collect();
+    let prompt = |ids: &[u8]| ids.iter().map(|id| kv_core::id::BlockHash([*id; _])).collect();
     let prompts: Vec<std::sync::Arc<[_]>> = vec![prompt(&[1, 2]), prompt(&[1, 3]), prompt(&[4, 5, 6])];
     let mut memory = GpuMemory::new(512, 4, prompts.into());
     assert_eq!(memory.admit(0, 1_024, 1), Some(0), "two blocks, and one for the output");
@@ -216,7 +216,7 @@ fn memory_keeps_running_blocks_and_evicts_the_least_recently_used() {
     memory.on_end(1);
     assert_eq!((memory.admit(2, 1_536, 1), memory.used_share()), (Some(0), 1.0));
     let gone = memory.take_changes();
-    let of = |id: u8| kv_core::id::BlockHash([id; 16]);
+    let of = |id: u8| kv_core::id::BlockHash([id; _]);
     // The tail of a prefix is evicted before its head, and the older prefix first.
     assert_eq!(
         gone,

@@ -7,6 +7,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::FuzzTarget;
+use crate::id::HASH_BYTES;
 
 /// Longest case, in bytes.
 const CASE_BYTES_MAX: usize = 4_096;
@@ -125,9 +126,9 @@ fn mutated(target: &FuzzTarget, corpus: &[Vec<u8>], chance: &mut SplitMix) -> Ve
 
 fn mutate(target: &FuzzTarget, case: &mut Vec<u8>, corpus: &[Vec<u8>], chance: &mut SplitMix) {
     let record = target.record_bytes;
-    // Most mutations insert or remove whole records. Sixteen bytes are a hash.
+    // Most mutations insert or remove whole records. Nineteen bytes are a hash.
     let at = chance.below(case.len() / record + 1) * record;
-    let many = [1, 2, 1 + chance.below(6), 16, 1 + chance.below(64)][chance.below(5)];
+    let many = [1, 2, 1 + chance.below(6), HASH_BYTES, 1 + chance.below(64)][chance.below(5)];
     let some = (record * many).min(case.len() - at);
     match chance.below(8) {
         0 | 1 => {

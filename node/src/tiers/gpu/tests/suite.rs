@@ -24,7 +24,7 @@ pub(super) fn frame(number: u64, is_large: bool) -> Bytes {
     let slices = SLICES[usize::from(is_large)];
     let len: u32 = slices.iter().sum();
     let payload: Vec<u8> = (0..u64::from(len)).map(|at| (at * 31 + number * 7 + at / 251) as u8).collect();
-    let hash = BlockHash([number as u8; 16]);
+    let hash = BlockHash([number as u8; _]);
     seal(IdentityDigest([3; 16]), hash, KeyForm::Rotated, slices, &payload).unwrap().bytes
 }
 
@@ -203,7 +203,7 @@ fn check_mismatches_are_refused<D: GpuDevice>(device: D) {
     assert!(matches!(bench.tier.put(2, &block.slice(1..)), Err(GpuFault::Frame(_))));
     let long = vec![20_000; 4];
     let payload = vec![0; 80_000];
-    let long = seal(IdentityDigest([3; 16]), BlockHash([1; 16]), KeyForm::Raw, &long, &payload).unwrap();
+    let long = seal(IdentityDigest([3; 16]), BlockHash([1; _]), KeyForm::Raw, &long, &payload).unwrap();
     assert!(long.bytes.len() > 4 * SLOT_ALIGN_BYTES);
     assert_eq!(bench.tier.put(2, &long.bytes), Err(GpuFault::Unknown), "longer than any slot");
     bench.tier.free(record);

@@ -1,10 +1,9 @@
-//! A segment file of format version 1, written once, committed beside this file, and read by the
-//! current code.
+//! A segment file of each format version, written once and committed beside this file. The current
+//! code reads that of version 2, and sets that of version 1 aside.
 //!
 //! A failure here means that an upgrade would make a running node's blocks unreadable, silently if
-//! the version stays the same. A change of the layout needs a new `FILE_VERSION`, and the version 1
-//! file stays unchanged, to be quarantined. Not here: damage of any kind (the parent module,
-//! `crashes`).
+//! the version stays the same. A change of the layout needs a new `FILE_VERSION` and a file of its
+//! own, and these stay unchanged. Not here: damage of any kind (the parent module, `crashes`).
 
 use kv_core::id::{Category, Generation, RequestKind};
 
@@ -12,9 +11,10 @@ use super::*;
 
 /// Each line is an offset and the bytes there, both in hexadecimal; all other bytes are zero.
 const VERSION_1: &str = include_str!("segments-v1.hex");
+const VERSION_2: &str = include_str!("segments-long-hashes.hex");
 
-/// Length of that file: its head and two segments.
-const VERSION_1_BYTES: usize = 3 << 16;
+/// Length of such a file: its head and two segments.
+const FILE_BYTES: usize = 3 << 16;
 
 /// Its blocks. All but the last two fill a sealed segment; those two are in an unsealed one.
 const BLOCKS: std::ops::RangeInclusive<u8> = 1..=9;
@@ -53,10 +53,10 @@ fn golden_header(number: u8) -> RecordHeader {
     }
 }
 
-/// The bytes of the committed file.
-fn version_1() -> Vec<u8> {
-    let mut file = vec![0; VERSION_1_BYTES];
-    for line in VERSION_1.lines().filter(|line| !line.starts_with('#')) {
+/// The bytes of a committed file.
+fn file_of(listing: &str) -> Vec<u8> {
+    let mut file = vec![0; FILE_BYTES];
+    for line in listing.lines().filter(|line| !line.starts_with('#')) {
         let (at, hex) = line.split_once(' ').unwrap();
         let at = usize::from_str_radix(at, 16).unwrap();
         for (nth, byte) in file[at..at + hex.len() / 2].iter_mut().enumerate() {
@@ -84,8 +84,8 @@ fn with_file(bytes: &[u8]) -> (tempfile::TempDir, SsdConfig) {
 }
 
 #[test]
-fn version_1_file_is_read_correctly() {
-    let (_dir, config) = with_file(&version_1());
+fn version_2_file_is_read_correctly() {
+    let (_dir, config) = with_file(&file_of(VERSION_2));
     let mut bench = open(&config);
     assert!(bench.report.quarantined.is_empty(), "{:?}", bench.report.quarantined);
     assert_eq!((bench.report.damaged, bench.report.torn), (0, 0));
@@ -100,7 +100,7 @@ fn version_1_file_is_read_correctly() {
 }
 
 #[test]
-fn current_code_writes_version_1_bytes() {
+fn current_code_writes_version_2_bytes() {
     for uring in [true, false] {
         let dir = tempfile::tempdir().unwrap();
         let mut bench = open(&config(dir.path(), uring));
@@ -113,8 +113,8 @@ fn current_code_writes_version_1_bytes() {
         drop(bench);
         let mut file = std::fs::read(only_file(dir.path())).unwrap();
         // Behind it is the head of the next, prepared segment.
-        file.truncate(VERSION_1_BYTES);
-        let (now, before) = (lines(&file), lines(&version_1()));
+        file.truncate(FILE_BYTES);
+        let (now, before) = (lines(&file), lines(&file_of(VERSION_2)));
         let other = now.lines().zip(before.lines()).find(|(now, before)| now != before);
         assert_eq!(other, None, "the first line that differs, now and before");
         assert_eq!(now.len(), before.len());
@@ -123,17 +123,20 @@ fn current_code_writes_version_1_bytes() {
 
 #[test]
 fn file_of_another_version_is_quarantined_unchanged() {
-    for version in [0u32, 2, u32::MAX] {
-        let mut other = version_1();
+    let other_version = |version: u32| {
+        let mut other = file_of(VERSION_2);
         other[8..12].copy_from_slice(&version.to_le_bytes());
         let crc = crc32c::crc32c(&other[..32]);
         other[32..36].copy_from_slice(&crc.to_le_bytes());
+        other
+    };
+    for other in [file_of(VERSION_1), other_version(0), other_version(3), other_version(u32::MAX)] {
         let (dir, config) = with_file(&other);
         let log = Log::start();
         let mut bench = open(&config);
         let here = dir.path().display().to_string();
         says("an SSD file of another version", &log.line("quarantined"), &[&here]);
-        assert!(bench.report.blocks.is_empty(), "version {version}");
+        assert!(bench.report.blocks.is_empty(), "version {}", other[8]);
         let aside = bench.report.quarantined.clone();
         assert_eq!(aside, vec![dir.path().join("segments.kvs.quarantined")]);
         for number in BLOCKS {

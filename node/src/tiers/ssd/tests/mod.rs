@@ -57,7 +57,7 @@ fn open(config: &SsdConfig) -> SsdBench {
 }
 
 fn hash(number: u8) -> BlockHash {
-    BlockHash([number; 16])
+    BlockHash([number; _])
 }
 
 fn version(number: u8, generation: u32) -> BlockVersion {
