@@ -33,6 +33,7 @@ use crate::copies::CopyDispatcher;
 use crate::copies::hot::{HotCopier, RemoteReadQueue};
 use crate::directives;
 use crate::engines::metrics::EngineMetrics;
+use crate::engines::tenants::Tenants;
 use crate::engines::{self, FollowContext};
 use crate::error::StartError;
 use crate::fleet_reuse_stats::{self, FleetReuseStats};
@@ -142,6 +143,7 @@ impl Router {
             groups: &groups,
             metrics,
             joins_running_cluster: comes_late,
+            tenants: config.engines.has_hash_key().then(|| prepared.tenants()),
             stop: &stop,
         };
         let shared = parts.assemble(cluster, peers);
@@ -281,6 +283,7 @@ struct RouterParts<'a> {
     groups: &'a Groups,
     metrics: Metrics,
     joins_running_cluster: bool,
+    tenants: Option<Arc<Tenants>>,
     stop: &'a CancellationToken,
 }
 
@@ -336,6 +339,7 @@ impl RouterParts<'_> {
         Arc::new(ServerState {
             cluster,
             manifests: self.manifests(&peers, clock),
+            tenants: self.tenants.clone(),
             peers,
             groups: self.groups.clone(),
             fleet,

@@ -62,6 +62,13 @@ pub(crate) struct EngineSetup {
     identity: IdentitySection,
 }
 
+impl EngineSetup {
+    /// The identities and keys of the engines' prefixes.
+    pub(crate) fn tenants(&self) -> Arc<Tenants> {
+        Arc::clone(&self.tenants)
+    }
+}
+
 /// Reads the secrets and binds the ports.
 pub(crate) async fn prepare(config: &EnginesConfig) -> Result<EngineSetup, StartError> {
     let tenants = Arc::new(Tenants::load(config)?);

@@ -19,6 +19,7 @@ mod lookup;
 mod members;
 pub(crate) mod moved_requests;
 pub(crate) mod node_intake;
+mod prompt_tokens;
 mod residency;
 pub(crate) mod route;
 mod status;
@@ -43,6 +44,7 @@ use self::node_intake::NodeIntake;
 use self::route::RouteHints;
 use crate::clock::{Clock, UnixClock};
 use crate::copies::CopyDispatcher;
+use crate::engines::tenants::Tenants;
 use crate::groups::{Group, Groups};
 use crate::manifests::Manifests;
 use crate::metrics::Metrics;
@@ -70,6 +72,8 @@ pub(crate) struct ServerState {
     pub(crate) unix: UnixClock,
     /// Manifests of instances and nodes, to explain identity mismatches.
     pub(crate) manifests: Arc<Manifests>,
+    /// Keys for calls that carry tokens; `None` without a secret or the choice of public hashes.
+    pub(crate) tenants: Option<Arc<Tenants>>,
     /// Copies between nodes, and draining nodes.
     pub(crate) copies: Arc<CopyDispatcher>,
     pub(crate) nodes: NodeIntake,

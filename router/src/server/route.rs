@@ -22,6 +22,7 @@ use tonic::Status;
 use tracing::Instrument;
 
 use super::lookup::{data_address, freshness, holder_to_pb, ready, resident};
+use super::prompt_tokens::hash_tokens;
 use super::why::{self, DecisionContext};
 use super::{ServerState, check, feedback, fresh, millis, moved_requests};
 use crate::metrics::RouteOutcome;
@@ -51,6 +52,7 @@ pub(crate) async fn route(
     hints: RouteHints,
 ) -> Result<pb::RouteReply, Status> {
     caller.require_tenant(TenantId(request.tenant))?;
+    let request = hash_tokens(shared.tenants.as_deref(), caller, request)?;
     let span = tracing::info_span!("route", request = request.request, tenant = request.tenant);
     trace_context::set_parent(&span, &request.traceparent);
     decide(shared, caller, request, hints).instrument(span).await

@@ -15,6 +15,7 @@ mod links;
 mod moved_requests;
 mod nodes;
 mod pinned_requests;
+mod prompt_tokens;
 mod repair;
 mod residency;
 mod restarts;
