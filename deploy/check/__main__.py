@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import image
+import network
 import policy
 import program
 import schemas
@@ -20,7 +21,7 @@ def main(binary):
     found += [*image.problems(*texts), *program.awaited(kvfleet)]
     for overlay in overlays():
         objects = rendered(overlay)
-        lines = [*schemas.problems(objects), *policy.problems(objects), *program.problems(kvfleet, objects)]
+        lines = [*schemas.problems(objects), *policy.problems(objects), *network.problems(objects), *program.problems(kvfleet, objects)]
         print(f"deploy: {overlay.name}: {len(objects)} objects, {len(lines)} problems")
         found += [f"{overlay.name}: {line}" for line in lines]
     for line in found:

@@ -1,6 +1,7 @@
 """What must hold of rendered manifests beyond their schemas: each rule reads all objects and yields a line for each thing that is wrong.
 
-Not here: schemas (`schemas.py`), and asking the program whether it takes what the manifests give it (`program.py`).
+Not here: schemas (`schemas.py`), network policies (`network.py`), and asking the program whether it takes what the manifests give it
+(`program.py`).
 """
 
 import re
@@ -149,9 +150,6 @@ def selectors_match(objects):
     for one in of_kind(objects, "PodDisruptionBudget", "PodMonitor"):
         if not any(matches(one["spec"]["selector"]["matchLabels"], labels) for labels in every):
             yield f"{name(one)} selects nothing"
-    for one in of_kind(objects, "NetworkPolicy"):
-        if not any(matches(one["spec"]["podSelector"].get("matchLabels"), labels) for labels in every):
-            yield f"{name(one)} selects nothing"
 
 
 def monitors_lead_somewhere(objects):
@@ -276,27 +274,6 @@ def nothing_secret_lies_open(objects):
         for key, text in one.get("data", {}).items():
             if secret.search(text):
                 yield f"{name(one)}: {key} holds a secret: that belongs in a Secret"
-
-
-def policies_open_what_there_is(objects):
-    policies = of_kind(objects, "NetworkPolicy")
-    if not policies:
-        return
-    for one, labels, spec in workloads(objects):
-        known, opened = ports_of(spec), set()
-        for policy in policies:
-            if not matches(policy["spec"]["podSelector"].get("matchLabels"), labels):
-                continue
-            for rule in policy["spec"].get("ingress", []):
-                if not rule.get("from") or not rule.get("ports"):
-                    yield f"{name(policy)}: a rule lets everybody in, or to every port"
-                for port in rule.get("ports", []):
-                    key = (port["port"], port.get("protocol", "TCP"))
-                    opened.add(key)
-                    if key not in known:
-                        yield f"{name(policy)}: {name(one)} has no port {key}"
-        for key in set(known) - opened:
-            yield f"{name(one)}: no network policy opens its port {key}"
 
 
 def least_rights(objects):
@@ -474,7 +451,6 @@ RULES = (
     voters_are_the_replicas,
     images_are_named,
     nothing_secret_lies_open,
-    policies_open_what_there_is,
     least_rights,
     one_namespace,
     the_namespace_admits_its_own,

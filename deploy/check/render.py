@@ -12,9 +12,13 @@ import yaml
 DEPLOY = Path(__file__).resolve().parent.parent
 
 
+# An overlay that only the checks render: it has the components that no other overlay has.
+OPENINGS = DEPLOY / "check/openings"
+
+
 def overlays():
-    """Everything that a person may apply, the base first."""
-    return [DEPLOY / "base", *sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml"))]
+    """Everything that a person may apply, the base first, and the overlay of the checks."""
+    return [DEPLOY / "base", *sorted(path.parent for path in DEPLOY.glob("overlays/*/kustomization.yaml")), OPENINGS]
 
 
 def rendered(overlay):
