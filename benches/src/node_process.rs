@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::{Context, bail, ensure};
 use kv_core::id::{BlockHash, Category, IdentityDigest, LeaseId, RequestId, TenantId};
+use kvfleet_net::tls::Role;
 use kvfleet_node::{Node, NodeConfig, ShmSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_transport::{BlockService, RequestContext, SaveOffer, SaveRequest};
@@ -105,7 +106,7 @@ pub(crate) fn asker(lease: u64) -> RequestContext {
 /// Serves until its input closes.
 pub(crate) fn serve(dir: &Path) -> anyhow::Result<()> {
     let mut config = config(dir);
-    config.tls = certificates(dir)?;
+    config.tls = certificates(dir, &Role::Node(None))?;
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let node = runtime.block_on(Node::start(config, &prometheus::Registry::new()))?;
     for size in SIZES {

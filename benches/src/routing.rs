@@ -12,7 +12,8 @@ use anyhow::{Context, bail, ensure};
 use benches::{BenchRow, Better, median, outcome, sorted, thread_cpu_time};
 use kv_core::id::{BlockHash, Category, IdentityDigest, RequestId, TenantId};
 use kvfleet_client::{Client, ClientConfig, RouteAnswer, RouteCall};
-use kvfleet_net::tls::TlsFiles;
+use kvfleet_net::tls::{Role, TlsFiles};
+use kvfleet_node::TlsSection;
 use kvfleet_proto::pb;
 use kvfleet_router::{Router, RouterConfig, RouterHandle, TlsConfig, VoterConfig};
 use tokio::runtime::{Builder, Runtime};
@@ -155,22 +156,24 @@ enum RouterCommand {
 /// A router on a separate thread.
 struct RouterThread {
     address: String,
-    tls: TlsConfig,
+    /// Certificate of its callers.
+    callers: TlsFiles,
     commands: mpsc::Sender<RouterCommand>,
     thread: std::thread::JoinHandle<anyhow::Result<()>>,
 }
 
 impl RouterThread {
     fn start(dir: &Path) -> anyhow::Result<RouterThread> {
-        let tls = certificates(dir)?;
-        let tls = TlsConfig { ca: tls.ca, cert: tls.cert, key: tls.key };
+        let tls = certificates(dir, &Role::Router(None))?;
+        let TlsSection { ca, cert, key } = certificates(dir, &Role::Instance(None))?;
+        let callers = TlsFiles { ca, cert, key };
         let address = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
         let config = RouterConfig {
             id: 1,
             listen: address.clone(),
             voters: vec![VoterConfig { id: 1, address: address.clone() }],
             data_dir: dir.join("router"),
-            tls: tls.clone(),
+            tls: TlsConfig { ca: tls.ca, cert: tls.cert, key: tls.key },
             shards: 1,
             ..RouterConfig::default()
         };
@@ -184,12 +187,11 @@ impl RouterThread {
             }
             bail!("the router is not ready");
         }
-        Ok(RouterThread { address, tls, commands: words, thread })
+        Ok(RouterThread { address, callers, commands: words, thread })
     }
 
     fn client(&self, runtime: &Runtime, route_streams: bool) -> anyhow::Result<Client> {
-        let TlsConfig { ca, cert, key } = self.tls.clone();
-        let identity = TlsFiles { ca, cert, key }.load()?;
+        let identity = self.callers.load()?;
         let config =
             ClientConfig { route_streams, ..ClientConfig::new(vec![self.address.clone()], identity) };
         let _in = runtime.enter();

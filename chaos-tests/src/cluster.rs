@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use kvfleet_net::tls::{Identity, TlsFiles, provider};
+use kv_core::id::RouterId;
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_router::{RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_router::{RouterConfig, VoterConfig};
+use kvfleet_testkit::certificates::{Certificates, RoleChannel};
 use tempfile::TempDir;
-use tonic::transport::{Channel, Endpoint};
 
-use crate::certificates;
 use kvfleet_testkit::ports::unused_address;
 
 /// Routers of a cluster: the smallest number that tolerates one failure.
@@ -29,8 +29,8 @@ pub const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// A failure of the suite itself; violated invariants are reported separately.
 pub type SuiteError = Box<dyn std::error::Error + Send + Sync>;
 
-/// Client of one router.
-pub type Client = RouterClient<Channel>;
+/// Client of one router, which makes each call with a role that may make it.
+pub type Client = RouterClient<RoleChannel>;
 
 /// Clients of all routers. Cheap to clone; independent of the processes.
 #[derive(Clone)]
@@ -72,7 +72,7 @@ impl RouterClients {
 pub struct Cluster {
     program: PathBuf,
     folder: TempDir,
-    tls: TlsFiles,
+    certificates: Certificates,
     addresses: Vec<String>,
     processes: Vec<Option<Child>>,
     router_clients: RouterClients,
@@ -93,19 +93,19 @@ impl Cluster {
     /// If a router does not start.
     pub fn start_with(program: &Path, change: impl Fn(&mut RouterConfig)) -> Result<Cluster, SuiteError> {
         let folder = tempfile::tempdir()?;
-        let tls = certificates::make(folder.path()).map_err(|error| error.to_string())?;
+        let certificates = Certificates::open(folder.path());
         let addresses: Vec<String> = (0..ROUTERS_COUNT).map(|_| unused_address()).collect();
         for position in 0..ROUTERS_COUNT {
-            let mut config = config(position, &addresses, folder.path(), &tls);
+            let mut config = config(position, &addresses, folder.path(), &certificates);
             change(&mut config);
             std::fs::write(config_path(folder.path(), position), toml::to_string(&config)?)?;
         }
-        let contacts = router_clients(&addresses, &tls)?;
+        let contacts = router_clients(&addresses, &certificates);
         let processes = (0..ROUTERS_COUNT).map(|_| None).collect();
         let mut cluster = Cluster {
             program: program.to_owned(),
             folder,
-            tls,
+            certificates,
             addresses,
             processes,
             router_clients: contacts,
@@ -128,11 +128,11 @@ impl Cluster {
         let position = self.processes.len();
         let mut addresses = self.addresses.clone();
         addresses.push(unused_address());
-        let mut config = config(position, &addresses, self.folder.path(), &self.tls);
+        let mut config = config(position, &addresses, self.folder.path(), &self.certificates);
         (config.join, config.voters, config.advertise) = (true, Vec::new(), addresses[position].clone());
         change(&mut config);
         std::fs::write(config_path(self.folder.path(), position), toml::to_string(&config)?)?;
-        self.router_clients = router_clients(&addresses, &self.tls)?;
+        self.router_clients = router_clients(&addresses, &self.certificates);
         self.addresses = addresses;
         self.processes.push(None);
         self.start_router(position)?;
@@ -166,12 +166,10 @@ impl Cluster {
         &self.addresses
     }
 
-    /// The TLS identity of the suite.
-    ///
-    /// # Errors
-    /// If the certificates cannot be read.
-    pub fn identity(&self) -> Result<Identity, SuiteError> {
-        Ok(self.tls.load()?)
+    /// The TLS identity of a role.
+    #[must_use]
+    pub fn identity(&self, role: &Role) -> Identity {
+        self.certificates.identity(role)
     }
 
     /// Clients of the routers.
@@ -293,7 +291,7 @@ fn data_dir(folder: &Path, position: usize) -> PathBuf {
     folder.join(format!("data-{position}"))
 }
 
-fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) -> RouterConfig {
+fn config(position: usize, addresses: &[String], folder: &Path, certificates: &Certificates) -> RouterConfig {
     let voters = (1..).zip(addresses).map(|(id, address)| VoterConfig { id, address: address.clone() });
     RouterConfig {
         id: position as u64 + 1,
@@ -301,21 +299,14 @@ fn config(position: usize, addresses: &[String], folder: &Path, tls: &TlsFiles) 
         shards: SHARDS_COUNT,
         voters: voters.collect(),
         data_dir: data_dir(folder, position),
-        tls: TlsConfig { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() },
+        tls: certificates.config(&Role::Router(Some(RouterId(position as u64 + 1)))),
         // Small, so that snapshots and log purges happen within a test.
         snapshot_every_entries: 100,
         ..RouterConfig::default()
     }
 }
 
-fn router_clients(addresses: &[String], tls: &TlsFiles) -> Result<RouterClients, SuiteError> {
-    drop(provider());
-    let identity: Identity = tls.load()?;
-    let client = |address: &String| -> Result<Client, SuiteError> {
-        let endpoint = Endpoint::from_shared(format!("https://{address}"))?
-            .tls_config(identity.client_tls())?
-            .connect_timeout(CALL_TIMEOUT);
-        Ok(RouterClient::new(endpoint.connect_lazy()))
-    };
-    Ok(RouterClients { clients: addresses.iter().map(client).collect::<Result<_, _>>()? })
+fn router_clients(addresses: &[String], certificates: &Certificates) -> RouterClients {
+    let client = |address: &String| RouterClient::new(certificates.callers(address));
+    RouterClients { clients: addresses.iter().map(client).collect() }
 }

@@ -5,7 +5,6 @@
 //! [`oracle`], and the [`invariants`] compare it with the routers' answers. Not here: tests of a
 //! single crate.
 
-pub mod certificates;
 pub mod cluster;
 pub mod decisions;
 pub mod drive;

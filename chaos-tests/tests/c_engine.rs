@@ -13,17 +13,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use chaos_tests::certificates;
 use chaos_tests::waiting::until;
+use kv_core::id::{NodeId, RouterId};
 use kvfleet_client::{Client, ClientConfig};
-use kvfleet_net::tls::TlsFiles;
+use kvfleet_net::tls::{Role, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_router::{Router, RouterConfig, VoterConfig};
+use kvfleet_testkit::certificates::Certificates;
 use kvfleet_testkit::ports::unused_address;
 use prometheus::Registry;
-use tonic::transport::Endpoint;
 
 /// Bytes of a layer's slice; the example's model has 32 layers.
 const SLICE_BYTES: u64 = 1024;
@@ -32,23 +32,22 @@ const LAYERS: u64 = 32;
 /// Rounds of eight cancelled fetches: a second or two.
 const CANCEL_ROUNDS: u32 = 150;
 
-async fn router(place: &Path, files: &TlsFiles) -> (Router, String) {
+async fn router(place: &Path, files: &Certificates) -> (Router, String) {
     let address = unused_address();
-    let TlsFiles { ca, cert, key } = files.clone();
     let config = RouterConfig {
         id: 1,
         listen: address.clone(),
         voters: vec![VoterConfig { id: 1, address: address.clone() }],
         data_dir: place.join("router"),
-        tls: TlsConfig { ca, cert, key },
+        tls: files.config(&Role::Router(Some(RouterId(1)))),
         shards: 1,
         ..RouterConfig::default()
     };
     (Router::start(config, &Registry::new()).await.unwrap(), address)
 }
 
-async fn node(place: &Path, files: &TlsFiles, router: &str) -> Node {
-    let TlsFiles { ca, cert, key } = files.clone();
+async fn node(place: &Path, files: &Certificates, router: &str) -> Node {
+    let TlsFiles { ca, cert, key } = files.files(&Role::Node(Some(NodeId(7))));
     let config = NodeConfig {
         id: 7,
         instance: Some(1),
@@ -117,15 +116,17 @@ async fn check_prefill(program: PathBuf, words: &[OsString]) {
 }
 
 /// The router's record of a request.
-async fn explain(address: &str, files: &TlsFiles, request: u64) -> pb::WhyReply {
-    let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
-    let endpoint = endpoint.tls_config(files.load().unwrap().client_tls()).unwrap();
-    let mut router = RouterClient::new(endpoint.connect_lazy());
+async fn explain(address: &str, files: &Certificates, request: u64) -> pb::WhyReply {
+    let mut router = RouterClient::new(files.callers(address));
     router.why(pb::WhyRequest { request }).await.unwrap().into_inner()
 }
 
 /// Runs `reports.c` and checks the router's view of it: load, link, request outcome, and leave.
-async fn check_reporting_engine(program: PathBuf, (words, files): (&[OsString], &TlsFiles), client: &Client) {
+async fn check_reporting_engine(
+    program: PathBuf,
+    (words, files): (&[OsString], &Certificates),
+    client: &Client,
+) {
     let mut child =
         Command::new(program).args(words).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
     let instance = || async {
@@ -169,21 +170,24 @@ async fn c_engine_reads_back_its_bytes_and_owns_finished_memory() {
     // Referenced, so that the library is built for linking.
     assert_eq!(kvfleet_client_c::entry::kvf_abi_version(), kvfleet_client_c::abi::ABI_VERSION);
     let place = tempfile::tempdir().unwrap();
-    let files = certificates::make(place.path()).unwrap();
+    let files = Certificates::open(place.path());
     let (router, address) = router(place.path(), &files).await;
     let node = node(place.path(), &files, &address).await;
-    let client = Client::new(ClientConfig::new(vec![address.clone()], files.load().unwrap())).unwrap();
-    let reports = tokio::spawn(report_until_ended(client.clone()));
+    let client =
+        |role: Role| Client::new(ClientConfig::new(vec![address.clone()], files.identity(&role))).unwrap();
+    let (client, engine) = (client(Role::Admin), client(Role::Instance(None)));
+    let reports = tokio::spawn(report_until_ended(engine.clone()));
     until("the router knows the node and the instance", || async {
         let status = client.status().await.ok()?;
         (status.nodes.iter().any(|node| node.live) && !status.instances.is_empty()).then_some(())
     })
     .await;
+    let tls = files.files(&Role::Instance(None));
     let words: Vec<OsString> = [
-        address.into(),
-        files.ca.clone().into(),
-        files.cert.clone().into(),
-        files.key.clone().into(),
+        address.clone().into(),
+        tls.ca.into(),
+        tls.cert.into(),
+        tls.key.into(),
         SLICE_BYTES.to_string().into(),
     ]
     .into();
@@ -207,7 +211,7 @@ async fn c_engine_reads_back_its_bytes_and_owns_finished_memory() {
     // The other instance leaves, so that only one can be chosen.
     reports.abort();
     assert!(reports.await.is_err_and(|ended| ended.is_cancelled()));
-    client
+    engine
         .report(&pb::ReportRequest {
             instance: 1,
             started_us: 1,

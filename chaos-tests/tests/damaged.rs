@@ -8,6 +8,7 @@ use chaos_tests::cluster::{Cluster, ROUTERS_COUNT, RouterClients};
 use chaos_tests::waiting::{until, until_equal};
 use kv_core::id::HASH_BYTES;
 use kvfleet_client::MembershipClient;
+use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
@@ -110,7 +111,7 @@ async fn router_with_a_damaged_log_rejoins_as_a_new_member() {
     }
     write(&contacts, 20..50).await;
     // Follow the remedy in its error message.
-    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity(&Role::Admin)).unwrap();
     let (router, address) = (DAMAGED as u64 + 1, cluster.addresses()[DAMAGED].clone());
     members.remove(router, |_| {}).await.unwrap();
     let away = cluster.detach_router(DAMAGED).unwrap();

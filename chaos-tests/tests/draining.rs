@@ -8,21 +8,20 @@
 use std::path::Path;
 use std::time::Duration;
 
-use chaos_tests::certificates;
 use chaos_tests::waiting::until;
 use kv_core::content;
-use kv_core::id::{BlockHash, Category, Epoch, LeaseId, RequestId, TenantId};
-use kvfleet_net::tls::{Identity, TlsFiles};
+use kv_core::id::{BlockHash, Category, Epoch, LeaseId, NodeId, RequestId, RouterId, TenantId};
+use kvfleet_net::tls::{Identity, Role, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::{convert, pb};
-use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_router::{Router, RouterConfig, VoterConfig};
+use kvfleet_testkit::certificates::{Certificates, RoleChannel};
 use kvfleet_testkit::ports::unused_address;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::{Dialer, FetchRequest, Progress, RequestContext, SaveRequest};
 use prometheus::Registry;
-use tonic::transport::{Channel, Endpoint};
 
 const BLOCK_BYTES: usize = 2048;
 
@@ -30,22 +29,21 @@ const BLOCK_BYTES: usize = 2048;
 const CHAINS: u64 = 12;
 const CHAIN_BLOCKS: u64 = 5;
 
-async fn router(place: &Path, files: &TlsFiles) -> (Router, String) {
+async fn router(place: &Path, files: &Certificates) -> (Router, String) {
     let address = unused_address();
-    let TlsFiles { ca, cert, key } = files.clone();
     let config = RouterConfig {
         id: 1,
         listen: address.clone(),
         voters: vec![VoterConfig { id: 1, address: address.clone() }],
         data_dir: place.join("router"),
-        tls: TlsConfig { ca, cert, key },
+        tls: files.config(&Role::Router(Some(RouterId(1)))),
         ..RouterConfig::default()
     };
     (Router::start(config, &Registry::new()).await.unwrap(), address)
 }
 
-async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
-    let TlsFiles { ca, cert, key } = files.clone();
+async fn node(place: &Path, files: &Certificates, router: &str, id: u32) -> Node {
+    let TlsFiles { ca, cert, key } = files.files(&Role::Node(Some(NodeId(id))));
     let config = NodeConfig {
         id,
         routers: vec![router.to_owned()],
@@ -125,7 +123,7 @@ async fn fetched(identity: &Identity, holder: &pb::Holder, hashes: &[BlockHash])
     right.count()
 }
 
-async fn lookup(client: &mut RouterClient<Channel>, number: u64) -> Vec<pb::HolderRun> {
+async fn lookup(client: &mut RouterClient<RoleChannel>, number: u64) -> Vec<pb::HolderRun> {
     let request =
         pb::LookupRequest { hashes: convert::hashes_to_bytes(&chain(number)), ..Default::default() };
     client.lookup(request).await.unwrap().into_inner().runs
@@ -134,14 +132,13 @@ async fn lookup(client: &mut RouterClient<Channel>, number: u64) -> Vec<pb::Hold
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sole_copies_of_a_draining_node_are_served_by_other_nodes() {
     let place = tempfile::tempdir().unwrap();
-    let files = certificates::make(place.path()).unwrap();
-    let identity = files.load().unwrap();
+    let files = Certificates::open(place.path());
+    let identity = files.identity(&Role::Instance(None));
     let (router, address) = router(place.path(), &files).await;
     let leaver = node(place.path(), &files, &address, 1).await;
     let others =
         [node(place.path(), &files, &address, 2).await, node(place.path(), &files, &address, 3).await];
-    let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
-    let mut client = RouterClient::new(endpoint.tls_config(identity.client_tls()).unwrap().connect_lazy());
+    let mut client = RouterClient::new(files.callers(&address));
     until("all nodes have joined", || {
         let mut client = client.clone();
         async move {

@@ -9,46 +9,44 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use chaos_tests::certificates;
 use chaos_tests::waiting::until;
 use kv_core::content;
-use kv_core::id::{BlockHash, Category, LeaseId, RequestId, RequestKind, TenantId};
-use kvfleet_net::tls::{Identity, TlsFiles};
+use kv_core::id::{BlockHash, Category, LeaseId, NodeId, RequestId, RequestKind, RouterId, TenantId};
+use kvfleet_net::tls::{Role, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use kvfleet_proto::pb::{NodeStatusReply, NodeStatusRequest};
-use kvfleet_router::{Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_router::{Router, RouterConfig, VoterConfig};
+use kvfleet_testkit::certificates::Certificates;
 use kvfleet_testkit::ports::unused_address;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::{
     Dialer, FetchAnswer, FetchRequest, Path as Way, Progress, RequestContext, SaveRequest,
 };
 use prometheus::Registry;
-use tonic::transport::Endpoint;
 
 const BLOCK_BYTES: usize = 2048;
 
 /// Capacity of a node in blocks.
 const ROOM: u64 = 16;
 
-async fn router(place: &Path, files: &TlsFiles, metrics: &Registry) -> (Router, String) {
+async fn router(place: &Path, files: &Certificates, metrics: &Registry) -> (Router, String) {
     let address = unused_address();
-    let TlsFiles { ca, cert, key } = files.clone();
     let config = RouterConfig {
         id: 1,
         listen: address.clone(),
         voters: vec![VoterConfig { id: 1, address: address.clone() }],
         data_dir: place.join("router"),
-        tls: TlsConfig { ca, cert, key },
+        tls: files.config(&Role::Router(Some(RouterId(1)))),
         shards: 1,
         ..RouterConfig::default()
     };
     (Router::start(config, metrics).await.unwrap(), address)
 }
 
-async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
-    let TlsFiles { ca, cert, key } = files.clone();
+async fn node(place: &Path, files: &Certificates, router: &str, id: u32) -> Node {
+    let TlsFiles { ca, cert, key } = files.files(&Role::Node(Some(NodeId(id))));
     let config = NodeConfig {
         id,
         routers: vec![router.to_owned()],
@@ -65,9 +63,8 @@ async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
     Node::start(config, &Registry::new()).await.unwrap()
 }
 
-async fn status(identity: &Identity, node: &Node) -> NodeStatusReply {
-    let endpoint = Endpoint::from_shared(format!("https://{}", node.control_addr())).unwrap();
-    let channel = endpoint.tls_config(identity.client_tls()).unwrap().connect().await.unwrap();
+async fn status(files: &Certificates, node: &Node) -> NodeStatusReply {
+    let channel = files.callers(&node.control_addr().to_string());
     NodeControlClient::new(channel).node_status(NodeStatusRequest {}).await.unwrap().into_inner()
 }
 
@@ -134,31 +131,31 @@ fn counted(metrics: &Registry, name: &str, outcome: &str) -> f64 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn joining_node_has_fleet_reuse_stats_before_its_first_eviction() {
     let place = tempfile::tempdir().unwrap();
-    let files = certificates::make(place.path()).unwrap();
-    let identity = files.load().unwrap();
+    let files = Certificates::open(place.path());
+    let identity = files.identity(&Role::Instance(None));
     let metrics = Registry::new();
     let (router, address) = router(place.path(), &files, &metrics).await;
     let first = node(place.path(), &files, &address, 7).await;
     let way =
         QuicDialer::new(&identity, QuicConfig::default()).dial(first.data_addr().to_string()).await.unwrap();
-    let of_first = status(&identity, &first).await;
+    let of_first = status(&files, &first).await;
     assert_eq!((of_first.seen_categories, of_first.fleet_categories), (0, 0), "no node has statistics yet");
     for number in 0..40 {
         session(&way, number).await;
     }
     // The router sends the merged statistics to all nodes, including their source.
     until("the first node's statistics returned through the router", || async {
-        (status(&identity, &first).await.fleet_categories > 0).then_some(())
+        (status(&files, &first).await.fleet_categories > 0).then_some(())
     })
     .await;
-    let of_first = status(&identity, &first).await;
+    let of_first = status(&files, &first).await;
     assert!(of_first.seen_categories > 0 && evicted_blocks(&of_first) > 0, "{of_first:?}");
     assert!(counted(&metrics, "kvfleet_reuse_reports_total", "taken") >= 1.0);
     assert_eq!(counted(&metrics, "kvfleet_reuse_reports_total", "refused"), 0.0);
 
     let second = node(place.path(), &files, &address, 8).await;
     let joined = until("the second node has joined", || async {
-        Some(status(&identity, &second).await).filter(|status| status.epoch > 0)
+        Some(status(&files, &second).await).filter(|status| status.epoch > 0)
     })
     .await;
     assert!(joined.fleet_categories > 0, "it receives them with the join: {joined:?}");
@@ -172,7 +169,7 @@ async fn joining_node_has_fleet_reuse_stats_before_its_first_eviction() {
     for number in 0..40 {
         session(&way, number).await;
     }
-    assert!(evicted_blocks(&status(&identity, &second).await) > 0);
+    assert!(evicted_blocks(&status(&files, &second).await) > 0);
     first.shutdown().await;
     second.shutdown().await;
     router.shutdown().await;

@@ -7,6 +7,7 @@ use std::path::Path;
 use chaos_tests::cluster::{Cluster, ROUTERS_COUNT, RouterClients};
 use chaos_tests::waiting::{until, until_equal};
 use kvfleet_client::MembershipClient;
+use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
@@ -53,7 +54,7 @@ async fn voter_with_a_full_disk_steps_down_and_recovers() {
     let contacts = cluster.router_clients();
     cluster.kill(0).unwrap();
     cluster.start_router_on_a_full_disk(0, FILE_BYTES).unwrap();
-    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity(&Role::Admin)).unwrap();
     members.transfer_all(1, |_| {}).await.unwrap();
     // Twelve entries of 1 MiB exceed the remaining space; every write is accepted anyway.
     for number in 1..=12 {

@@ -9,22 +9,21 @@ use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use chaos_tests::certificates;
 use chaos_tests::waiting::until;
 use kv_core::content;
-use kv_core::id::{BlockHash, Category, Epoch, LeaseId, RequestId, TenantId};
-use kvfleet_net::tls::{Identity, TlsFiles};
+use kv_core::id::{BlockHash, Category, Epoch, LeaseId, NodeId, RequestId, RouterId, TenantId};
+use kvfleet_net::tls::{Identity, Role, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_proto::{convert, pb};
-use kvfleet_router::{HotCopiesConfig, Router, RouterConfig, TlsConfig, VoterConfig};
+use kvfleet_router::{HotCopiesConfig, Router, RouterConfig, VoterConfig};
+use kvfleet_testkit::certificates::{Certificates, RoleChannel};
 use kvfleet_testkit::ports::unused_address;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::{Dialer, FetchRequest, Progress, RequestContext, SaveRequest};
 use pb::route_reply::Answer;
 use prometheus::Registry;
-use tonic::transport::{Channel, Endpoint};
 
 const BLOCK_BYTES: usize = 2048;
 const BLOCKS: u64 = 6;
@@ -33,23 +32,22 @@ const BLOCKS: u64 = 6;
 const HOLDER: u32 = 1;
 const READER: u32 = 2;
 
-async fn router(place: &Path, files: &TlsFiles, registry: &Registry) -> (Router, String) {
+async fn router(place: &Path, files: &Certificates, registry: &Registry) -> (Router, String) {
     let address = unused_address();
-    let TlsFiles { ca, cert, key } = files.clone();
     let config = RouterConfig {
         id: 1,
         listen: address.clone(),
         voters: vec![VoterConfig { id: 1, address: address.clone() }],
         data_dir: place.join("router"),
-        tls: TlsConfig { ca, cert, key },
+        tls: files.config(&Role::Router(Some(RouterId(1)))),
         hot_copies: HotCopiesConfig { bytes_per_second: 1 << 20, ..HotCopiesConfig::default() },
         ..RouterConfig::default()
     };
     (Router::start(config, registry).await.unwrap(), address)
 }
 
-async fn node(place: &Path, files: &TlsFiles, router: &str, id: u32) -> Node {
-    let TlsFiles { ca, cert, key } = files.clone();
+async fn node(place: &Path, files: &Certificates, router: &str, id: u32) -> Node {
+    let TlsFiles { ca, cert, key } = files.files(&Role::Node(Some(NodeId(id))));
     let config = NodeConfig {
         id,
         routers: vec![router.to_owned()],
@@ -122,7 +120,7 @@ async fn fetched(identity: &Identity, source: &pb::Source) -> usize {
 }
 
 /// The decision for the prefix and the instance next to [`READER`].
-async fn decided(client: &RouterClient<Channel>) -> pb::Decision {
+async fn decided(client: &RouterClient<RoleChannel>) -> pb::Decision {
     static NUMBERS: AtomicU64 = AtomicU64::new(1);
     let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
     let report = pb::ReportRequest {
@@ -157,14 +155,13 @@ fn value(registry: &Registry, name: &str) -> f64 {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn remotely_read_prefix_is_copied_and_survives_its_first_holder() {
     let place = tempfile::tempdir().unwrap();
-    let files = certificates::make(place.path()).unwrap();
-    let identity = files.load().unwrap();
+    let files = Certificates::open(place.path());
+    let identity = files.identity(&Role::Instance(None));
     let registry = Registry::new();
     let (router, address) = router(place.path(), &files, &registry).await;
     let holder = node(place.path(), &files, &address, HOLDER).await;
     let own = node(place.path(), &files, &address, READER).await;
-    let endpoint = Endpoint::from_shared(format!("https://{address}")).unwrap();
-    let client = RouterClient::new(endpoint.tls_config(identity.client_tls()).unwrap().connect_lazy());
+    let client = RouterClient::new(files.callers(&address));
     save(&identity, &holder).await;
     let read_from = |node: u32| {
         let client = &client;

@@ -12,6 +12,7 @@ use chaos_tests::waiting::{HANG, until, until_equal};
 use chaos_tests::workload::{CHAIN_BLOCKS, CHAINS_COUNT, NODES_COUNT, chain};
 use kvfleet_client::{MembersError, MembershipClient, MembershipStep};
 use kvfleet_errors_doc::says;
+use kvfleet_net::tls::Role;
 use kvfleet_proto::{convert, pb};
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
@@ -114,7 +115,7 @@ async fn check_replicas(contacts: &RouterClients, positions: &[usize], oracle: &
 async fn routers_are_added_replaced_and_removed_under_load() {
     let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
     let oracle = Arc::new(Mutex::new(Oracle::default()));
-    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity(&Role::Admin)).unwrap();
     // It waits to be added, and the nodes know its address.
     let (four, address) = cluster.start_unjoined_router(|_| {}).unwrap();
     let load = AnnounceLoad::start(&cluster.router_clients(), &oracle);
@@ -163,7 +164,7 @@ async fn routers_are_added_replaced_and_removed_under_load() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn incompatible_router_is_refused_with_a_remedy() {
     let mut cluster = Cluster::start(Path::new(PROGRAM)).unwrap();
-    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity().unwrap()).unwrap();
+    let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity(&Role::Admin)).unwrap();
     let refused = |answer: Result<(), MembersError>| answer.expect_err("must be refused").to_string();
 
     let (foreign, address) =
@@ -184,6 +185,6 @@ async fn incompatible_router_is_refused_with_a_remedy() {
     members.remove(2, |_| {}).await.unwrap();
     says("the last voter", &refused(members.remove(1, |_| {}).await), &[]);
     let mut nobody =
-        MembershipClient::new(&["127.0.0.1:1".to_owned()], &cluster.identity().unwrap()).unwrap();
+        MembershipClient::new(&["127.0.0.1:1".to_owned()], &cluster.identity(&Role::Admin)).unwrap();
     says("a cluster that does not answer", &nobody.list().await.unwrap_err(), &[]);
 }

@@ -1,14 +1,13 @@
 //! Connection of a command to a running cluster: addresses and certificates from flags or
-//! environment.
+//! environment. Commands call with the administrator's certificate of the directory.
 
 use std::path::Path;
 
 use kvfleet_client::{Client, ClientConfig, Transport};
-use kvfleet_net::tls::{Identity, TlsFiles};
+use kvfleet_net::tls::{Identity, Role, TlsFiles};
 
 use crate::args::ConnectArgs;
 use crate::calls::RouterCalls;
-use crate::cluster::ADMIN_ROLE;
 use kvfleet_net::certificates::files;
 
 /// Connection to a running cluster.
@@ -43,7 +42,7 @@ impl Connection {
 }
 
 fn admin_identity(directory: &Path) -> anyhow::Result<Identity> {
-    let files = files(directory, ADMIN_ROLE);
+    let files = files(directory, &Role::Admin);
     Ok(TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?)
 }
 

@@ -3,6 +3,7 @@
 //! `args` defines the command line; each other module is one command or shared code. Not here:
 //! decisions about blocks (`kv-core`), and the services (`kvfleet-router`, `kvfleet-node`).
 
+pub mod access;
 pub mod admin;
 pub mod args;
 pub mod calls;

@@ -6,7 +6,9 @@ use std::time::Duration;
 use clap::Parser;
 use kvfleet::args::{Args, Command, NodeArgs, NodeCommand};
 use kvfleet::process::{Role, Stop, run as run_process};
-use kvfleet::{admin, demo, inspect, members, probe, replay, report, status, trace, up, weights, why};
+use kvfleet::{
+    access, admin, demo, inspect, members, probe, replay, report, status, trace, up, weights, why,
+};
 
 /// mimalloc, because a gateway request makes many small allocations, for which the allocator of
 /// libc is slow.
@@ -49,6 +51,10 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
         }
         Command::Crosscheck(args) => {
             run_interruptible(async |stop| Ok(exit_code(replay::crosscheck(&args, stop).await?))).await
+        }
+        Command::Access => {
+            access::run();
+            Ok(ExitCode::SUCCESS)
         }
         Command::Why(args) => why::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Status(args) => status::run(&args).await.map(|()| ExitCode::SUCCESS),

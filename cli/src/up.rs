@@ -9,6 +9,7 @@ use crate::cluster::{ClusterShape, LocalCluster, NodeCapacity, OpenAiShape, proc
 use crate::process::{Role, Stop};
 use kvfleet_engine::mock::InstanceConfig;
 use kvfleet_net::certificates::Authority;
+use kvfleet_net::tls;
 
 /// Default DRAM of each node: fits a laptop and still shows hits.
 const DRAM_DEFAULT: Capacity = Capacity::Bytes(256 << 20);
@@ -108,7 +109,8 @@ async fn first_crash(cluster: &mut LocalCluster) -> String {
 /// Issues the certificates of tenants, and returns their paths.
 fn tenants(args: &UpArgs, cluster: &LocalCluster) -> anyhow::Result<Vec<String>> {
     let authority = Authority::open(&cluster.certificates())?;
-    let issue = |tenant: &u32| Ok(authority.issue_for_tenant(TenantId(*tenant))?.cert.display().to_string());
+    let issue =
+        |tenant: &u32| Ok(authority.issue(&tls::Role::tenant(TenantId(*tenant)))?.cert.display().to_string());
     args.tenants.iter().map(issue).collect()
 }
 

@@ -120,8 +120,8 @@ impl Client {
     ///
     /// The router never rejects such a request and counts it on that instance. `sent_by_router`
     /// tells that a router of this cluster chose the instance under this request number, which the
-    /// gateway passes in a header; the router then has the request's decision log. Requires a
-    /// certificate of the cluster's own.
+    /// gateway passes in a header; the router then has the request's decision log. Requires the
+    /// certificate of an instance or a frontend.
     ///
     /// # Errors
     /// If no router answers, or one refuses the call as invalid.

@@ -1,7 +1,7 @@
 //! Certificates of a local cluster: one authority and one certificate per process, created at the
 //! first start and reused, with the cluster's secrets beside them.
 //!
-//! Not here: verification (`kvfleet_proto::tls`), and the authority of a production fleet, which
+//! Not here: verification (`tls/`), and the authority of a production fleet, which
 //! provides its own files.
 
 use std::fs::OpenOptions;
@@ -10,15 +10,13 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use crate::secrets::{self, SecretError};
-use crate::tls::{ROUTER_NAME, SERVER_NAME, tenant_name};
-use kv_core::id::TenantId;
+use crate::tls::{Role, role_of};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
-
-/// Name in certificates of a cluster's own processes, which clients verify.
-const CLUSTER_NAME: &str = SERVER_NAME;
+use rustls_pki_types::CertificateDer;
+use rustls_pki_types::pem::PemObject;
 
 /// File of the authority's certificate.
 const AUTHORITY: &str = "ca.pem";
@@ -97,16 +95,27 @@ impl Authority {
         Ok(Self { directory: directory.to_owned(), key: pair })
     }
 
-    /// Files of the process `role` (`router-1`, `node-2`, `admin`), created if absent.
-    pub fn issue(&self, role: &str) -> Result<CertificateFiles, CertificateError> {
-        self.issue_with(role, || process_params(role))
-    }
-
-    /// Files of a client that acts for one tenant only (`tenant-3`), created if absent.
-    pub fn issue_for_tenant(&self, tenant: TenantId) -> Result<CertificateFiles, CertificateError> {
-        let role = tenant.to_string();
-        // Without the cluster's name, which would let the holder pose as a node.
-        self.issue_with(&role, || params(&role, vec![tenant_name(tenant)]))
+    /// Files of a holder of this role, named after it (`router-1`, `node-2`, `admin`), created if
+    /// absent. A certificate of another role, as of an earlier version, is replaced with its key.
+    pub fn issue(&self, role: &Role) -> Result<CertificateFiles, CertificateError> {
+        let files = files(&self.directory, role);
+        let is_present = is_pair_present(&files.cert, &files.key)?;
+        if is_present && has_role(&files.cert, role) {
+            return Ok(files);
+        }
+        let pair = KeyPair::generate().map_err(invalid(&files.key))?;
+        let issuer = Issuer::new(authority_params(), &self.key);
+        let made =
+            params(role).and_then(|params| params.signed_by(&pair, &issuer)).map_err(invalid(&files.cert))?;
+        if is_present {
+            for path in [&files.key, &files.cert] {
+                let removed = std::fs::remove_file(path);
+                removed.map_err(|cause| CertificateError::File { path: path.clone(), cause })?;
+            }
+        }
+        write(&files.key, &pair.serialize_pem(), 0o600)?;
+        write(&files.cert, &made.pem(), 0o644)?;
+        Ok(files)
     }
 
     /// File with the key of the cluster's block hashes, made if absent.
@@ -124,32 +133,22 @@ impl Authority {
         secrets::load_or_create(&path)?;
         Ok(path)
     }
-
-    fn issue_with(
-        &self,
-        role: &str,
-        params: impl FnOnce() -> Result<CertificateParams, rcgen::Error>,
-    ) -> Result<CertificateFiles, CertificateError> {
-        let files = files(&self.directory, role);
-        if !is_pair_present(&files.cert, &files.key)? {
-            let pair = KeyPair::generate().map_err(invalid(&files.key))?;
-            let issuer = Issuer::new(authority_params(), &self.key);
-            let made =
-                params().and_then(|params| params.signed_by(&pair, &issuer)).map_err(invalid(&files.cert))?;
-            write(&files.key, &pair.serialize_pem(), 0o600)?;
-            write(&files.cert, &made.pem(), 0o644)?;
-        }
-        Ok(files)
-    }
 }
 
 /// Paths of the files of `role` in a certificate directory, which may not exist.
 #[must_use]
-pub fn files(directory: &Path, role: &str) -> CertificateFiles {
+pub fn files(directory: &Path, role: &Role) -> CertificateFiles {
+    let stem = match role {
+        Role::Tenants(tenants) => {
+            let names: Vec<String> = tenants.iter().map(ToString::to_string).collect();
+            names.join("+")
+        }
+        role => role.to_string(),
+    };
     CertificateFiles {
         ca: directory.join(AUTHORITY),
-        cert: directory.join(format!("{role}.pem")),
-        key: directory.join(format!("{role}.key")),
+        cert: directory.join(format!("{stem}.pem")),
+        key: directory.join(format!("{stem}.key")),
     }
 }
 
@@ -163,22 +162,24 @@ fn authority_params() -> CertificateParams {
     params
 }
 
-fn process_params(role: &str) -> Result<CertificateParams, rcgen::Error> {
-    let router = role.starts_with("router-").then_some(ROUTER_NAME);
-    let names = [CLUSTER_NAME, role, "localhost", "127.0.0.1", "::1"].into_iter().chain(router);
-    let mut params = params(role, names.map(str::to_owned).collect())?;
-    params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
-    Ok(params)
-}
-
-/// Parameters of a client-only certificate; servers add more.
-fn params(role: &str, names: Vec<String>) -> Result<CertificateParams, rcgen::Error> {
-    let mut params = CertificateParams::new(names)?;
-    params.distinguished_name.push(DnType::CommonName, role);
+/// Parameters of a certificate. Tenants' are for clients only; others also serve, on this machine.
+fn params(role: &Role) -> Result<CertificateParams, rcgen::Error> {
+    let serves = !matches!(role, Role::Tenants(_));
+    let local = ["localhost", "127.0.0.1", "::1"].into_iter().filter(|_| serves).map(str::to_owned);
+    let mut params = CertificateParams::new(role.dns_names().into_iter().chain(local).collect::<Vec<_>>())?;
+    params.distinguished_name.push(DnType::CommonName, role.to_string());
     params.use_authority_key_identifier_extension = true;
     params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
     params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ClientAuth];
+    if serves {
+        params.extended_key_usages.push(ExtendedKeyUsagePurpose::ServerAuth);
+    }
     Ok(params)
+}
+
+/// Whether a certificate file gives this role.
+fn has_role(cert: &Path, role: &Role) -> bool {
+    CertificateDer::from_pem_file(cert).is_ok_and(|leaf| role_of(&leaf).as_ref() == Ok(role))
 }
 
 fn is_pair_present(cert: &Path, key: &Path) -> Result<bool, CertificateError> {
@@ -216,6 +217,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use crate::tls::TlsFiles;
+    use kv_core::id::{InstanceId, NodeId, RouterId, TenantId};
     use kvfleet_errors_doc::says;
 
     use super::*;
@@ -223,41 +225,65 @@ mod tests {
     #[test]
     fn reuses_existing_files() {
         let dir = tempfile::tempdir().unwrap();
-        let first = Authority::open(dir.path()).unwrap().issue("node-1").unwrap();
+        let first = Authority::open(dir.path()).unwrap().issue(&Role::Node(Some(NodeId(1)))).unwrap();
         let text = std::fs::read_to_string(&first.cert).unwrap();
-        let again = Authority::open(dir.path()).unwrap().issue("node-1").unwrap();
+        let again = Authority::open(dir.path()).unwrap().issue(&Role::Node(Some(NodeId(1)))).unwrap();
         assert_eq!(first, again);
         assert_eq!(text, std::fs::read_to_string(&again.cert).unwrap(), "no new certificate was made");
     }
 
     #[test]
-    fn only_router_certificates_name_a_router() {
+    fn each_certificate_names_its_role() {
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::open(dir.path()).unwrap();
-        let names_router = ["router-1", "node-1", "instance-1", "admin"].map(|role| {
-            let CertificateFiles { ca, cert, key } = authority.issue(role).unwrap();
-            TlsFiles { ca, cert, key }.load().unwrap().has_router_name()
-        });
-        assert_eq!(names_router, [true, false, false, false]);
+        let roles = [
+            Role::Router(Some(RouterId(1))),
+            Role::Router(None),
+            Role::Node(Some(NodeId(2))),
+            Role::Instance(Some(InstanceId(3))),
+            Role::Frontend,
+            Role::Admin,
+            Role::tenant(TenantId(3)),
+        ];
+        for role in roles {
+            let CertificateFiles { ca, cert, key } = authority.issue(&role).unwrap();
+            assert_eq!(TlsFiles { ca, cert, key }.load().unwrap().role(), role);
+        }
+        assert!(
+            ["router-1.pem", "router.pem", "node-2.key", "admin.pem", "tenant-3.pem"]
+                .iter()
+                .all(|file| dir.path().join(file).exists())
+        );
     }
 
     #[test]
-    fn tenant_certificates_name_the_tenant_and_are_client_only() {
+    fn tenant_certificates_are_client_only() {
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::open(dir.path()).unwrap();
-        let CertificateFiles { ca, cert, key } = authority.issue_for_tenant(TenantId(3)).unwrap();
-        assert_eq!(cert, dir.path().join("tenant-3.pem"));
+        let role = Role::tenant(TenantId(3));
+        let CertificateFiles { ca, cert, key } = authority.issue(&role).unwrap();
         let files = TlsFiles { ca, cert, key };
-        assert_eq!(files.load().unwrap().tenants(), Some([TenantId(3)].into()));
-        assert!(files.load_server().is_err());
-        let CertificateFiles { ca, cert, key } = authority.issue("admin").unwrap();
-        assert_eq!(TlsFiles { ca, cert, key }.load_server().unwrap().tenants(), None);
+        assert!(files.load().is_ok());
+        assert!(files.load_server(&Role::Node(None)).is_err());
+    }
+
+    #[test]
+    fn certificates_without_a_role_are_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = Authority::open(dir.path()).unwrap();
+        let role = Role::Node(Some(NodeId(1)));
+        let files = files(dir.path(), &role);
+        let other = authority.issue(&Role::Node(None)).unwrap();
+        std::fs::copy(&other.cert, &files.cert).unwrap();
+        std::fs::copy(&other.key, &files.key).unwrap();
+        let CertificateFiles { ca, cert, key } = authority.issue(&role).unwrap();
+        assert_eq!(TlsFiles { ca, cert, key }.load().unwrap().role(), role);
     }
 
     #[test]
     fn keys_are_readable_by_their_owner_only() {
         let dir = tempfile::tempdir().unwrap();
-        let files = Authority::open(dir.path()).unwrap().issue("router-1").unwrap();
+        let files = Authority::open(dir.path()).unwrap().issue(&Role::Router(Some(RouterId(1)))).unwrap();
         for key in [files.key, dir.path().join(AUTHORITY_KEY)] {
             assert_eq!(std::fs::metadata(key).unwrap().permissions().mode() & 0o777, 0o600);
         }
@@ -267,9 +293,9 @@ mod tests {
     fn names_a_missing_key() {
         let dir = tempfile::tempdir().unwrap();
         let authority = Authority::open(dir.path()).unwrap();
-        let files = authority.issue("node-1").unwrap();
+        let files = authority.issue(&Role::Node(Some(NodeId(1)))).unwrap();
         std::fs::remove_file(&files.key).unwrap();
-        let error = authority.issue("node-1").unwrap_err();
+        let error = authority.issue(&Role::Node(Some(NodeId(1)))).unwrap_err();
         says("half of a local cluster's certificate", &error, &[&dir.path().display().to_string()]);
     }
 

@@ -15,7 +15,7 @@ use tonic::codegen::http::Uri;
 use tonic::codegen::{BoxFuture, Service};
 use tonic::transport::{Channel, Endpoint};
 
-use crate::tls::{ALPN_GRPC, Identity, server_name};
+use crate::tls::{ALPN_GRPC, Identity, Role, role_of, server_name};
 
 /// The endpoint of control calls at `HOST:PORT`, for [`connect_lazily`].
 ///
@@ -36,16 +36,58 @@ pub fn endpoint(address: &str) -> Result<Endpoint, tonic::transport::Error> {
 /// connection proves little: the kernel accepts it even for a stopped process.
 #[must_use]
 pub fn connect_lazily(endpoint: &Endpoint, identity: &Identity) -> Channel {
-    let mut tcp = HttpConnector::new();
-    tcp.set_nodelay(true);
-    endpoint.connect_with_connector_lazy(Connector { tcp, tls: Arc::new(identity.grpc_client()).into() })
+    endpoint.connect_with_connector_lazy(Connector::new(identity, None))
 }
 
-/// Opens the TCP connection and performs the TLS handshake.
+/// Like [`connect_lazily`], to a server of this role. A connection to another one fails before a
+/// call is sent.
+#[must_use]
+pub fn connect_lazily_to(endpoint: &Endpoint, identity: &Identity, server: Role) -> Channel {
+    endpoint.connect_with_connector_lazy(Connector::new(identity, Some(server)))
+}
+
+/// Connects now to a server of this role.
+///
+/// # Errors
+/// If no connection comes about, or to another server.
+pub async fn connect_to(
+    endpoint: &Endpoint,
+    identity: &Identity,
+    server: Role,
+) -> Result<Channel, tonic::transport::Error> {
+    endpoint.connect_with_connector(Connector::new(identity, Some(server))).await
+}
+
+/// Opens the TCP connection, performs the TLS handshake and checks the server's role.
 #[derive(Clone)]
 struct Connector {
     tcp: HttpConnector,
     tls: TlsConnector,
+    /// Required role of the server; `None` accepts every server of the cluster.
+    server: Option<Role>,
+}
+
+impl Connector {
+    fn new(identity: &Identity, server: Option<Role>) -> Connector {
+        let mut tcp = HttpConnector::new();
+        tcp.set_nodelay(true);
+        Connector { tcp, tls: Arc::new(identity.grpc_client()).into(), server }
+    }
+}
+
+/// Checks that a server's certificate has the wanted role.
+fn check_server(stream: &TlsStream<TcpStream>, wanted: &Role) -> Result<(), String> {
+    let leaf = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
+    let role = leaf.ok_or("the server showed no certificate")?;
+    match role_of(role) {
+        Ok(role) if role.may_be(wanted) => Ok(()),
+        Ok(role) => Err(format!(
+            "{wanted} is called, and the server's certificate is one of {role}: correct the address, or issue the \
+             server's certificate with the name {:?}",
+            wanted.name()
+        )),
+        Err(error) => Err(format!("the server's certificate is not accepted: {error}; issue a new one")),
+    }
 }
 
 impl Service<Uri> for Connector {
@@ -58,12 +100,15 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, at: Uri) -> Self::Future {
-        let (connecting, tls) = (self.tcp.call(at), self.tls.clone());
+        let (connecting, tls, server) = (self.tcp.call(at), self.tls.clone(), self.server.clone());
         Box::pin(async move {
             let stream = tls.connect(server_name(), connecting.await?.into_inner()).await?;
             let alpn = stream.get_ref().1.alpn_protocol();
             if alpn != Some(ALPN_GRPC) {
                 return Err("the peer did not negotiate HTTP/2, which control calls need".into());
+            }
+            if let Some(server) = server {
+                check_server(&stream, &server)?;
             }
             Ok(TokioIo::new(stream))
         })
@@ -79,7 +124,6 @@ mod tests {
     use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 
     use super::*;
-    use crate::tls::SERVER_NAME;
     use kvfleet_proto::pb::router_client::RouterClient;
     use kvfleet_proto::pb::{StatusReply, StatusRequest};
 
@@ -88,7 +132,7 @@ mod tests {
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        let params = CertificateParams::new(Role::Admin.dns_names()).unwrap();
         let cert = params.signed_by(&key, &authority).unwrap().pem();
         let pems = [authority.pem(), cert, key.serialize_pem()];
         let [ca, cert, key] = pems.each_ref().map(String::as_bytes);

@@ -6,7 +6,6 @@
 pub mod accept_limits;
 pub mod certificates;
 pub mod channel;
-pub mod deadlines;
 pub mod http;
 pub mod secrets;
 pub mod tls;

@@ -12,7 +12,8 @@ use bytes::Bytes;
 use kv_core::evict::BlockKey;
 use kv_core::id::{BlockHash, IdentityDigest, LeaseId, TenantId, Tier};
 use kv_core::tier::{OfferOutcome, RefusalReason, Requester};
-use kvfleet_net::tls::{NamesError, tenants_of};
+use kvfleet_net::tls::access::{Access, rule_of};
+use kvfleet_net::tls::{NamesError, Role, role_of};
 use kvfleet_net::trace_context;
 use kvfleet_proto::frame::{
     Frame, FrameError, KeyForm, SliceLayout, SlicesFirstFrame, VolatileBytes, copy_and_verify,
@@ -85,8 +86,33 @@ pub(crate) struct Service {
     rdma_reads_in_place: bool,
     /// Slots for layer-wise saves, shared by all callers.
     layerwise: LayerwiseBudget,
+    /// Operations that this caller may request.
+    permissions: DataPermissions,
     /// Number of warnings logged about this caller.
     warnings: Arc<AtomicU32>,
+}
+
+/// Operations of the block path that a caller may request, besides pings.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct DataPermissions {
+    fetch: bool,
+    save: bool,
+    /// Whether its network card may read the whole block memory.
+    map: bool,
+}
+
+impl DataPermissions {
+    const ALL: DataPermissions = DataPermissions { fetch: true, save: true, map: true };
+
+    /// Those of a role, by the access table.
+    fn of(role: &Role) -> DataPermissions {
+        let access = |path| rule_of(path).map_or(Access::Deny, |rule| rule.access(role.kind()));
+        DataPermissions {
+            fetch: access("data/Fetch") != Access::Deny,
+            save: access("data/Save") != Access::Deny,
+            map: access("data/Attach") == Access::Allow,
+        }
+    }
 }
 
 impl Service {
@@ -112,6 +138,7 @@ impl Service {
             locals,
             rdma_reads_in_place,
             layerwise,
+            permissions: DataPermissions::ALL,
             warnings,
         }
     }
@@ -176,7 +203,7 @@ impl Service {
         if generation.is_none() {
             return Some(MissReason::IdentityDiffers);
         }
-        if !self.is_tenant_allowed(request.context.tenant) {
+        if !self.is_allowed(self.permissions.fetch) || !self.is_tenant_allowed(request.context.tenant) {
             return Some(MissReason::NotHeld);
         }
         // Check before the epoch, which also changes with the weights: the identity is the actual
@@ -193,6 +220,14 @@ impl Service {
     /// Whether this is the identity under the weights in force.
     fn is_current(&self, identity: IdentityDigest) -> bool {
         identity == self.identity()
+    }
+
+    /// Logs a call that the caller's role may not make.
+    fn is_allowed(&self, permission: bool) -> bool {
+        if !permission && self.may_warn() {
+            tracing::warn!("a caller's role may not fetch or save blocks: give it an instance's certificate");
+        }
+        permission
     }
 
     /// Whether this caller may name the tenant.
@@ -246,7 +281,9 @@ impl Service {
         request: &SaveRequest,
     ) -> Result<(Vec<OfferOutcome>, NodeSaveSession), SaveOffer> {
         let generation = request.context.identity.generation_relative_to(self.frame_spec.identity);
-        let generation = generation.filter(|_| self.is_tenant_allowed(request.context.tenant));
+        let generation = generation.filter(|_| {
+            self.is_allowed(self.permissions.save) && self.is_tenant_allowed(request.context.tenant)
+        });
         let generation = generation.ok_or(SaveOffer::Refused(SaveRefusal::IdentityDiffers))?;
         let frame_bytes = match u32::try_from(request.frame_bytes) {
             Ok(bytes) if bytes > 0 && bytes as usize <= self.frame_spec.frame_bytes_max => bytes,
@@ -422,6 +459,9 @@ impl BlockService for Service {
 
     fn release(&self, lease: LeaseId) -> BoxFuture<'_, ()> {
         Box::pin(async move {
+            if !self.permissions.fetch {
+                return;
+            }
             let lease = self.scope.lease(lease);
             // A node that stops has no leases left to end.
             let _ = self.store.request(|reply| StoreRequest::Release { lease, reply }).await;
@@ -431,13 +471,18 @@ impl BlockService for Service {
     fn admit(&self, caller: &Caller) -> CallerAdmission {
         match caller {
             Caller::ThisProcess => CallerAdmission::Unscoped,
-            Caller::Certified(leaf) => match tenants_of(leaf) {
-                Ok(tenants) => {
+            Caller::Certified(leaf) => match role_of(leaf) {
+                Ok(role) => {
+                    let permissions = DataPermissions::of(&role);
                     // The memory is shared by all tenants: a caller that maps it reads every
                     // tenant's blocks.
-                    let maps = self.rdma_reads_in_place && tenants.is_none();
-                    let tenants = tenants.map(|tenants| tenants.into_iter().collect());
-                    CallerAdmission::Scoped { service: Arc::new(self.scoped(caller, tenants)), may_map: maps }
+                    let may_map = self.rdma_reads_in_place && permissions.map;
+                    let tenants = match role {
+                        Role::Tenants(tenants) => Some(tenants.into_iter().collect()),
+                        _ => None,
+                    };
+                    let service = Service { permissions, ..self.scoped(caller, tenants) };
+                    CallerAdmission::Scoped { service: Arc::new(service), may_map }
                 }
                 Err(error) => {
                     self.warn_refused(&error);

@@ -1,14 +1,13 @@
 //! Control calls of a node over gRPC with mutual TLS: status, audits, windows, copies, and waiting
-//! for announcements. Only for the cluster's own processes: callers with tenant certificates are
-//! refused earlier (`start.rs`).
+//! for announcements. The access table admits callers before the calls come here.
 
 use std::cmp::Ordering;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{Epoch, Seq};
+use kv_core::id::{Epoch, RouterId, Seq};
 use kv_core::tier::{WINDOW_BLOCKS_MAX, WINDOW_REQUESTS_MAX, WINDOW_SPAN};
-use kvfleet_net::tls::{Identity, ROUTER_NAME};
+use kvfleet_net::tls::callers::Caller;
 use kvfleet_proto::pb::node_control_server::NodeControl;
 use kvfleet_proto::pb::{
     AuditReply, AuditRequest, CopyBlocksReply, CopyBlocksRequest, FlushReply, FlushRequest, Manifest,
@@ -34,24 +33,9 @@ pub const AUDIT_BLOCKS_MAX: usize = 1024;
 #[derive(Clone, Debug)]
 pub(crate) struct ControlService {
     pub(crate) store: StoreHandle,
-    /// Identifies callers.
-    pub(crate) identity: Identity,
     /// Manifest of the stored blocks.
     pub(crate) manifest: Manifest,
     pub(crate) copier: Arc<Copier>,
-}
-
-impl ControlService {
-    /// Refuses callers other than routers; `what` names the action in the error.
-    fn routers_only<T>(&self, request: &Request<T>, what: &str) -> Result<(), Status> {
-        if request.peer_certs().is_some_and(|chain| self.identity.is_router(&chain)) {
-            return Ok(());
-        }
-        Err(Status::permission_denied(format!(
-            "only routers may {what}; this certificate is not a router's: a router's certificate has the \
-             subject alternative name \"{ROUTER_NAME}\""
-        )))
-    }
 }
 
 #[tonic::async_trait]
@@ -89,8 +73,8 @@ impl NodeControl for ControlService {
         &self,
         request: Request<SetWindowRequest>,
     ) -> Result<Response<SetWindowReply>, Status> {
-        // A window changes the eviction order for every tenant.
-        self.routers_only(&request, "set a window")?;
+        let caller = Caller::from_extensions(request.extensions())?;
+        caller.require_router(RouterId(request.get_ref().router))?;
         let SetWindowRequest { waiting: requests, router } = request.into_inner();
         let waiting = waiting(&requests).map_err(|error| Status::invalid_argument(error.to_string()))?;
         let taken = self.store.set_window(router, waiting).await;
@@ -109,8 +93,6 @@ impl NodeControl for ControlService {
         &self,
         request: Request<CopyBlocksRequest>,
     ) -> Result<Response<CopyBlocksReply>, Status> {
-        // A copy makes this node connect to another one and store its blocks.
-        self.routers_only(&request, "order a copy")?;
         let order = copy_order(&request.into_inner())?;
         let copied = self.copier.copy(&order).await;
         let seen = |at: AnnouncePosition| pb::AnnouncePosition {

@@ -9,10 +9,9 @@ use kv_core::evict::{self, BlockKey, Policy};
 use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, BookLimits, Capacity, GPU_PROMOTIONS_MAX, RecoveredBlock, TierLimits};
-use kvfleet_net::deadlines::DeadlineService;
-use kvfleet_net::tls::callers::members_only;
+use kvfleet_net::tls::access::AccessService;
 use kvfleet_net::tls::listen::incoming;
-use kvfleet_net::tls::{Identity, Renewal, TlsError, TlsFiles};
+use kvfleet_net::tls::{Identity, Renewal, Role, TlsError, TlsFiles};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::{convert, pb};
 use kvfleet_transport::renew::keep_renewed;
@@ -23,7 +22,6 @@ use tokio::runtime::Handle;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 use tokio_util::sync::{CancellationToken, DropGuard};
-use tonic::service::interceptor::InterceptedService;
 
 use crate::announce::link::RouterLink;
 use crate::arena::{Arena, ArenaShape, SizeClasses};
@@ -175,7 +173,7 @@ impl Node {
         config.validate()?;
         let tls = &config.tls;
         let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
-        let identity = files.load_server()?;
+        let identity = files.load_server(&Role::Node(Some(NodeId(config.id))))?;
         let data_listen = address("data_listen", &config.data_listen)?;
         host::make_dir(&config)?;
         let control = listen(&config.control_listen).await?;
@@ -206,7 +204,7 @@ impl Node {
         }
         let takes_no_copies = stop.child_token();
         let calls = control_calls(&config, &service, &store, &identity, &metrics, &takes_no_copies);
-        tasks.push(serve_control(control, calls, &stop));
+        tasks.push(serve_control(control, &identity, calls, &stop));
         let (record, manifest) = (record(&config, data_addr, control_addr), manifest(&config));
         let host = match &quick {
             Some(quick) => host::serve(&config, &record.data_address, arena, blocks, quick)?,
@@ -588,17 +586,18 @@ fn control_calls(
     let (service, is_closed) = (Arc::clone(service), takes_no_copies.clone());
     let copier = Arc::new(Copier::new(service, dialer, config.copies, metrics.clone(), is_closed));
     let manifest = manifest(config);
-    ControlService { store: store.clone(), identity: identity.clone(), manifest, copier }
+    ControlService { store: store.clone(), manifest, copier }
 }
 
-/// Calls that move blocks, with limits of their own.
-const LONG_METHODS: &[&str] = &["/kvfleet.v1.NodeControl/Flush", "/kvfleet.v1.NodeControl/CopyBlocks"];
-
-fn serve_control(listener: TcpListener, control: ControlService, stop: &CancellationToken) -> JoinHandle<()> {
+fn serve_control(
+    listener: TcpListener,
+    identity: &Identity,
+    control: ControlService,
+    stop: &CancellationToken,
+) -> JoinHandle<()> {
     let mut server = tonic::transport::Server::builder();
-    let incoming = incoming(listener, &control.identity);
-    let control = DeadlineService::new(NodeControlServer::new(control), LONG_METHODS);
-    let control = InterceptedService::new(control, members_only);
+    let incoming = incoming(listener, identity);
+    let control = AccessService::new(NodeControlServer::new(control));
     let (router, stop) = (server.add_service(control), stop.clone());
     tokio::spawn(async move {
         let ended = router.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;

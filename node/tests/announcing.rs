@@ -20,7 +20,7 @@ async fn settle(world: &TestCluster, node: &Node) -> pb::FlushReply {
 async fn saves_become_visible_at_the_promised_number() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[router.serve(&world.router).await])).await;
     let epoch = router.joined().await;
     let path = world.dial(node.data_addr()).await;
     let at = eventually("the node knows its epoch", async || save(&*path, 1, 0..4).await.visible_at).await;
@@ -42,7 +42,7 @@ async fn blocks_saved_without_routers_are_announced_later() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
     router.state.lock().leader_elsewhere = Some(String::from("127.0.0.1:1"));
-    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[router.serve(&world.router).await])).await;
     let path = world.dial(node.data_addr()).await;
     assert_eq!(save(&*path, 1, 0..4).await.stored_blocks, 4);
     router.state.lock().leader_elsewhere = None;
@@ -53,9 +53,9 @@ async fn blocks_saved_without_routers_are_announced_later() {
 async fn node_follows_the_leader() {
     let world = TestCluster::new();
     let (leader, follower) = (FakeRouter::default(), FakeRouter::default());
-    let leader_address = leader.serve(&world.identity).await;
+    let leader_address = leader.serve(&world.router).await;
     follower.state.lock().leader_elsewhere = Some(leader_address);
-    let node = start(&world.config(&[follower.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[follower.serve(&world.router).await])).await;
     leader.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..2).await;
@@ -67,8 +67,8 @@ async fn node_follows_the_leader() {
 async fn new_leader_gets_the_rest_under_the_same_epoch() {
     let world = TestCluster::new();
     let (old, new) = (FakeRouter::default(), FakeRouter::default());
-    let new_address = new.serve(&world.identity).await;
-    let node = start(&world.config(&[old.serve(&world.identity).await])).await;
+    let new_address = new.serve(&world.router).await;
+    let node = start(&world.config(&[old.serve(&world.router).await])).await;
     old.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..2).await;
@@ -90,7 +90,7 @@ async fn new_leader_gets_the_rest_under_the_same_epoch() {
 async fn fenced_node_joins_again_and_announces_everything() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[router.serve(&world.router).await])).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..3).await;
@@ -109,7 +109,7 @@ async fn fenced_node_joins_again_and_announces_everything() {
 async fn gaps_and_busy_leaders_lose_nothing() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[router.serve(&world.router).await])).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..2).await;
@@ -131,7 +131,7 @@ async fn gaps_and_busy_leaders_lose_nothing() {
 async fn every_batch_carries_the_digest_of_announced_blocks() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let routers = [router.serve(&world.identity).await];
+    let routers = [router.serve(&world.router).await];
     // Small tiers, so that blocks are demoted and dropped.
     let config = NodeConfig { dram_blocks: Some(8), ssd_blocks: Some(16), ..world.config(&routers) };
     let node = start(&config).await;
@@ -158,11 +158,11 @@ async fn every_batch_carries_the_digest_of_announced_blocks() {
 async fn audit_reports_held_blocks() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[router.serve(&world.router).await])).await;
     let epoch = router.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..4).await;
-    let mut control = world.control(node.control_addr()).await;
+    let mut control = control_as(&world.router, node.control_addr()).await;
     let asked = convert::hashes_to_bytes(&hashes(0..6));
     let request = pb::AuditRequest { shard: 1, blocks: asked.clone(), sample: 10, seed: 5 };
     // Before the node knows its epoch, it announces to no shard.
@@ -187,7 +187,7 @@ async fn audit_reports_held_blocks() {
 async fn expired_pin_is_not_revived_by_a_router() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[router.serve(&world.router).await])).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..1).await;
@@ -225,7 +225,7 @@ async fn expired_pin_is_not_revived_by_a_router() {
 async fn directives_pin_and_limit() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let config = NodeConfig { dram_blocks: Some(2), ..world.config(&[router.serve(&world.identity).await]) };
+    let config = NodeConfig { dram_blocks: Some(2), ..world.config(&[router.serve(&world.router).await]) };
     let node = start(&config).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
@@ -260,7 +260,7 @@ async fn refused_node_logs_once_and_keeps_serving() {
     let (world, router, log) = (TestCluster::new(), FakeRouter::default(), Log::start());
     let (ours, theirs) = (IdentityDigest([7; 16]), our_identity());
     router.state.lock().refusal = Some(Refusal::Identity { ours, theirs }.to_string());
-    let address = router.serve(&world.identity).await;
+    let address = router.serve(&world.router).await;
     let node = start(&world.config(std::slice::from_ref(&address))).await;
     router.wait_for("the node tries again", |state| state.joins.len() > 2).await;
     let varying = [address, ours.to_string(), theirs.to_string()];
@@ -275,7 +275,7 @@ async fn refused_node_logs_once_and_keeps_serving() {
 
 /// A node with two blocks in DRAM and the others on SSD, as announced to the router.
 async fn spread(world: &TestCluster, router: &FakeRouter) -> (Node, NodeConfig) {
-    let address = router.serve(&world.identity).await;
+    let address = router.serve(&world.router).await;
     let config = NodeConfig { dram_blocks: Some(2), ssd_blocks: Some(30), ..world.config(&[address]) };
     let node = start(&config).await;
     router.joined().await;

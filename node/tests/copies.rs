@@ -25,7 +25,7 @@ use crate::world::*;
 /// A node of this number with its own router, in its first epoch.
 async fn joined(world: &TestCluster, id: u32, change: impl FnOnce(&mut NodeConfig)) -> (Node, FakeRouter) {
     let router = FakeRouter::default();
-    let mut config = world.config(&[router.serve(&world.identity).await]);
+    let mut config = world.config(&[router.serve(&world.router).await]);
     (config.id, config.data_dir) = (id, world.dir.path().join(format!("ssd-{id}")));
     change(&mut config);
     let node = start(&config).await;

@@ -15,7 +15,7 @@ async fn draining(
 ) -> (Node, FakeRouter) {
     let router = FakeRouter::default();
     router.state.lock().drain_reply = Some(evacuating);
-    let mut config = world.config(&[router.serve(&world.identity).await]);
+    let mut config = world.config(&[router.serve(&world.router).await]);
     change(&mut config);
     let node = start(&config).await;
     router.joined().await;
@@ -122,7 +122,7 @@ async fn drain_respects_its_limit_and_offers_the_most_valuable() {
 async fn drain_without_a_capable_router_still_leaves() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[router.serve(&world.router).await])).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
     save(&*path, 1, 0..4).await;

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use crate::world::*;
 use kv_core::id::{Epoch, Tier};
+use kvfleet_net::tls::Role;
 use kvfleet_node::{Node, NodeConfig, ShmSection};
 use kvfleet_proto::frame::Frame;
 use kvfleet_proto::pb;
@@ -129,7 +130,7 @@ async fn client(dir: &str, address: String) {
 }
 
 fn config(dir: &std::path::Path, data_listen: &str) -> NodeConfig {
-    let file = |name: &str| dir.join(name);
+    let files = files(dir, &Role::Node(None));
     NodeConfig {
         data_listen: data_listen.to_owned(),
         dram_blocks: Some(16),
@@ -145,7 +146,7 @@ fn config(dir: &std::path::Path, data_listen: &str) -> NodeConfig {
             in_place_bytes: Some(1 << 30),
             ..ShmSection::default()
         },
-        tls: kvfleet_node::TlsSection { ca: file("ca.pem"), cert: file("cert.pem"), key: file("cert.key") },
+        tls: kvfleet_node::TlsSection { ca: files.ca, cert: files.cert, key: files.key },
         ..NodeConfig::default()
     }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use crate::world::*;
 use kv_core::id::{LeaseId, Tier};
 use kvfleet_errors_doc::says;
-use kvfleet_net::tls::{Identity, SERVER_NAME};
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
@@ -108,6 +108,9 @@ impl TimeProvider for ClockInYear2200 {
     }
 }
 
+/// The role of the node in this test.
+const NODE: Role = Role::Node(None);
+
 /// An authority that issues certificates with an expiry year.
 struct TestAuthority(CertifiedIssuer<'static, KeyPair>);
 
@@ -118,9 +121,9 @@ impl TestAuthority {
         TestAuthority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
-    fn issue(&self, until_year: i32) -> (String, String) {
+    fn issue(&self, role: &Role, until_year: i32) -> (String, String) {
         let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        let mut params = CertificateParams::new(role.dns_names()).unwrap();
         params.not_after = date_time_ymd(until_year, 1, 1);
         (params.signed_by(&key, &self.0).unwrap().pem(), key.serialize_pem())
     }
@@ -136,11 +139,11 @@ async fn node_presents_renewed_certificates_and_logs_unusable_ones() {
     let (world, issuer, log) = (TestCluster::new(), TestAuthority::new(), Log::start());
     let config = NodeConfig { tls_renew_ms: 5, ..world.config(&[]) };
     std::fs::write(&config.tls.ca, issuer.0.pem()).unwrap();
-    write(issuer.issue(2100), &config.tls);
+    write(issuer.issue(&NODE, 2100), &config.tls);
     let node = start(&config).await;
     let address = node.data_addr().to_string();
     // For this client the node's certificate expired long ago.
-    let (cert, key) = issuer.issue(4000);
+    let (cert, key) = issuer.issue(&Role::Instance(None), 4000);
     let [ca, cert, key] = [issuer.0.pem(), cert, key].map(String::into_bytes);
     let identity = Identity::from_pem_at(&ca, &cert, &key, Arc::new(ClockInYear2200)).unwrap();
     let quic = QuicDialer::new(&identity, QuicConfig::default());
@@ -148,7 +151,7 @@ async fn node_presents_renewed_certificates_and_logs_unusable_ones() {
     let is_untrusted = |dialled: Result<_, _>| matches!(dialled.err(), Some(PathError::Untrusted { .. }));
     assert!(is_untrusted(quic.dial(address.clone()).await) && is_untrusted(tcp.dial(address.clone()).await));
 
-    write(TestAuthority::new().issue(4000), &config.tls);
+    write(TestAuthority::new().issue(&NODE, 4000), &config.tls);
     let here = world.dir.path().display().to_string();
     // A check between the two writes finds a mismatched pair, and logs that too.
     let said = async || (log.count("BadSignature") > 0).then(|| log.line("BadSignature"));
@@ -156,7 +159,7 @@ async fn node_presents_renewed_certificates_and_logs_unusable_ones() {
     says("a node with a renewed certificate of another authority", &line, &[&here]);
     assert!(is_untrusted(quic.dial(address.clone()).await), "the previous certificate stays in use");
 
-    write(issuer.issue(4000), &config.tls);
+    write(issuer.issue(&NODE, 4000), &config.tls);
     let path =
         eventually("the new certificate is presented", async || quic.dial(address.clone()).await.ok()).await;
     path.ping().await.unwrap();

@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use crate::world::*;
-use kv_core::id::{Epoch, IdentityDigest, LeaseId, TenantId, Tier};
+use kv_core::id::{Epoch, IdentityDigest, InstanceId, LeaseId, TenantId, Tier};
 use kvfleet_errors_doc::says;
+use kvfleet_net::tls::Role;
 use kvfleet_node::tiers::ssd::SsdFaults;
 use kvfleet_node::{Node, NodeConfig, QuotaSection, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
@@ -55,7 +56,8 @@ async fn another_epoch_or_identity_is_a_miss_with_its_reason() {
 async fn release_by_another_certificate_is_ignored_and_a_new_path_keeps_the_lease() {
     let world = TestCluster::new();
     let node = start(&NodeConfig { dram_blocks: Some(1), ..world.config(&[]) }).await;
-    let (ours, theirs) = (world.dial(node.data_addr()).await, dial_as(&world.router, node.data_addr()).await);
+    let other = files(world.dir.path(), &Role::Instance(Some(InstanceId(8)))).load().unwrap();
+    let (ours, theirs) = (world.dial(node.data_addr()).await, dial_as(&other, node.data_addr()).await);
     let all = hashes(0..1);
     let kept = ours.save(save_request(7, 0, &all), &|_| frame(all[0])).await.unwrap();
     assert!(matches!(kept, SaveAnswer::Done(done) if done.stored_blocks == 1), "and lease 7 holds it");

@@ -53,8 +53,8 @@ async fn silent_leader_is_replaced_by_another_router() {
     let world = TestCluster::new();
     let (silent, other) = (FakeRouter::default(), FakeRouter::default());
     let frozen = Arc::new(AtomicBool::new(false));
-    let first = relay(silent.serve(&world.identity).await, Arc::clone(&frozen)).await;
-    let second = other.serve(&world.identity).await;
+    let first = relay(silent.serve(&world.router).await, Arc::clone(&frozen)).await;
+    let second = other.serve(&world.router).await;
     let node = start(&world.config(&[first, second])).await;
     silent.joined().await;
     let path = world.dial(node.data_addr()).await;

@@ -99,7 +99,7 @@ async fn on_ssd(world: &TestCluster, node: &Node, count: u64) {
 async fn blocks_of_earlier_weights_miss_and_new_ones_are_stored() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&small(&world, &router.serve(&world.identity).await)).await;
+    let node = start(&small(&world, &router.serve(&world.router).await)).await;
     let epoch = router.joined().await;
     let path = world.dial(node.data_addr()).await;
     let (old, new, all) = (WeightsVersion(0), WeightsVersion(1), hashes(0..4));
@@ -136,7 +136,7 @@ async fn blocks_of_earlier_weights_miss_and_new_ones_are_stored() {
 async fn frames_of_another_generation_than_their_save_are_refused() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&small(&world, &router.serve(&world.identity).await)).await;
+    let node = start(&small(&world, &router.serve(&world.router).await)).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
     let epoch = change_weights(&router, &*path, 1).await;
@@ -153,7 +153,7 @@ async fn frames_of_another_generation_than_their_save_are_refused() {
 async fn read_in_progress_keeps_its_weights() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&small(&world, &router.serve(&world.identity).await)).await;
+    let node = start(&small(&world, &router.serve(&world.router).await)).await;
     let epoch = router.joined().await;
     let path = world.dial(node.data_addr()).await;
     let (old, new, all) = (WeightsVersion(0), WeightsVersion(1), hashes(0..4));
@@ -182,7 +182,7 @@ async fn read_in_progress_keeps_its_weights() {
 async fn restart_restores_blocks_of_the_last_weights_only() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let config = small(&world, &router.serve(&world.identity).await);
+    let config = small(&world, &router.serve(&world.router).await);
     let node = start(&config).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;

@@ -1,9 +1,10 @@
 //! Hints and orders of routers: windows of queued requests, and times to live.
 
 use crate::world::*;
-use kv_core::id::{LeaseId, Tier};
+use kv_core::id::{LeaseId, RouterId, Tier};
 use kv_core::tier::WINDOW_SPAN;
 use kvfleet_errors_doc::says;
+use kvfleet_net::tls::Role;
 use kvfleet_node::NodeConfig;
 use kvfleet_proto::convert;
 use kvfleet_proto::pb;
@@ -21,7 +22,7 @@ fn window(waiting: &[std::ops::Range<u64>]) -> pb::SetWindowRequest {
 async fn window_prefetches_blocks_and_expires() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let listen = [router.serve(&world.identity).await];
+    let listen = [router.serve(&world.router).await];
     let node =
         start(&NodeConfig { dram_blocks: Some(10), ssd_blocks: Some(40), ..world.config(&listen) }).await;
     let epoch = router.joined().await;
@@ -68,6 +69,11 @@ async fn window_prefetches_blocks_and_expires() {
     let refused = other.set_window(window(&[0..2, 2..4])).await.unwrap_err();
     assert_eq!(refused.code(), tonic::Code::PermissionDenied);
     says("a window from a caller that is not a router", &refused.message(), &[]);
+    let second = files(world.dir.path(), &Role::Router(Some(RouterId(2)))).load().unwrap();
+    let mut second = control_as(&second, node.control_addr()).await;
+    let refused = second.set_window(window(&[0..2, 2..4])).await.unwrap_err();
+    assert_eq!(refused.code(), tonic::Code::PermissionDenied);
+    assert!(refused.message().starts_with("the call names router-1"), "{refused}");
     assert_eq!(status(&world, &node).await.window_blocks, 0);
     node.shutdown().await;
 }
@@ -76,7 +82,7 @@ async fn window_prefetches_blocks_and_expires() {
 async fn expired_group_blocks_are_dropped_except_pinned_ones() {
     let world = TestCluster::new();
     let router = FakeRouter::default();
-    let node = start(&world.config(&[router.serve(&world.identity).await])).await;
+    let node = start(&world.config(&[router.serve(&world.router).await])).await;
     router.joined().await;
     let path = world.dial(node.data_addr()).await;
     for number in 0..4 {

@@ -1,5 +1,4 @@
-//! Calls from inside the router's process, with the rights of a cluster member. The gateway uses
-//! them.
+//! Calls from inside the router's process, with the rights of a frontend. The gateway uses them.
 //!
 //! The functions that answer gRPC calls answer these too. Not here: the gateway itself
 //! (`kvfleet-gateway`).
@@ -9,8 +8,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kv_core::id::InstanceId;
-use kvfleet_net::tls::Identity;
 use kvfleet_net::tls::callers::Caller;
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::pb;
 use tonic::Status;
 
@@ -95,8 +94,8 @@ impl RouterHandle {
     ) -> Result<pb::RouteReply, Status> {
         let started = Instant::now();
         // Boxed, so that callers need not compile the router's whole future type.
-        let answering: RouteFuture<'_> =
-            Box::pin(route::route(&self.shared, &Caller::Member, request, hints));
+        let caller = Caller::new(Role::Frontend);
+        let answering: RouteFuture<'_> = Box::pin(route::route(&self.shared, &caller, request, hints));
         let answer = answering.await;
         self.shared.metrics.record_route(route::outcome(&answer), started.elapsed());
         answer

@@ -183,7 +183,7 @@ impl Manifests {
     async fn ask(&self, identity: IdentityDigest, addresses: Vec<String>) -> Option<IdentityManifest> {
         let mut asked = JoinSet::new();
         for address in addresses {
-            let Ok(channel) = self.peers.channel(&address) else { continue };
+            let Ok(channel) = self.peers.node_channel(&address) else { continue };
             asked.spawn(async move {
                 let mut request = Request::new(pb::NodeStatusRequest {});
                 request.set_timeout(ANSWER_TIMEOUT);

@@ -10,17 +10,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::BoxFuture;
-use kvfleet_net::deadlines::DeadlineService;
-use kvfleet_net::tls::callers::routers_only;
+use kv_core::id::RouterId;
+use kvfleet_net::tls::access::AccessService;
 use kvfleet_net::tls::listen::incoming;
-use kvfleet_net::tls::{Identity, RENEW_INTERVAL, Renewal, TlsFiles, keep_renewed};
+use kvfleet_net::tls::{Identity, RENEW_INTERVAL, Renewal, Role, TlsFiles, keep_renewed};
 use kvfleet_proto::pb::raft_server::RaftServer;
 use parking_lot::{Mutex, RwLock};
 use prometheus::Registry;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
-use tonic::service::interceptor::InterceptedService;
 use tonic::transport::Server;
 
 use crate::anti_entropy::AntiEntropy;
@@ -108,7 +107,7 @@ impl Router {
             cert: config.tls.cert.clone(),
             key: config.tls.key.clone(),
         };
-        let identity = files.load_server()?;
+        let identity = files.load_server(&Role::Router(Some(RouterId(config.id))))?;
         let listener = listen(&config.listen).await?;
         let local_addr = listener
             .local_addr()
@@ -440,9 +439,6 @@ impl RouterParts<'_> {
 const STREAM_WINDOW_BYTES: u32 = 1 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 8 << 20;
 
-/// Raft calls that last as long as a snapshot takes; their parts have limits of their own.
-const LONG_RAFT_METHODS: &[&str] = &["/kvfleet.v1.Raft/Snapshot", "/kvfleet.v1.Raft/State"];
-
 /// Serves control and Raft calls on one port until `stop`.
 fn serve(
     listener: TcpListener,
@@ -454,14 +450,13 @@ fn serve(
     let raft = RaftServer::new(raft)
         .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
         .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX);
-    let raft = InterceptedService::new(DeadlineService::new(raft, LONG_RAFT_METHODS), routers_only);
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .add_service(router.into_service())
-        .add_service(raft);
+        .add_service(AccessService::new(raft));
     let incoming = incoming(listener, identity);
     tokio::spawn(async move {
         let ended = server.serve_with_incoming_shutdown(incoming, stop.cancelled_owned()).await;

@@ -3,15 +3,15 @@
 //! Waits are for a state, with a limit that only a hang reaches; no test measures time.
 
 use std::future::Future;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, HASH_BYTES};
-use kvfleet_net::tls::{Identity, TlsFiles};
-
+use kv_core::id::{BlockHash, HASH_BYTES, RouterId, TenantId};
+use kvfleet_net::tls::{Identity, Role, TlsFiles};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use kvfleet_proto::pb::announce_request::Body as Word;
+use kvfleet_proto::pb::raft_client::RaftClient;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_router::{Router, RouterConfig, StartError, TimingsConfig, TlsConfig, VoterConfig};
 use prometheus::Registry;
@@ -21,6 +21,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Streaming};
 
+use crate::certificates::{Certificates, RoleChannel};
 use crate::ports::unused_address;
 
 /// Timeout that only a hang reaches, on any machine.
@@ -42,44 +43,16 @@ pub async fn until<T, F: Future<Output = Option<T>>>(what: &str, mut probe: impl
     }
 }
 
-/// Creates an authority in `directory`, a certificate of a router, `member.pem` with `member.key`
-/// for another process of the cluster, and `tenant.pem` with `tenant.key` for tenants 3 and 5.
+/// Creates an authority in `directory`, and a certificate for routers of any number.
 pub fn certificates(directory: &Path) -> TlsConfig {
-    let authority_key = rcgen::KeyPair::generate().unwrap();
-    let mut authority = rcgen::CertificateParams::new(Vec::<String>::new()).unwrap();
-    authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
-    let authority_pem = authority.self_signed(&authority_key).unwrap().pem();
-    let issuer = rcgen::Issuer::new(authority, authority_key);
-    let write = |name: &str, text: String| -> PathBuf {
-        let path = directory.join(name);
-        std::fs::write(&path, text).unwrap();
-        path
-    };
-    let issue = |names: [&str; 2]| {
-        let key = rcgen::KeyPair::generate().unwrap();
-        let params = rcgen::CertificateParams::new(names.map(str::to_owned).to_vec()).unwrap();
-        (params.signed_by(&key, &issuer).unwrap().pem(), key.serialize_pem())
-    };
-    let (cert, key) = issue(["tenant-3.kvfleet", "tenant-5.kvfleet"]);
-    write("tenant.pem", cert);
-    write("tenant.key", key);
-    let (cert, key) = issue(["kvfleet", "node-1"]);
-    write("member.pem", cert);
-    write("member.key", key);
-    let (cert, key) = issue(["kvfleet", "kvfleet-router"]);
-    TlsConfig {
-        ca: write("ca.pem", authority_pem),
-        cert: write("cert.pem", cert),
-        key: write("key.pem", key),
-    }
+    Certificates::open(directory).config(&Role::Router(None))
 }
 
 /// The identity of a router from a new authority.
 #[allow(dead_code, reason = "unit tests use it")]
 pub fn identity() -> Identity {
     let directory = TempDir::new().unwrap();
-    let TlsConfig { ca, cert, key } = certificates(directory.path());
-    TlsFiles { ca, cert, key }.load().unwrap()
+    Certificates::open(directory.path()).identity(&Role::Router(None))
 }
 
 pub async fn start(config: RouterConfig) -> Result<Router, StartError> {
@@ -93,7 +66,8 @@ pub struct Cluster {
     pub routers: Vec<Option<Router>>,
     /// Metrics of each router since its last start.
     pub registries: Vec<Registry>,
-    channels: Vec<Channel>,
+    channels: Vec<RoleChannel>,
+    certificates: Certificates,
 }
 
 impl Cluster {
@@ -101,7 +75,7 @@ impl Cluster {
     /// limit.
     pub async fn start(count: u64, change: impl Fn(&mut RouterConfig)) -> Cluster {
         let directory = TempDir::new().unwrap();
-        let tls = certificates(directory.path());
+        let certificates = Certificates::open(directory.path());
         let voters: Vec<_> = (1..=count).map(|id| VoterConfig { id, address: unused_address() }).collect();
         let configs: Vec<_> = voters
             .iter()
@@ -111,7 +85,7 @@ impl Cluster {
                     listen: own.address.clone(),
                     voters: voters.clone(),
                     data_dir: directory.path().join(format!("router-{}", own.id)),
-                    tls: tls.clone(),
+                    tls: certificates.config(&Role::Router(Some(RouterId(own.id)))),
                     shards: 1,
                     // Leaders stay where elections put them, unless a test changes it.
                     timings: TimingsConfig { silence_ms: 30_000, balance_ms: 0, ..TimingsConfig::default() },
@@ -121,10 +95,10 @@ impl Cluster {
                 config
             })
             .collect();
-        let channels = voters.iter().map(|voter| channel(&tls, &voter.address)).collect();
+        let channels = voters.iter().map(|voter| certificates.callers(&voter.address)).collect();
         let routers = voters.iter().map(|_| None).collect();
         let registries = voters.iter().map(|_| Registry::new()).collect();
-        let mut cluster = Cluster { directory, configs, routers, registries, channels };
+        let mut cluster = Cluster { directory, configs, routers, registries, channels, certificates };
         for id in 1..=count {
             cluster.start_router(id).await;
         }
@@ -147,20 +121,28 @@ impl Cluster {
         (1..).zip(&self.routers).filter(|(_, router)| router.is_some()).map(|(id, _)| id).collect()
     }
 
-    pub fn client(&self, id: u64) -> RouterClient<Channel> {
+    /// A client of a router that makes each call with a role that may make it.
+    pub fn client(&self, id: u64) -> RouterClient<RoleChannel> {
         RouterClient::new(self.channels[usize::try_from(id - 1).unwrap()].clone())
     }
 
-    /// Certificate files for tenants 3 and 5.
-    pub fn tenant(&self) -> TlsConfig {
-        let file = |name: &str| self.directory.path().join(name);
-        TlsConfig { cert: file("tenant.pem"), key: file("tenant.key"), ..self.configs[0].tls.clone() }
+    /// A client of a router that makes each call with this role.
+    pub fn client_as(&self, id: u64, role: Role) -> RouterClient<RoleChannel> {
+        RouterClient::new(self.certificates.caller(self.address(id), role))
     }
 
-    /// Certificate files of a process that is no router.
-    pub fn member(&self) -> TlsConfig {
-        let file = |name: &str| self.directory.path().join(name);
-        TlsConfig { cert: file("member.pem"), key: file("member.key"), ..self.configs[0].tls.clone() }
+    /// A client of a router's Raft service, like [`Self::client_as`].
+    pub fn raft_as(&self, id: u64, role: Role) -> RaftClient<RoleChannel> {
+        RaftClient::new(self.certificates.caller(self.address(id), role))
+    }
+
+    fn address(&self, id: u64) -> &str {
+        &self.configs[usize::try_from(id - 1).unwrap()].listen
+    }
+
+    /// Certificates of this cluster.
+    pub fn certificates(&self) -> &Certificates {
+        &self.certificates
     }
 
     pub async fn status(&self, id: u64) -> Option<pb::StatusReply> {
@@ -213,7 +195,7 @@ impl Cluster {
     }
 
     /// Calls the leader, wherever it is, until it answers.
-    pub async fn on_leader<T, F>(&self, call: impl Fn(RouterClient<Channel>) -> F) -> T
+    pub async fn on_leader<T, F>(&self, call: impl Fn(RouterClient<RoleChannel>) -> F) -> T
     where
         F: Future<Output = Result<tonic::Response<T>, tonic::Status>>,
     {
@@ -289,6 +271,11 @@ impl Cluster {
             self.take(id).shutdown().await;
         }
     }
+}
+
+/// The role of a client of tenants 3 and 5.
+pub fn tenants() -> Role {
+    Role::Tenants([3, 5].map(TenantId).into())
 }
 
 pub fn channel(tls: &TlsConfig, address: &str) -> Channel {

@@ -1,4 +1,5 @@
-//! Clusters and ports for tests: routers in this process with a fake node, and addresses that are free.
+//! Clusters, certificates and ports for tests: routers in this process with a fake node, certificates
+//! of every role, and addresses that are free.
 //!
 //! Not here: anything a program links. A test that cannot go on panics, so this crate may unwrap.
 #![allow(missing_docs, clippy::unwrap_used)]
@@ -6,6 +7,7 @@
 use std::io::Write as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 
+pub mod certificates;
 pub mod cluster;
 pub mod ports;
 

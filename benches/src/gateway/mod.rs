@@ -13,6 +13,7 @@ use std::time::Duration;
 use anyhow::{Context, bail, ensure};
 use benches::thread_cpu_time;
 use kvfleet_gateway::{EndpointConfig, Gateway, GatewayConfig, ModelConfig};
+use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
 use kvfleet_router::{EnginesConfig, Router, RouterConfig, TlsConfig, VoterConfig};
 use tokio::runtime::{Builder, Runtime};
@@ -84,7 +85,7 @@ impl GatewayThread {
 }
 
 fn router_config(dir: &Path) -> anyhow::Result<RouterConfig> {
-    let tls = certificates(dir)?;
+    let tls = certificates(dir, &Role::Router(None))?;
     let listen = TcpListener::bind("127.0.0.1:0")?.local_addr()?.to_string();
     Ok(RouterConfig {
         id: 1,

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use kv_core::id::{BlockHash, Category, IdentityDigest, LeaseId, RequestId, TenantId};
-use kvfleet_net::tls::SERVER_NAME;
+use kvfleet_net::certificates::{Authority, CertificateFiles};
+use kvfleet_net::tls::Role;
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_transport::{
@@ -17,7 +18,6 @@ use kvfleet_transport::{
 };
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tokio::runtime::{Builder, Runtime};
 
 /// Payload of a block, so that a frame is a page. The size does not affect a reference.
@@ -56,7 +56,7 @@ impl DramTier {
             watermark_high: 1.0,
             watermark_low: 1.0,
             data_dir: dir.join("data"),
-            tls: certificates(dir)?,
+            tls: certificates(dir, &Role::Node(None))?,
             ..NodeConfig::default()
         };
         config.identity.layers = 1;
@@ -164,21 +164,8 @@ fn hashes(prefix: usize, blocks: usize) -> Vec<BlockHash> {
     (0..blocks).map(hash).collect()
 }
 
-/// Certificates of a single-node cluster, in files of this directory.
-pub(crate) fn certificates(dir: &Path) -> anyhow::Result<TlsSection> {
-    let mut params = CertificateParams::new(vec![])?;
-    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
-    let key = KeyPair::generate()?;
-    let cert = CertificateParams::new(vec![SERVER_NAME.to_owned()])?.signed_by(&key, &authority)?;
-    let file = |name: &str, text: String| -> anyhow::Result<_> {
-        let path = dir.join(name);
-        std::fs::write(&path, text)?;
-        Ok(path)
-    };
-    Ok(TlsSection {
-        ca: file("ca.pem", authority.pem())?,
-        cert: file("cert.pem", cert.pem())?,
-        key: file("key.pem", key.serialize_pem())?,
-    })
+/// Certificate files of a role in this directory, which has an authority of its own.
+pub(crate) fn certificates(dir: &Path, role: &Role) -> anyhow::Result<TlsSection> {
+    let CertificateFiles { ca, cert, key } = Authority::open(dir)?.issue(role)?;
+    Ok(TlsSection { ca, cert, key })
 }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use anyhow::{Context, ensure};
 use benches::{BenchRow, Better, outcome};
 use kv_core::id::Epoch;
-use kvfleet_net::tls::TlsFiles;
+use kvfleet_net::tls::{Role, TlsFiles};
 use kvfleet_node::{Node, NodeConfig};
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, Progress};
@@ -48,11 +48,11 @@ pub(super) fn rows(effort: &Effort, runtime: &Runtime) -> anyhow::Result<Option<
         block_bytes: size.payload_bytes.into(),
         fetch_inflight_bytes: BOUND_BYTES,
         data_dir: dir.path().join("data"),
-        tls: certificates(dir.path())?,
+        tls: certificates(dir.path(), &Role::Node(None))?,
         ..NodeConfig::default()
     };
     config.identity.layers = crate::node_process::LAYERS;
-    let files = config.tls.clone();
+    let files = certificates(dir.path(), &Role::Instance(None))?;
     let tls = TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?;
     let dialer = TcpDialer::new(&tls, TcpConfig::default());
     let mut pairs = Vec::new();

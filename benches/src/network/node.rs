@@ -8,7 +8,8 @@ use std::sync::Arc;
 use anyhow::ensure;
 use benches::{BenchRow, Better, TimeSpent, measure_time, outcome};
 use kv_core::id::Epoch;
-use kvfleet_net::tls::{Identity, TlsFiles};
+use kvfleet_net::tls::{Identity, Role, TlsFiles};
+use kvfleet_node::TlsSection;
 use kvfleet_transport::tcp::{TcpConfig, TcpDialer};
 use kvfleet_transport::{Dialer, FetchAnswer, FetchRequest, Path, Progress};
 use tokio::runtime::Runtime;
@@ -17,6 +18,7 @@ use super::{
     BoxFuture, FetchShape, FetchSide, OwnPath, PATIENCE, RATES, RUN_BYTES, SHAPES, TLS, fetch_concurrently,
 };
 use crate::Effort;
+use crate::get::certificates;
 use crate::node_process::{NodeProcess, SIZES, SizeClass, asker, identity};
 
 /// Shapes that other systems' benches have too.
@@ -70,7 +72,7 @@ pub(super) fn rows(
     }
     let dir = tempfile::tempdir()?;
     let serving = NodeProcess::start(dir.path())?;
-    let [ca, cert, key] = ["ca.pem", "cert.pem", "key.pem"].map(|file| dir.path().join(file));
+    let TlsSection { ca, cert, key } = certificates(dir.path(), &Role::Instance(None))?;
     let own = TlsFiles { ca, cert, key }.load()?;
     let dialer = TcpDialer::new(&own, TcpConfig::default());
     let mut rows = Vec::new();

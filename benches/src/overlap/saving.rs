@@ -18,7 +18,7 @@ use kv_core::id::{BlockHash, Category, Epoch, IdentityDigest, LeaseId, RequestId
 use kvfleet_client::{
     BackgroundSave, Client, ClientConfig, LayerSaveCall, RequestContext, SAVE_DEADLINE, SaveAnswer, SaveCall,
 };
-use kvfleet_net::tls::TlsFiles;
+use kvfleet_net::tls::{Role, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, ShmSection};
 use kvfleet_proto::frame::{Frame, KeyForm, encoded_len, seal};
 use kvfleet_transport::Dialer;
@@ -94,12 +94,12 @@ impl Saver {
             data_dir: dir.path().join("data"),
             policy: "lru".to_owned(),
             shm: ShmSection { dir: Some(sockets.clone()), ..ShmSection::default() },
-            tls: certificates(dir.path())?,
+            tls: certificates(dir.path(), &Role::Node(None))?,
             ..NodeConfig::default()
         };
         config.identity.layers = LAYERS;
         let identity = config.identity.manifest().digest();
-        let files = config.tls.clone();
+        let files = certificates(dir.path(), &Role::Instance(None))?;
         let tls = TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?;
         let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
         let node = runtime.block_on(Node::start(config, &prometheus::Registry::new()))?;

@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context, ensure};
 use kv_core::id::{BlockHash, Category, LeaseId, RequestId, TenantId};
+use kvfleet_net::tls::Role;
 use kvfleet_node::{Node, NodeConfig};
 use kvfleet_transport::{BlockService, FetchAnswer, FetchRequest, Progress, RequestContext};
 use tokio::runtime::{Builder, Runtime};
@@ -53,7 +54,7 @@ impl StartedNode {
     /// Starts the node.
     pub(super) fn start(dir: &Path, blocks: u64) -> anyhow::Result<StartedNode> {
         let mut config = config(dir, blocks);
-        config.tls = certificates(dir)?;
+        config.tls = certificates(dir, &Role::Node(None))?;
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let registry = prometheus::Registry::new();
         let node = runtime.block_on(Node::start(config.clone(), &registry))?;

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use anyhow::ensure;
 use benches::{BenchRow, Better, measure_time, side_by_side};
 use kv_core::id::BlockHash;
-use kvfleet_net::tls::{Identity, SERVER_NAME};
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_transport::quic::{QuicConfig, QuicDialer, QuicServer};
 use kvfleet_transport::suite::{self, IDENTITY, MemoryService};
 use kvfleet_transport::{Dialer, FetchAnswer, Path};
@@ -118,7 +118,7 @@ pub(crate) fn identities() -> anyhow::Result<(Identity, Identity)> {
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
     let member = || -> anyhow::Result<Identity> {
         let key = KeyPair::generate()?;
-        let cert = CertificateParams::new(vec![SERVER_NAME.to_owned()])?.signed_by(&key, &authority)?;
+        let cert = CertificateParams::new(Role::Instance(None).dns_names())?.signed_by(&key, &authority)?;
         let (ca, cert, key) = (authority.pem(), cert.pem(), key.serialize_pem());
         Ok(Identity::from_pem(ca.as_bytes(), cert.as_bytes(), key.as_bytes())?)
     };

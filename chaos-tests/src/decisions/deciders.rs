@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use kv_core::id::{Category, IdentityDigest, RequestId, TenantId};
 use kvfleet_client::{Client, ClientConfig, RouteAnswer, RouteCall};
+use kvfleet_net::tls::Role;
 use kvfleet_proto::{convert, pb};
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -53,7 +54,7 @@ impl Deciders {
     ) -> Result<Deciders, SuiteError> {
         let stop = CancellationToken::new();
         let mut tasks = JoinSet::new();
-        let config = ClientConfig::new(cluster.addresses().to_vec(), cluster.identity()?);
+        let config = ClientConfig::new(cluster.addresses().to_vec(), cluster.identity(&Role::Instance(None)));
         tasks.spawn(report(Client::new(config.clone())?, stop.clone()));
         for number in 1..=DECIDERS {
             let seed = experiment.seed.wrapping_add(number);

@@ -67,6 +67,8 @@ pub enum Command {
     Status(StatusArgs),
     /// Show where a request ran and why, and why blocks of its prompt were missing.
     Why(WhyArgs),
+    /// Show which roles of certificates may make which call.
+    Access,
     /// Analyse or generate request traces.
     #[command(subcommand)]
     Trace(TraceCommand),

@@ -16,7 +16,7 @@ use kvfleet_transport::pick::PathKind;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use super::{ChildId, ClusterShape, LocalCluster, process_name};
+use super::{ChildId, ClusterShape, LocalCluster, certificate_role, process_name};
 use crate::config::{ProcessConfig, Settings, load, parse_override, to_toml};
 use crate::process::{Role, RouterProcessConfig};
 use kvfleet_engine::mock::{InstanceConfig, OpenAiSection, TlsPaths};
@@ -46,7 +46,7 @@ fn path(cluster: &LocalCluster, id: ChildId) -> PathBuf {
 /// Writes the configuration of a child, and returns its path.
 pub(super) fn write(cluster: &LocalCluster, id: ChildId) -> anyhow::Result<PathBuf> {
     let authority = Authority::open(&cluster.certificates())?;
-    let certificate = authority.issue(&process_name(id))?;
+    let certificate = authority.issue(&certificate_role(id)?)?;
     let number = u32::try_from(id.1)?;
     let text = match id.0 {
         Role::Router => {

@@ -15,12 +15,13 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvfleet_net::tls::{Identity, TlsFiles};
+use kv_core::id::{InstanceId, NodeId, RouterId};
+use kvfleet_net::tls::{self, Identity, TlsFiles};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::process::Role;
-use kvfleet_net::certificates::{Authority, CertificateFiles, files};
+use kvfleet_net::certificates::{Authority, files};
 
 pub(crate) use child::cpu_time_of;
 pub use child::{Child, ChildError};
@@ -32,9 +33,6 @@ const STOP_GRACE: Duration = Duration::from_secs(5);
 
 /// Attempts to start with other ports if a chosen port was taken meanwhile.
 const START_ATTEMPTS: u32 = 3;
-
-/// Role in this process's own certificate.
-pub const ADMIN_ROLE: &str = "admin";
 
 /// Role and number of a child.
 pub type ChildId = (Role, u64);
@@ -144,7 +142,7 @@ impl LocalCluster {
     }
 
     async fn start_all(&mut self) -> anyhow::Result<()> {
-        Authority::open(&self.certificates())?.issue(ADMIN_ROLE)?;
+        Authority::open(&self.certificates())?.issue(&tls::Role::Admin)?;
         let counts = [
             (Role::Router, self.shape.routers),
             (Role::Node, self.shape.nodes),
@@ -201,15 +199,9 @@ impl LocalCluster {
         self.directory().join("certificates")
     }
 
-    /// Certificate files of `role`.
-    #[must_use]
-    pub fn certificate_files(&self, role: &str) -> CertificateFiles {
-        files(&self.certificates(), role)
-    }
-
     /// Identity of commands that call this cluster.
     pub fn identity(&self) -> anyhow::Result<Identity> {
-        let files = self.certificate_files(ADMIN_ROLE);
+        let files = files(&self.certificates(), &tls::Role::Admin);
         Ok(TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?)
     }
 
@@ -303,7 +295,16 @@ fn crash_text(id: ChildId, how: std::process::ExitStatus) -> String {
     format!("{} ended: {how}", process_name(id))
 }
 
-/// `router-1`, `node-2`: used in file names, certificates and messages.
+/// The role of a child's certificate.
+fn certificate_role(id: ChildId) -> anyhow::Result<tls::Role> {
+    Ok(match id {
+        (Role::Router, number) => tls::Role::Router(Some(RouterId(number))),
+        (Role::Node, number) => tls::Role::Node(Some(NodeId(u32::try_from(number)?))),
+        (Role::Instance, number) => tls::Role::Instance(Some(InstanceId(u32::try_from(number)?))),
+    })
+}
+
+/// `router-1`, `node-2`: used in file names and messages.
 #[must_use]
 pub fn process_name((role, number): ChildId) -> String {
     format!("{}-{number}", role.name())

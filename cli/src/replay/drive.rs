@@ -230,7 +230,7 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use kv_core::id::{IdentityDigest, TenantId};
     use kvfleet_client::{Client, ClientConfig};
-    use kvfleet_net::tls::TlsFiles;
+    use kvfleet_net::tls::{Role, TlsFiles};
 
     use super::super::watch::FailureWatch;
     use super::*;
@@ -239,7 +239,7 @@ mod tests {
     /// A replay of `requests` requests with a router address that refuses connections.
     fn drive(requests: usize) -> ReplayDrive {
         let dir = tempfile::tempdir().unwrap();
-        let files = Authority::open(dir.path()).unwrap().issue("admin").unwrap();
+        let files = Authority::open(dir.path()).unwrap().issue(&Role::Admin).unwrap();
         let identity = TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load().unwrap();
         let server = RequestDriver {
             client: Client::new(ClientConfig::new(vec!["127.0.0.1:9".into()], identity.clone())).unwrap(),

@@ -2,8 +2,10 @@
 
 use std::net::TcpListener;
 
+use kv_core::id::{InstanceId, NodeId};
 use kvfleet_errors_doc::says;
 use kvfleet_net::certificates::Authority;
+use kvfleet_net::tls::Role;
 
 use crate::support::Workspace;
 
@@ -41,7 +43,7 @@ fn invalid_values_name_the_expected_ones() {
 fn data_directories_for_all_users_are_refused() {
     use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
     let place = Workspace::new();
-    let files = Authority::open(&place.path("ours")).unwrap().issue("node-1").unwrap();
+    let files = Authority::open(&place.path("ours")).unwrap().issue(&Role::Node(Some(NodeId(1)))).unwrap();
     let data_dir = place.path("data");
     std::fs::DirBuilder::new().mode(0o700).create(&data_dir).unwrap();
     let set = |key: &str, path: &std::path::Path| format!("{key}={}", path.display());
@@ -74,8 +76,8 @@ fn data_directories_for_all_users_are_refused() {
 #[test]
 fn names_missing_and_foreign_certificates() {
     let place = Workspace::new();
-    let files = Authority::open(&place.path("ours")).unwrap().issue("node-1").unwrap();
-    let theirs = Authority::open(&place.path("theirs")).unwrap().issue("node-1").unwrap();
+    let files = Authority::open(&place.path("ours")).unwrap().issue(&Role::Node(Some(NodeId(1)))).unwrap();
+    let theirs = Authority::open(&place.path("theirs")).unwrap().issue(&Role::Node(Some(NodeId(1)))).unwrap();
     let node = |ca: &std::path::Path, cert: &std::path::Path| {
         let set = |key: &str, path: &std::path::Path| format!("tls.{key}={}", path.display());
         let (ca, cert, key) = (set("ca", ca), set("cert", cert), set("key", &files.key));
@@ -150,7 +152,8 @@ fn names_a_taken_port() {
     let address = format!("127.0.0.1:{port}");
     let ran = place.run(&["node", "--metrics-listen", &address]);
     says("a port in use, of the metrics", &ran.refused(&[]), &[&port]);
-    let files = Authority::open(&place.path("tls")).unwrap().issue("instance-1").unwrap();
+    let files =
+        Authority::open(&place.path("tls")).unwrap().issue(&Role::Instance(Some(InstanceId(1)))).unwrap();
     let keys = [
         format!("listen={address}"),
         "routers=[\"127.0.0.1:1\"]".to_owned(),
@@ -168,7 +171,7 @@ fn names_a_taken_port() {
 #[test]
 fn reports_an_unreachable_cluster() {
     let place = Workspace::new();
-    Authority::open(&place.path("tls")).unwrap().issue("admin").unwrap();
+    Authority::open(&place.path("tls")).unwrap().issue(&Role::Admin).unwrap();
     let ran = place.run(&["status", "--cluster", "127.0.0.1:9", "--tls-dir", "tls"]);
     says("a router that does not run", &ran.refused(&[]), &[]);
     place.trace(5);

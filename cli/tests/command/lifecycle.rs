@@ -6,9 +6,10 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
+use kv_core::id::{InstanceId, NodeId};
 use kvfleet_errors_doc::says;
 use kvfleet_net::certificates::Authority;
-use kvfleet_net::tls::TlsFiles;
+use kvfleet_net::tls::{Role, TlsFiles};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_client::InstanceClient;
 use rustix::process::{Pid, Signal, kill_process};
@@ -60,7 +61,7 @@ fn up_serves_until_stopped() {
     assert!(text.contains("leads") && text.contains("live"), "{text}");
     administer(&place, &routers.join(","), tls);
     inspect(&place, &routers.join(","), tls);
-    Authority::open(&place.path("theirs")).unwrap().issue("admin").unwrap();
+    Authority::open(&place.path("theirs")).unwrap().issue(&Role::Admin).unwrap();
     let foreign = place.run(&["status", "--cluster", cluster, "--tls-dir", "theirs"]);
     says("a command with certificates of another cluster", &foreign.refused(&[]), &[cluster]);
     says("a status with a tenant's certificate", &as_tenant(&place, &said).refused(&[]), &[cluster]);
@@ -193,7 +194,8 @@ fn a_hanging_start_ends_with_its_parent() {
     // A certificate pipe without a writer: reading it blocks.
     let pipe = place.path("ca.pem");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    let files = Authority::open(&place.path("tls")).unwrap().issue("instance-1").unwrap();
+    let files =
+        Authority::open(&place.path("tls")).unwrap().issue(&Role::Instance(Some(InstanceId(1)))).unwrap();
     let set = |key: &str, path: &Path| format!("tls.{key}={}", path.display());
     let words = [
         "instance".to_owned(),
@@ -245,7 +247,7 @@ fn replay_explains_a_block_size_mismatch() {
         "the instances' own profile is used: {text}"
     );
     let strangers = Authority::open(&place.path("strangers")).unwrap();
-    strangers.issue("admin").unwrap();
+    strangers.issue(&Role::Admin).unwrap();
     let strange = place.path("strangers");
     let words = ["replay", "trace.jsonl", "--cluster", &routers, "--tls-dir", strange.to_str().unwrap()];
     says("a replay with certificates of another cluster", &place.run(&words).refused(&[]), &varying);
@@ -265,7 +267,7 @@ fn children_do_not_outlive_a_killed_parent() {
 
 /// Arguments to run a single node.
 fn node_arguments(place: &Workspace) -> Vec<String> {
-    let files = Authority::open(&place.path("tls")).unwrap().issue("node-1").unwrap();
+    let files = Authority::open(&place.path("tls")).unwrap().issue(&Role::Node(Some(NodeId(1)))).unwrap();
     let keys = [
         format!("tls.ca={}", files.ca.display()),
         format!("tls.cert={}", files.cert.display()),

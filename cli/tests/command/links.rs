@@ -8,13 +8,13 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Tier};
+use kv_core::id::{BlockHash, InstanceId, NodeId, RouterId, Tier};
 use kv_core::schedule::LinkPath;
 use kvfleet::calls::{RouterCalls, channel, run_on_instance};
 use kvfleet::cluster::{LAYERS, manifest};
 use kvfleet_engine::mock::{Instance, InstanceConfig, TlsPaths};
 use kvfleet_net::certificates::{Authority, CertificateFiles};
-use kvfleet_net::tls::{Identity, TlsFiles};
+use kvfleet_net::tls::{Identity, Role, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::identity::IdentitySection;
 use kvfleet_proto::pb;
@@ -68,9 +68,9 @@ async fn relay(listener: TcpListener, to: SocketAddr) {
     }
 }
 
-async fn router(place: &Path, files: &CertificateFiles) -> (Router, String) {
+async fn router(place: &Path, authority: &Authority) -> (Router, String) {
     let address = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
-    let CertificateFiles { ca, cert, key } = files.clone();
+    let CertificateFiles { ca, cert, key } = authority.issue(&Role::Router(Some(RouterId(1)))).unwrap();
     let config = RouterConfig {
         id: 1,
         listen: address.clone(),
@@ -83,8 +83,8 @@ async fn router(place: &Path, files: &CertificateFiles) -> (Router, String) {
     (Router::start(config, &Registry::new()).await.unwrap(), address)
 }
 
-async fn node((place, files): (&Path, &CertificateFiles), id: u32, router: &str, advertise: &str) -> Node {
-    let CertificateFiles { ca, cert, key } = files.clone();
+async fn node((place, authority): (&Path, &Authority), id: u32, router: &str, advertise: &str) -> Node {
+    let CertificateFiles { ca, cert, key } = authority.issue(&Role::Node(Some(NodeId(id)))).unwrap();
     let config = NodeConfig {
         id,
         advertise: advertise.to_owned(),
@@ -99,8 +99,8 @@ async fn node((place, files): (&Path, &CertificateFiles), id: u32, router: &str,
     Node::start(config, &Registry::new()).await.unwrap()
 }
 
-async fn instance(files: &CertificateFiles, router: &str) -> Instance {
-    let CertificateFiles { ca, cert, key } = files.clone();
+async fn instance(authority: &Authority, router: &str) -> Instance {
+    let CertificateFiles { ca, cert, key } = authority.issue(&Role::Instance(Some(InstanceId(1)))).unwrap();
     let config = InstanceConfig {
         instance: 1,
         routers: vec![router.to_owned()],
@@ -158,15 +158,15 @@ fn hashes() -> Vec<u8> {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_throttled_node_is_measured_as_slow_and_skipped() {
     let place = tempfile::tempdir().unwrap();
-    let files = Authority::open(&place.path().join("tls")).unwrap().issue("router-1").unwrap();
-    let CertificateFiles { ca, cert, key } = files.clone();
+    let authority = Authority::open(&place.path().join("tls")).unwrap();
+    let CertificateFiles { ca, cert, key } = authority.issue(&Role::Admin).unwrap();
     let identity = TlsFiles { ca, cert, key }.load().unwrap();
-    let (router, address) = router(place.path(), &files).await;
-    let here = (place.path(), &files);
+    let (router, address) = router(place.path(), &authority).await;
+    let here = (place.path(), &authority);
     let (quick, slow) = (node(here, 1, &address, "").await, node(here, 2, &address, "127.0.0.2").await);
     let listener = TcpListener::bind(("127.0.0.2", slow.data_addr().port())).await.unwrap();
     let relayed = tokio::spawn(relay(listener, slow.data_addr()));
-    let instance = instance(&files, &address).await;
+    let instance = instance(&authority, &address).await;
     let calls = RouterCalls::new(&address, &identity).unwrap();
     let nodes = until("both nodes", || async {
         let nodes: Vec<_> = calls.status().await.ok()?.nodes.into_iter().filter(|node| node.live).collect();

@@ -2,6 +2,7 @@
 //! and receive invalid input.
 #![allow(clippy::unwrap_used)]
 
+mod access;
 mod bad_input;
 mod crosscheck;
 mod gateway;

@@ -7,12 +7,16 @@ use std::time::Duration;
 
 use kv_core::content;
 
-use kv_core::id::{BlockHash, Category, Epoch, Generation, IdentityDigest, LeaseId, RequestId, TenantId};
+use kv_core::id::{
+    BlockHash, Category, Epoch, Generation, IdentityDigest, InstanceId, LeaseId, RequestId, TenantId,
+};
 use kvfleet::calls::{RouterCalls, channel, run_on_instance};
 use kvfleet::cluster::{ClusterShape, LocalCluster, NodeCapacity};
 use kvfleet::process::Role;
 use kvfleet_client::{Client, ClientConfig, RouteAnswer, RouteCall};
 use kvfleet_errors_doc::says;
+use kvfleet_net::certificates::{Authority, CertificateFiles};
+use kvfleet_net::tls;
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
 use kvfleet_proto::pb;
 use kvfleet_transport::quic::{QuicConfig, QuicDialer};
@@ -57,7 +61,11 @@ struct NodeConnection {
 impl NodeConnection {
     async fn connect(cluster: &LocalCluster) -> NodeConnection {
         let node = status(cluster).await.nodes.into_iter().find(|node| node.live).expect("no live node");
-        let dialer = QuicDialer::new(&cluster.identity().unwrap(), QuicConfig::default());
+        let role = tls::Role::Instance(Some(InstanceId(1)));
+        let CertificateFiles { ca, cert, key } =
+            Authority::open(&cluster.certificates()).unwrap().issue(&role).unwrap();
+        let identity = tls::TlsFiles { ca, cert, key }.load().unwrap();
+        let dialer = QuicDialer::new(&identity, QuicConfig::default());
         let path = dialer.dial(node.data_address).await.unwrap();
         NodeConnection { manifest: cluster.shape().manifest().digest(), path, epoch: Epoch(node.epoch) }
     }

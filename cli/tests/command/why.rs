@@ -11,12 +11,14 @@ use std::io::Write;
 use std::process::Stdio;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Category, RequestId, TenantId};
+use kv_core::id::{BlockHash, Category, NodeId, RequestId, TenantId};
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use kvfleet::calls::{RouterCalls, channel, run_on_instance};
 use kvfleet::cluster::{ClusterShape, LocalCluster, NodeCapacity};
 use kvfleet::process::Role;
 use kvfleet_client::{Client, ClientConfig, RouteAnswer, RouteCall, Transport};
+use kvfleet_net::certificates::Authority;
+use kvfleet_net::tls;
 use kvfleet_proto::pb;
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -472,7 +474,13 @@ async fn explains_identity_differences() {
     let data = format!("data_dir={}", scene.place.path("node-2").display());
     let words =
         ["node", "--config", node.to_str().unwrap(), "--follow-parent", "--set", "id=2", "--set", &data];
-    let mut command = scene.place.command(&[&words[..], &["--set", "identity.dtype=fp8"]].concat());
+    let authority = Authority::open(&scene.cluster.certificates()).unwrap();
+    let files = authority.issue(&tls::Role::Node(Some(NodeId(2)))).unwrap();
+    let cert = format!("tls.cert={}", files.cert.display());
+    let key = format!("tls.key={}", files.key.display());
+    let mut command = scene
+        .place
+        .command(&[&words[..], &["--set", "identity.dtype=fp8", "--set", &cert, "--set", &key]].concat());
     let log = File::create(scene.place.path("node-2.log")).unwrap();
     let mut refused = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(log).spawn().unwrap();
     let line = until("a node of another identity to be refused", async || {

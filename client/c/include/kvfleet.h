@@ -639,8 +639,8 @@ kvf_status kvf_client_links(kvf_client *client, kvf_link *links, size_t links_co
 
 /* Reports to every router, periodically on the client's threads: the instance, its load, and the measured speed of
  * this client's reads from nodes. Routers send requests only to instances that report, and use the reports to
- * estimate the cost of fetches. It needs a certificate of the cluster's own: routers refuse tenants' certificates,
- * which only the log shows. */
+ * estimate the cost of fetches. It needs the certificate of this instance: routers refuse others, which only the log
+ * shows. */
 typedef struct kvf_reporter kvf_reporter;
 
 typedef struct kvf_reporter_config {

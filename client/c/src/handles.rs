@@ -232,6 +232,7 @@ mod tests {
 
     use kv_core::id::{BlockHash, Category, Epoch, LeaseId, RequestId, RequestKind, TenantId};
     use kvfleet_client::RequestContext;
+    use kvfleet_net::tls::Role;
     use kvfleet_proto::frame::KeyForm;
 
     use super::*;
@@ -243,7 +244,7 @@ mod tests {
         let authority = rcgen::KeyPair::generate().unwrap();
         let authority = rcgen::CertifiedIssuer::self_signed(params, authority).unwrap();
         let key = rcgen::KeyPair::generate().unwrap();
-        let params = rcgen::CertificateParams::new(vec!["kvfleet".to_owned()]).unwrap();
+        let params = rcgen::CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
         let cert = params.signed_by(&key, &authority).unwrap();
         let file = |name: &str, text: String| {
             let path = place.join(name);

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvfleet_net::tls::Identity;
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_transport::loopback::{Faults, Loopback};
 use kvfleet_transport::suite::{MemoryService, frame, hash};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
@@ -22,7 +22,7 @@ impl Authority {
 
     pub(super) fn member(&self) -> Identity {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec!["kvfleet".to_owned()]).unwrap();
+        let params = CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();
         Identity::from_pem(self.0.pem().as_bytes(), cert.pem().as_bytes(), key.serialize_pem().as_bytes())
             .unwrap()

@@ -20,9 +20,6 @@ use super::metrics::Metrics;
 use super::serve::MockEngine;
 use super::tenant_limits::{TenantLimits, TenantPermit};
 
-/// Calls that tenants may make; all others are for the cluster's own processes.
-pub(super) const TENANT_CALLS: &[&str] = &["/kvfleet.v1.Instance/Run"];
-
 /// Counter bits of a lease id; the higher bits hold the instance, so that ids are unique in the
 /// cluster.
 const LEASE_COUNTER_BITS: u32 = 44;
@@ -201,10 +198,10 @@ fn check_tenant_limits(job: &Job) -> Result<(), Status> {
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used)]
-    use kv_core::id::{HASH_BYTES, IdentityDigest};
+    use kv_core::id::{HASH_BYTES, IdentityDigest, InstanceId};
     use kv_core::schedule::HardwareProfile;
     use kvfleet_client::{Client, ClientConfig};
-    use kvfleet_net::tls::TlsFiles;
+    use kvfleet_net::tls::{Role, TlsFiles};
     use kvfleet_proto::frame::KeyForm;
 
     use super::super::blocks::BlockShape;
@@ -217,7 +214,8 @@ mod tests {
     /// A service with its own certificates.
     fn service() -> InstanceService {
         let directory = tempfile::tempdir().unwrap();
-        let files = Authority::open(directory.path()).unwrap().issue("instance-1").unwrap();
+        let files =
+            Authority::open(directory.path()).unwrap().issue(&Role::Instance(Some(InstanceId(1)))).unwrap();
         let files = TlsFiles { ca: files.ca, cert: files.cert, key: files.key };
         let client = ClientConfig::new(vec!["127.0.0.1:1".to_owned()], files.load().unwrap());
         let digest = IdentityDigest([1; 16]);
@@ -242,7 +240,7 @@ mod tests {
     async fn tenant_runs_are_bounded_and_do_not_affect_link_stats() {
         let service = service();
         let job = || parse_request(request(vec![])).unwrap();
-        let tenant = Caller::Tenants([3, 5].map(TenantId).into());
+        let tenant = Caller::new(Role::Tenants([3, 5].map(TenantId).into()));
         let mut held = Vec::new();
         let refused = loop {
             let mut job = job();
@@ -256,7 +254,10 @@ mod tests {
         assert_eq!(refused.code(), tonic::Code::ResourceExhausted);
         for _ in 0..1_000 {
             let mut job = job();
-            assert!(Arc::ptr_eq(&service.engine_for(&Caller::Member, &mut job).unwrap(), &service.engine));
+            assert!(Arc::ptr_eq(
+                &service.engine_for(&Caller::new(Role::Frontend), &mut job).unwrap(),
+                &service.engine
+            ));
             held.push(job);
         }
         held.clear();

@@ -4,11 +4,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{Generation, IdentityDigest};
+use kv_core::id::{Generation, IdentityDigest, InstanceId};
 use kvfleet_client::{Client, ClientConfig, Reporter};
-use kvfleet_net::tls::callers::MembersOnlyService;
+use kvfleet_net::tls::access::AccessService;
 use kvfleet_net::tls::listen::{CallerStream, incoming};
-use kvfleet_net::tls::{Renewal, TlsError, TlsFiles};
+use kvfleet_net::tls::{Renewal, Role, TlsError, TlsFiles};
 use kvfleet_proto::pb::instance_server::InstanceServer;
 use kvfleet_transport::renew::{RENEW_INTERVAL, keep_renewed};
 use prometheus::Registry;
@@ -25,7 +25,7 @@ use super::metrics::{self, Metrics};
 use super::openai::OpenAiService;
 use super::prefill::Accelerator;
 use super::report;
-use super::request::{IdCounter, InstanceService, TENANT_CALLS};
+use super::request::{IdCounter, InstanceService};
 use super::serve::MockEngine;
 
 /// Time for calls in flight to end on shutdown.
@@ -77,7 +77,7 @@ impl Instance {
         })?;
         let digest = digest.with_generation(Generation(config.generation));
         let files = TlsFiles::from(&config.tls);
-        let identity = files.load_server()?;
+        let identity = files.load_server(&Role::Instance(Some(InstanceId(config.instance))))?;
         let listener = listen(&config.listen, "listen").await?;
         let address = listener.local_addr().map_err(|cause| set_up(&cause))?;
         let metrics = Metrics::register(registry).map_err(|cause| set_up(&cause))?;
@@ -111,7 +111,7 @@ impl Instance {
         let service = InstanceServer::new(InstanceService::new(engine, numbers, metrics))
             .max_decoding_message_size(REQUEST_BYTES_MAX);
         tasks.push(tokio::spawn(serve(
-            MembersOnlyService::new(service, TENANT_CALLS),
+            AccessService::new(service),
             incoming(listener, &identity),
             stop.clone(),
         )));
@@ -169,7 +169,7 @@ fn set_up(cause: &dyn std::fmt::Display) -> StartError {
 }
 
 async fn serve(
-    service: MembersOnlyService<InstanceServer<InstanceService>>,
+    service: AccessService<InstanceServer<InstanceService>>,
     incoming: impl Stream<Item = std::io::Result<CallerStream>>,
     stop: CancellationToken,
 ) {

@@ -7,11 +7,9 @@
 //!
 //! Not here: making certificates (`cli/`) and opening connections.
 
-use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use kv_core::id::TenantId;
 use rustls::client::WebPkiServerVerifier;
 use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
@@ -23,26 +21,23 @@ use rustls_pki_types::pem::PemObject;
 use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tonic::transport::{Certificate, ClientTlsConfig};
 
+pub mod access;
 pub mod callers;
 pub mod listen;
 mod names;
 mod reload;
 mod renew;
 
-pub use names::{NamesError, tenant_name, tenants_of};
+pub use names::{NamesError, Role, RoleKind, role_of, tenant_name};
 pub use reload::{RENEW_INTERVAL, keep_renewed};
 pub use renew::{Renewal, RenewalOutcome};
 
 use renew::CertResolver;
 
 /// DNS name in the certificates of the cluster's own processes, which every client requires.
-/// Addresses change, the cluster does not. A tenant's certificate ([`tenant_name`]) must not carry
-/// it: its holder could pose as a node.
+/// Addresses change, the cluster does not. Each certificate with it also names one [`Role`]. A
+/// tenant's certificate ([`tenant_name`]) must not carry it: its holder could pose as a node.
 pub const SERVER_NAME: &str = "kvfleet";
-
-/// Name in router certificates besides [`SERVER_NAME`]. Calls reserved to routers are refused from
-/// others.
-pub const ROUTER_NAME: &str = "kvfleet-router";
 
 /// ALPN protocol of the block path. Incompatible versions have different numbers, so their
 /// handshakes fail early.
@@ -167,19 +162,19 @@ impl TlsFiles {
         IdentityBuilder { files: self }.identity(ca, cert, key, Arc::new(DefaultTimeProvider))
     }
 
-    /// Like [`Self::load`], for a server process, which must not use a tenant's certificate.
+    /// Like [`Self::load`], for a server process with this role.
     ///
     /// # Errors
-    /// As [`Self::load`], and when the certificate names tenants.
-    pub fn load_server(&self) -> Result<Identity, TlsError> {
+    /// As [`Self::load`], and when the certificate is of another role or number.
+    pub fn load_server(&self, own: &Role) -> Result<Identity, TlsError> {
         let identity = self.load()?;
-        match identity.tenants() {
-            None => Ok(identity),
-            Some(_) => Err(IdentityBuilder { files: self }.refused_error(
-                &"it names tenants, and clients accept only servers of the cluster",
-                "give this process one with the subject alternative name \"kvfleet\"",
-            )),
+        if identity.role().may_be(own) {
+            return Ok(identity);
         }
+        let cause = format!("it is one of {}, and this process is {own}", identity.role());
+        let remedy = "give this process one with the subject alternative names \"kvfleet\" and that of its own role \
+                      and number";
+        Err(IdentityBuilder { files: self }.refused_error(&cause, remedy))
     }
 }
 
@@ -206,19 +201,19 @@ impl IdentityBuilder<'_> {
         clock: Arc<dyn TimeProvider>,
     ) -> Result<Identity, TlsError> {
         let roots = Arc::new(self.roots(&ca_pem)?);
-        let certified = self.certified_key(&roots, clock.as_ref(), &cert_pem, &key_pem)?;
-        let shown = Arc::new(CertResolver::new(cert_pem, key_pem, certified));
+        let (role, certified) = self.certified_key(&roots, clock.as_ref(), &cert_pem, &key_pem)?;
+        let shown = Arc::new(CertResolver::new(cert_pem, key_pem, certified, role));
         Ok(Identity { ca_pem: ca_pem.into(), roots, certificate: shown, clock })
     }
 
-    /// A certificate and its key, checked as a peer would.
+    /// The role, certificate and key, checked as a peer would.
     fn certified_key(
         &self,
         roots: &Arc<RootCertStore>,
         clock: &dyn TimeProvider,
         cert_pem: &[u8],
         key_pem: &[u8],
-    ) -> Result<CertifiedKey, TlsError> {
+    ) -> Result<(Role, CertifiedKey), TlsError> {
         let remedy = "give the certificate file of this process";
         let chain = certificates("certificate", &self.files.cert, cert_pem, remedy)?;
         let key = PrivateKeyDer::from_pem_slice(key_pem).map_err(|error| TlsError::NotPem {
@@ -227,8 +222,8 @@ impl IdentityBuilder<'_> {
             cause: error.to_string(),
             remedy: "give the key file that was made with the certificate",
         })?;
-        self.check_accepted(roots, clock, &chain)?;
-        self.pair(chain, key)
+        let role = self.check_accepted(roots, clock, &chain)?;
+        Ok((role, self.pair(chain, key)?))
     }
 
     fn roots(&self, ca_pem: &[u8]) -> Result<RootCertStore, TlsError> {
@@ -266,36 +261,36 @@ impl IdentityBuilder<'_> {
         }
     }
 
-    /// Verifies our own certificate as a peer will.
+    /// Verifies our own certificate as a peer will; returns its role.
     fn check_accepted(
         &self,
         roots: &Arc<RootCertStore>,
         clock: &dyn TimeProvider,
         chain: &[CertificateDer<'static>],
-    ) -> Result<(), TlsError> {
+    ) -> Result<Role, TlsError> {
         let other = "give the certificate of the cluster authority";
         let (leaf, intermediates) = chain.split_first().expect("certificates() returns at least one");
-        let verified_chain = match tenants_of(leaf) {
+        let role = role_of(leaf);
+        let verified_chain = if let Ok(Role::Tenants(_)) = role {
             // A tenant's certificate is for clients only.
-            Ok(Some(_)) => {
-                let verifier =
-                    WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider()).build();
-                let verifier = verifier.map_err(|error| self.refused_error(&error, other))?;
-                verifier.verify_client_cert(leaf, intermediates, now(clock)).map(drop)
+            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider()).build();
+            let verifier = verifier.map_err(|error| self.refused_error(&error, other))?;
+            verifier.verify_client_cert(leaf, intermediates, now(clock)).map(drop)
+        } else {
+            if let Err(error @ (NamesError::Malformed(_) | NamesError::TenantAndMember(_))) = &role {
+                return Err(self.refused_error(error, NEW_NAMES));
             }
-            Err(error @ (NamesError::Malformed(_) | NamesError::TenantAndMember(_))) => {
-                return Err(self.refused_error(&error, "issue a new one with the right names"));
-            }
-            Ok(None) | Err(NamesError::Unreadable | NamesError::NoRole) => {
-                let verifier =
-                    WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider()).build();
-                let verifier = verifier.map_err(|error| self.refused_error(&error, other))?;
-                verifier.verify_server_cert(leaf, intermediates, &server_name(), &[], now(clock)).map(drop)
-            }
+            let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider()).build();
+            let verifier = verifier.map_err(|error| self.refused_error(&error, other))?;
+            verifier.verify_server_cert(leaf, intermediates, &server_name(), &[], now(clock)).map(drop)
         };
-        verified_chain.map_err(|error| self.refused_error(&error, remedy(&error)))
+        verified_chain.map_err(|error| self.refused_error(&error, remedy(&error)))?;
+        role.map_err(|error| self.refused_error(&error, NEW_NAMES))
     }
 }
+
+/// What to do about a certificate without a clear role.
+const NEW_NAMES: &str = "issue a new one with the right names";
 
 /// The time of `clock`. If it fails, 1970, so that no certificate is valid yet.
 fn now(clock: &dyn TimeProvider) -> UnixTime {
@@ -315,7 +310,7 @@ fn remedy(error: &rustls::Error) -> &'static str {
             "check the clock of this machine"
         }
         rustls::Error::InvalidCertificate(Bad::NotValidForName | Bad::NotValidForNameContext { .. }) => {
-            "issue it with the subject alternative name \"kvfleet\""
+            "issue it with the subject alternative names \"kvfleet\" and that of a role"
         }
         _ => "issue a new certificate under this authority",
     }
@@ -343,10 +338,6 @@ pub(crate) fn server_name() -> ServerName<'static> {
     ServerName::try_from(SERVER_NAME).expect("the constant is a valid DNS name")
 }
 
-fn router_name() -> ServerName<'static> {
-    ServerName::try_from(ROUTER_NAME).expect("the constant is a valid DNS name")
-}
-
 impl Identity {
     /// Makes an identity from PEM text in memory, with the checks of [`TlsFiles::load`]. For tests,
     /// and for processes that make their own certificates.
@@ -370,29 +361,10 @@ impl Identity {
         IdentityBuilder { files: &memory_files() }.identity(ca.to_vec(), cert.to_vec(), key.to_vec(), clock)
     }
 
-    /// Whether a peer's certificate chain, leaf first, is valid in this cluster and names a router.
+    /// The role of our own certificate.
     #[must_use]
-    pub fn is_router(&self, chain: &[CertificateDer<'_>]) -> bool {
-        let Some((leaf, intermediates)) = chain.split_first() else { return false };
-        let verifier =
-            WebPkiServerVerifier::builder_with_provider(Arc::clone(&self.roots), provider()).build();
-        let verify = |verifier: Arc<WebPkiServerVerifier>| {
-            let now = now(self.clock.as_ref());
-            verifier.verify_server_cert(leaf, intermediates, &router_name(), &[], now).is_ok()
-        };
-        verifier.is_ok_and(verify)
-    }
-
-    /// The tenants in our own certificate; `None` for one of the cluster's own processes.
-    #[must_use]
-    pub fn tenants(&self) -> Option<BTreeSet<TenantId>> {
-        self.certificate.tenants()
-    }
-
-    /// Whether our own certificate names a router.
-    #[must_use]
-    pub fn has_router_name(&self) -> bool {
-        self.is_router(&self.certificate.certified().cert)
+    pub fn role(&self) -> Role {
+        self.certificate.role()
     }
 
     /// Configuration of a control server: TLS 1.3, mutual, [`ALPN_GRPC`] (`listen.rs`).

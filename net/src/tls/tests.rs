@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)]
 
 use super::*;
+use kv_core::id::{NodeId, RouterId, TenantId};
 use kvfleet_errors_doc::says;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, ExtendedKeyUsagePurpose, IsCa, KeyPair};
 
@@ -29,7 +30,7 @@ impl TestAuthority {
 }
 
 fn named(name: &str) -> CertificateParams {
-    CertificateParams::new(vec![name.to_owned(), "node".to_owned()]).unwrap()
+    CertificateParams::new(vec![name.to_owned(), "kvfleet-node-1".to_owned()]).unwrap()
 }
 
 fn check(ca: &str, (cert, key): &(String, String)) -> Result<Identity, TlsError> {
@@ -63,18 +64,18 @@ fn a_valid_identity_makes_all_configurations() {
 }
 
 #[test]
-fn routers_are_recognised_by_a_certificate_of_the_same_authority() {
-    let (ours, theirs) = (TestAuthority::new(), TestAuthority::new());
-    let router = CertificateParams::new(vec![SERVER_NAME.to_owned(), ROUTER_NAME.to_owned()]).unwrap();
-    let of = |authority: &TestAuthority, params| check(&authority.pem(), &authority.issue(params)).unwrap();
-    let (node, near, far) = (of(&ours, &named("kvfleet")), of(&ours, &router), of(&theirs, &router));
-    assert!(near.has_router_name() && far.has_router_name() && !node.has_router_name());
-    assert!(node.is_router(&near.certificate.certified().cert));
-    assert!(
-        !node.is_router(&far.certificate.certified().cert)
-            && !near.is_router(&node.certificate.certified().cert)
-            && !near.is_router(&[])
-    );
+fn certificates_without_one_role_are_refused() {
+    let authority = TestAuthority::new();
+    let issue = |names: &[&str]| {
+        let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
+        authority.issue(&CertificateParams::new(names).unwrap())
+    };
+    let none = message(&authority.pem(), &issue(&["kvfleet", "node-1"]));
+    says("a certificate without a role", &none, &[]);
+    let two = message(&authority.pem(), &issue(&["kvfleet", "kvfleet-node-1", "kvfleet-admin"]));
+    says("a certificate with two roles", &two, &[]);
+    let misspelt = message(&authority.pem(), &issue(&["kvfleet", "kvfleet-node-01"]));
+    says("a certificate with a misspelt role", &misspelt, &[]);
 }
 
 #[test]
@@ -88,11 +89,11 @@ fn tenant_certificates_are_for_clients_only() {
     };
     let pair = issue(&["tenant-3.kvfleet", "tenant-7.kvfleet"], &[ExtendedKeyUsagePurpose::ClientAuth]);
     let identity = check(&authority.pem(), &pair).unwrap();
-    assert_eq!(identity.tenants(), Some([3, 7].map(TenantId).into()));
-    assert!(!identity.has_router_name());
-    assert_eq!(check(&authority.pem(), &authority.member()).unwrap().tenants(), None);
+    assert_eq!(identity.role(), Role::Tenants([3, 7].map(TenantId).into()));
+    let node = Role::Node(Some(NodeId(1)));
+    assert_eq!(check(&authority.pem(), &authority.member()).unwrap().role(), node);
 
-    let wrong = issue(&["kvfleet", "tenant-03.kvfleet"], &[]);
+    let wrong = issue(&["kvfleet", "kvfleet-node-1", "tenant-03.kvfleet"], &[]);
     says("a certificate that names a tenant wrongly", &message(&authority.pem(), &wrong), &[]);
     let both = issue(&["kvfleet", "tenant-3.kvfleet"], &[]);
     says("a certificate that names tenants and the cluster", &message(&authority.pem(), &both), &[]);
@@ -114,9 +115,16 @@ fn tenant_certificates_are_for_clients_only() {
     write(&pair);
     assert!(files.load().is_ok());
     let here = dir.path().display().to_string();
-    says("a tenant's certificate where others are to connect", &files.load_server().unwrap_err(), &[&here]);
+    says(
+        "a tenant's certificate where others are to connect",
+        &files.load_server(&node).unwrap_err(),
+        &[&here],
+    );
     write(&authority.member());
-    assert!(files.load_server().is_ok());
+    assert!(files.load_server(&node).is_ok() && files.load_server(&Role::Node(None)).is_ok());
+    let wrong = files.load_server(&Role::Router(Some(RouterId(1)))).unwrap_err();
+    says("a node's certificate in a router's configuration", &wrong, &[&here]);
+    assert!(files.load_server(&Role::Node(Some(NodeId(2)))).is_err());
 }
 
 #[test]

@@ -5,12 +5,15 @@
 
 use std::time::Duration;
 
-use kvfleet_net::tls;
-
+use kvfleet_net::tls::Role;
+use kvfleet_net::{channel, tls};
 use kvfleet_proto::pb::router_client::RouterClient;
 use tokio::time::timeout;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status};
+
+/// Servers that a node tells about its blocks: any router.
+const ROUTER: Role = Role::Router(None);
 
 /// Timeout of a router's answer to a connection or a join.
 pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(1);
@@ -77,8 +80,9 @@ pub(super) async fn connect(
     address: &str,
     identity: &tls::Identity,
 ) -> Result<RouterClient<Channel>, String> {
-    let endpoint = endpoint(address, identity)?;
-    let channel = timeout(CALL_TIMEOUT, endpoint.connect()).await.map_err(|late| late.to_string())?;
+    let endpoint = endpoint(address)?;
+    let connecting = channel::connect_to(&endpoint, identity, ROUTER);
+    let channel = timeout(CALL_TIMEOUT, connecting).await.map_err(|late| late.to_string())?;
     channel.map(RouterClient::new).map_err(|cause| error_chain(&cause))
 }
 
@@ -87,14 +91,12 @@ pub(crate) fn connect_lazily(
     address: &str,
     identity: &tls::Identity,
 ) -> Result<RouterClient<Channel>, String> {
-    Ok(RouterClient::new(endpoint(address, identity)?.connect_lazy()))
+    Ok(RouterClient::new(channel::connect_lazily_to(&endpoint(address)?, identity, ROUTER)))
 }
 
-fn endpoint(address: &str, identity: &tls::Identity) -> Result<Endpoint, String> {
-    let endpoint = Endpoint::from_shared(format!("https://{address}"))
-        .and_then(|endpoint| endpoint.tls_config(identity.client_tls()))
-        .map_err(|cause| cause.to_string())?;
-    Ok(endpoint
+fn endpoint(address: &str) -> Result<Endpoint, String> {
+    Ok(channel::endpoint(address)
+        .map_err(|cause| cause.to_string())?
         .connect_timeout(CALL_TIMEOUT)
         .http2_keep_alive_interval(KEEPALIVE)
         .keep_alive_timeout(KEEPALIVE_TIMEOUT)

@@ -32,6 +32,9 @@ fn certified(byte: u8) -> Caller {
     Caller::Certified([byte; 40].into())
 }
 
+/// Names in an instance's certificate.
+const INSTANCE: &[&str] = &[SERVER_NAME, "kvfleet-instance-1"];
+
 /// A caller with a certificate of these names.
 fn named(names: &[&str]) -> Caller {
     let names: Vec<String> = names.iter().map(|name| (*name).to_owned()).collect();
@@ -58,7 +61,7 @@ async fn is_wanted(service: &dyn BlockService, lease: u64, number: u64) -> bool 
 async fn leases_belong_to_their_caller() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&config(dir.path(), 1, 0)).await;
-    let callers = [named(&[SERVER_NAME]), named(&[SERVER_NAME])];
+    let callers = [named(INSTANCE), named(INSTANCE)];
     let [ours, again, theirs] = [0, 0, 1].map(|at: usize| admit_scoped(&bench, &callers[at]));
     bench.saved(1, 0..1).await;
     assert_eq!(ours.fetch(fetch_request(7, 0..1)).await.answer, FetchAnswer::Hit { tiers: vec![Tier::Dram] });
@@ -112,7 +115,7 @@ async fn certificate_limits_tenants_and_tenant_callers_may_not_map() {
         request.context.tenant = TenantId(tenant);
         matches!(service.save(request).await.0, SaveOffer::Wanted(_))
     };
-    let (member, maps) = of(&[SERVER_NAME, "node-1"]).unwrap();
+    let (member, maps) = of(INSTANCE).unwrap();
     assert!(maps && wants(&*member, 0, 1).await && wants(&*member, 4, 2).await);
     let (some, maps) = of(&["tenant-3.kvfleet", "tenant-5.kvfleet"]).unwrap();
     assert!(!maps, "the memory contains every tenant's blocks");
@@ -126,6 +129,37 @@ async fn certificate_limits_tenants_and_tenant_callers_may_not_map() {
 }
 
 #[tokio::test]
+async fn roles_read_and_save_blocks_by_the_access_table() {
+    let dir = tempfile::tempdir().unwrap();
+    let (bench, log) = (open(&config(dir.path(), 8, 0)).await, Log::start());
+    let lending = bench.service.clone().with_rdma_reads_in_place(true);
+    bench.saved(1, 0..1).await;
+    let roles = ["router-1", "node-2", "instance-3", "frontend", "admin"];
+    let mut allowed = vec![];
+    for (number, role) in (1..).zip(roles) {
+        let name = format!("kvfleet-{role}");
+        let CallerAdmission::Scoped { service, may_map } = lending.admit(&named(&[SERVER_NAME, &name]))
+        else {
+            panic!("{role} is not admitted")
+        };
+        let answer = service.fetch(fetch_request(100 + number, 0..1)).await.answer;
+        let fetches = matches!(answer, FetchAnswer::Hit { .. });
+        service.release(LeaseId(100 + number)).await;
+        allowed.push((role, fetches, is_wanted(&*service, 200 + number, 10 + number).await, may_map));
+    }
+    let expected = [
+        ("router-1", false, false, false),
+        ("node-2", true, false, true),
+        ("instance-3", true, true, true),
+        ("frontend", false, false, false),
+        ("admin", false, false, false),
+    ];
+    assert_eq!(allowed, expected);
+    let line = log.line("may not fetch or save");
+    says("a caller whose role may not read blocks, in the log", &line, &[]);
+}
+
+#[tokio::test]
 async fn ambiguous_certificate_is_refused_and_logged() {
     let dir = tempfile::tempdir().unwrap();
     let (bench, log) = (open(&config(dir.path(), 1, 0)).await, Log::start());
@@ -135,6 +169,8 @@ async fn ambiguous_certificate_is_refused_and_logged() {
     says("a certificate with a malformed tenant name, in the log", &said("nor a tenant's"), &[]);
     refused(&named(&[SERVER_NAME, "tenant-3.kvfleet"]));
     says("a certificate with tenants and the cluster name, in the log", &said("could pose"), &[]);
+    refused(&named(&[SERVER_NAME, "node-1"]));
+    says("a certificate without a role, in the log", &said("and no role"), &[]);
     refused(&named(&["node-1"]));
     says("a certificate with neither name, in the log", &said("it names neither"), &[]);
     refused(&certified(1));
@@ -150,7 +186,7 @@ async fn caller_without_releases_leaves_leases_to_others() {
     let dir = tempfile::tempdir().unwrap();
     let bench = open(&NodeConfig { lease_ms: 3_600_000, ..config(dir.path(), 1, 0) }).await;
     bench.saved(1, 0..1).await;
-    let callers = [named(&[SERVER_NAME]), named(&[SERVER_NAME])];
+    let callers = [named(INSTANCE), named(INSTANCE)];
     let [ours, theirs, again] = [0, 1, 0].map(|at: usize| admit_scoped(&bench, &callers[at]));
     let is_busy = async |service: &dyn BlockService, lease: u64| {
         matches!(service.fetch(fetch_request(lease, 0..1)).await.answer, FetchAnswer::Busy { .. })

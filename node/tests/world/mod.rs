@@ -12,8 +12,9 @@ use kv_core::id::{
     BlockHash, Category, Epoch, HASH_BYTES, IdentityDigest, LeaseId, RequestId, TenantId, Tier,
 };
 use kv_core::index::command::Change;
+use kvfleet_net::certificates::{Authority, CertificateFiles};
 use kvfleet_net::tls::listen::incoming;
-use kvfleet_net::tls::{Identity, ROUTER_NAME, SERVER_NAME, TlsFiles};
+use kvfleet_net::tls::{Identity, Role, TlsFiles};
 use kvfleet_node::{Node, NodeConfig, TlsSection};
 use kvfleet_proto::convert;
 use kvfleet_proto::frame::{Frame, KeyForm, seal};
@@ -26,7 +27,6 @@ use kvfleet_transport::{
 };
 use parking_lot::Mutex;
 use prometheus::Registry;
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tokio::sync::mpsc;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::ReceiverStream;
@@ -42,8 +42,10 @@ pub const BLOCK_BYTES: usize = 6000;
 /// A directory with the files of one cluster.
 pub struct TestCluster {
     pub dir: tempfile::TempDir,
+    /// Of an instance, which fetches and saves.
     pub identity: Identity,
     pub router: Identity,
+    pub admin: Identity,
     /// Only for tenant 3.
     pub tenant: Identity,
 }
@@ -51,15 +53,15 @@ pub struct TestCluster {
 impl TestCluster {
     pub fn new() -> TestCluster {
         let dir = tempfile::tempdir().unwrap();
-        write_certificates(dir.path());
-        let identity = files(dir.path(), "cert").load().unwrap();
-        let router = files(dir.path(), "router").load().unwrap();
-        let tenant = files(dir.path(), "tenant").load().unwrap();
-        TestCluster { dir, identity, router, tenant }
+        let issue = |role: Role| files(dir.path(), &role).load().unwrap();
+        let [identity, router, admin] = [Role::Instance(None), Role::Router(None), Role::Admin].map(issue);
+        let tenant = issue(Role::tenant(TenantId(3)));
+        TestCluster { dir, identity, router, admin, tenant }
     }
 
     pub fn config(&self, routers: &[String]) -> NodeConfig {
-        let files = files(self.dir.path(), "cert");
+        // Without a number, because tests change the node's.
+        let files = files(self.dir.path(), &Role::Node(None));
         NodeConfig {
             id: 3,
             routers: routers.to_vec(),
@@ -79,8 +81,9 @@ impl TestCluster {
         dial_as(&self.identity, address).await
     }
 
+    /// A control client of an administrator.
     pub async fn control(&self, address: SocketAddr) -> NodeControlClient<Channel> {
-        control_as(&self.identity, address).await
+        control_as(&self.admin, address).await
     }
 }
 
@@ -104,25 +107,10 @@ pub async fn status(world: &TestCluster, node: &Node) -> pb::NodeStatusReply {
     control.node_status(pb::NodeStatusRequest {}).await.unwrap().into_inner()
 }
 
-fn files(dir: &FilePath, who: &str) -> TlsFiles {
-    let file = |kind: &str| dir.join(format!("{who}.{kind}"));
-    TlsFiles { ca: dir.join("ca.pem"), cert: file("pem"), key: file("key") }
-}
-
-fn write_certificates(dir: &FilePath) {
-    let mut params = CertificateParams::new(vec![]).unwrap();
-    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
-    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
-    let (router, tenant) = (vec![SERVER_NAME, ROUTER_NAME], vec!["tenant-3.kvfleet"]);
-    for (who, names) in [("cert", vec![SERVER_NAME]), ("router", router), ("tenant", tenant)] {
-        let key = KeyPair::generate().unwrap();
-        let names: Vec<String> = names.into_iter().map(str::to_owned).collect();
-        let cert = CertificateParams::new(names).unwrap().signed_by(&key, &authority).unwrap();
-        let files = files(dir, who);
-        std::fs::write(files.ca, authority.pem()).unwrap();
-        std::fs::write(files.cert, cert.pem()).unwrap();
-        std::fs::write(files.key, key.serialize_pem()).unwrap();
-    }
+/// The certificate files of a role.
+pub fn files(dir: &FilePath, role: &Role) -> TlsFiles {
+    let CertificateFiles { ca, cert, key } = Authority::open(dir).unwrap().issue(role).unwrap();
+    TlsFiles { ca, cert, key }
 }
 
 pub async fn start(config: &NodeConfig) -> Node {

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvfleet_errors_doc::says;
-use kvfleet_net::tls::{Identity, SERVER_NAME};
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_transport::quic::{FETCH_BYTES_IN_FLIGHT_MAX, SAVE_BYTES_IN_FLIGHT_MAX};
 use kvfleet_transport::suite::{
     MemoryService, PATIENCE, SuitePath, fetch_request, frame, hash, hashes, in_dram, save_request,
@@ -44,12 +44,12 @@ impl TestAuthority {
     }
 
     fn member(&self) -> Identity {
-        self.named(SERVER_NAME)
+        self.holder(&Role::Instance(None))
     }
 
-    fn named(&self, name: &str) -> Identity {
+    fn holder(&self, role: &Role) -> Identity {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let params = CertificateParams::new(role.dns_names()).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();
         Identity::from_pem(self.0.pem().as_bytes(), cert.pem().as_bytes(), key.serialize_pem().as_bytes())
             .unwrap()

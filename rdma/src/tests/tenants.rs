@@ -4,7 +4,7 @@
 use std::collections::BTreeSet;
 
 use kv_core::id::{LeaseId, TenantId};
-use kvfleet_net::tls::tenants_of;
+use kvfleet_net::tls::{Role, role_of};
 use kvfleet_transport::{
     BoxFuture, Caller, CallerAdmission, FetchReply, Frames, SaveAnswer, SaveOffer, SaveRefusal, SaveRequest,
     SaveSession,
@@ -48,8 +48,12 @@ impl BlockService for TenantGate {
 
     fn admit(&self, caller: &Caller) -> CallerAdmission {
         let Caller::Certified(leaf) = caller else { panic!("{caller:?} must have a certificate") };
-        match tenants_of(leaf) {
-            Ok(tenants) => {
+        match role_of(leaf) {
+            Ok(role) => {
+                let tenants = match role {
+                    Role::Tenants(tenants) => Some(tenants),
+                    _ => None,
+                };
                 let maps = tenants.is_none();
                 CallerAdmission::Scoped {
                     service: Arc::new(TenantGate { tenants, ..self.clone() }),
@@ -81,7 +85,7 @@ async fn a_tenant_certificate_serves_its_tenant_and_gets_copies() {
         dialer.dial(address.clone()).await.unwrap()
     };
     let member = dial(member, &authority.member()).await;
-    let tenant = dial(tenant, &authority.named("tenant-3.kvfleet")).await;
+    let tenant = dial(tenant, &authority.holder(&Role::tenant(TenantId(3)))).await;
     let fetched = async |path: &dyn kvfleet_transport::Path, as_tenant: u32| {
         let mut request = fetch_request(&hashes(3));
         request.context.tenant = TenantId(as_tenant);

@@ -12,7 +12,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvfleet_net::tls::{Identity, SERVER_NAME};
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::frame::Frame;
 use kvfleet_rdma::arena_service::SharedArenaService;
 use kvfleet_rdma::gpu::{AddressRange, DmaBufExport};
@@ -112,7 +112,7 @@ impl VerbsAuthority {
 
     fn pem(&self) -> [String; 3] {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        let params = CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();
         [self.0.pem(), cert.pem(), key.serialize_pem()]
     }

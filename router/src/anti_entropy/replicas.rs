@@ -41,7 +41,7 @@ impl AntiEntropyTask {
         let mut compared = Vec::new();
         for (router, address, learns) in others {
             let other = PeerReplica { router, address, votes: !learns };
-            if let Some(reply) = self.ask_replica(group, &other.address, pb::Verdict::None).await {
+            if let Some(reply) = self.ask_replica(group, &other, pb::Verdict::None).await {
                 compared.extend(parse_reply(other, &reply));
             }
         }
@@ -74,7 +74,7 @@ impl AntiEntropyTask {
         for ComparedReplica { other, heard, known } in
             compared.iter().filter(|one| routers.contains(&one.other.router))
         {
-            let told = self.ask_replica(group, &other.address, verdict).await;
+            let told = self.ask_replica(group, other, verdict).await;
             // It may have applied more entries since, and agree now.
             if *known || !told.is_some_and(|reply| reply.differs) {
                 continue;
@@ -130,10 +130,10 @@ impl AntiEntropyTask {
     async fn ask_replica(
         &self,
         group: &Group,
-        address: &str,
+        other: &PeerReplica,
         verdict: pb::Verdict,
     ) -> Option<pb::CompareReply> {
-        let mut client = self.peers.client(address).ok()?;
+        let mut client = self.peers.client(other.router, &other.address).ok()?;
         let frame = self.envelope.frame(Vec::new());
         let marks = group.published.marks();
         let marks = marks.iter().map(|mark| pb::Mark { index: mark.index, digest: mark.digest.to_vec() });

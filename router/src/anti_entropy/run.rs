@@ -203,7 +203,7 @@ impl AntiEntropyTask {
         sample: u32,
     ) -> Option<pb::AuditReply> {
         let seed = self.anti_entropy.state.lock().random.next();
-        let channel = self.peers.channel(&target.address).ok()?;
+        let channel = self.peers.node_channel(&target.address).ok()?;
         let mut request = Request::new(pb::AuditRequest {
             shard: group.number().into(),
             blocks: convert::hashes_to_bytes(blocks),

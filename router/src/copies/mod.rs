@@ -159,7 +159,7 @@ impl CopyDispatcher {
         if let Some(channel) = channels.get(address) {
             return Some(channel.clone());
         }
-        let channel = self.peers.channel(address).ok()?;
+        let channel = self.peers.node_channel(address).ok()?;
         if channels.len() >= CHANNELS_MAX {
             channels.clear();
         }

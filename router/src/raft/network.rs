@@ -14,9 +14,10 @@ use bytes::Bytes;
 use futures_util::future::{BoxFuture, Either, select};
 use futures_util::stream::{self, BoxStream};
 use futures_util::{FutureExt, Stream, StreamExt};
+use kv_core::id::RouterId;
 use kv_core::index::SNAPSHOT_FORMAT;
-use kvfleet_net::channel::{connect_lazily, endpoint};
-use kvfleet_net::tls::Identity;
+use kvfleet_net::channel::{connect_lazily_to, endpoint};
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
 use openraft::OptionalSend;
@@ -56,13 +57,20 @@ const APPEND_TIMEOUT: Duration = Duration::from_secs(5);
 /// Ping interval of an idle connection, to detect a vanished peer.
 const KEEPALIVE: Duration = Duration::from_secs(2);
 
-/// Connections to the other routers by address, shared by all groups of a process.
+/// Connections to the other routers by number and address, shared by all groups of a process.
 #[derive(Clone)]
 pub(crate) struct Peers {
     identity: Identity,
-    channels: Arc<Mutex<HashMap<String, Channel>>>,
+    channels: Arc<Mutex<HashMap<PeerKey, Channel>>>,
     /// Slots for outgoing snapshots.
     send_slots: Arc<Semaphore>,
+}
+
+/// A router and its address.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct PeerKey {
+    router: u64,
+    address: String,
 }
 
 impl Peers {
@@ -70,20 +78,22 @@ impl Peers {
         Peers { identity, channels: Arc::default(), send_slots: Arc::new(Semaphore::new(SENDING_MAX)) }
     }
 
-    /// A client of the router at this address; it connects on first use.
-    pub(crate) fn client(&self, address: &str) -> Result<RaftClient<Channel>, String> {
+    /// A client of this router, a member of a group; it connects on first use, and only to a server
+    /// with the certificate of this router.
+    pub(crate) fn client(&self, router: u64, address: &str) -> Result<RaftClient<Channel>, String> {
+        let key = PeerKey { router, address: address.to_owned() };
         let mut channels = self.channels.lock();
-        let channel = match channels.get(address) {
-            Some(channel) => channel.clone(),
-            None => {
-                let channel = self.channel(address)?;
-                channels.insert(address.to_owned(), channel.clone());
-                channel
-            }
-        };
-        Ok(RaftClient::new(channel)
-            .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
-            .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX))
+        if let Some(channel) = channels.get(&key) {
+            return Ok(raft_client(channel.clone()));
+        }
+        let channel = self.channel(address, Role::Router(Some(RouterId(router))))?;
+        channels.insert(key, channel.clone());
+        Ok(raft_client(channel))
+    }
+
+    /// A client of the router at this address, whatever its number. Its connection is not kept.
+    pub(crate) fn new_client(&self, address: &str) -> Result<RaftClient<Channel>, String> {
+        self.channel(address, Role::Router(None)).map(raft_client)
     }
 
     /// Waits for a slot to send a snapshot; `None` if the router stops.
@@ -91,16 +101,26 @@ impl Peers {
         Arc::clone(&self.send_slots).acquire_owned().await.ok()
     }
 
-    /// A separate channel to this address, connected on first use.
-    pub(crate) fn channel(&self, address: &str) -> Result<Channel, String> {
+    /// A separate channel to the node at this address, connected on first use.
+    pub(crate) fn node_channel(&self, address: &str) -> Result<Channel, String> {
+        self.channel(address, Role::Node(None))
+    }
+
+    fn channel(&self, address: &str, server: Role) -> Result<Channel, String> {
         let endpoint = endpoint(address)
             .map_err(|error| format!("{address} is no address: {error}"))?
             .connect_timeout(CONNECT_TIMEOUT)
             .http2_keep_alive_interval(KEEPALIVE)
             .keep_alive_timeout(KEEPALIVE)
             .keep_alive_while_idle(true);
-        Ok(connect_lazily(&endpoint, &self.identity))
+        Ok(connect_lazily_to(&endpoint, &self.identity, server))
     }
+}
+
+fn raft_client(channel: Channel) -> RaftClient<Channel> {
+    RaftClient::new(channel)
+        .max_decoding_message_size(RAFT_MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(RAFT_MESSAGE_BYTES_MAX)
 }
 
 /// Envelope of one group's messages.
@@ -130,7 +150,7 @@ impl RaftNetworkFactory<TypeConfig> for Network {
     type Network = PeerClient;
 
     async fn new_client(&mut self, target: u64, node: &BasicNode) -> PeerClient {
-        let (client, sending) = (self.peers.client(&node.addr), Arc::clone(&self.peers.send_slots));
+        let (client, sending) = (self.peers.client(target, &node.addr), Arc::clone(&self.peers.send_slots));
         PeerClient { target, client, envelope: self.envelope.clone(), send_slots: sending }
     }
 }

@@ -146,7 +146,7 @@ impl ReplicaRepair {
         if leader.router == group.consensus.id() {
             return Err("this router leads".into());
         }
-        let mut client = self.network.peers.client(&leader.address)?;
+        let mut client = self.network.peers.client(leader.router, &leader.address)?;
         let mut request = Request::new(self.network.envelope.frame(Vec::new()));
         request.set_timeout(Duration::from_millis(super::boot::SNAPSHOT_TIMEOUT_MS));
         let failed = |status: Status| format!("router {}: {}", leader.router, status.message());

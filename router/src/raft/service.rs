@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use futures_util::stream::BoxStream;
 use futures_util::{Stream, StreamExt};
+use kv_core::id::RouterId;
 use kv_core::index::check_snapshot_format;
+use kvfleet_net::tls::callers::Caller;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_server;
 use openraft::raft::{AppendEntriesResponse, TransferLeaderRequest, VoteRequest};
@@ -119,9 +121,14 @@ impl RaftService {
     }
 
     /// Fails if this router may not vote for the candidate.
-    fn check_candidate(&self, group: &Consensus, request: &VoteRequest<TypeConfig>) -> Result<(), Status> {
+    fn check_candidate(
+        &self,
+        caller: &Caller,
+        group: &Consensus,
+        request: &VoteRequest<TypeConfig>,
+    ) -> Result<(), Status> {
         self.check_vote_allowed(group)?;
-        terms::check_vote(group.term(), &request.vote)
+        terms::check_vote(caller, group.term(), &request.vote)
     }
 
     /// The repair of a group's replica.
@@ -252,8 +259,12 @@ impl raft_server::Raft for RaftService {
         &self,
         request: Request<pb::CompareRequest>,
     ) -> Result<Response<pb::CompareReply>, Status> {
+        let caller = Caller::from_extensions(request.extensions())?;
         let request = request.into_inner();
         let group = self.group_of(&request.cluster, request.shards, request.group)?;
+        let leader = group.consensus.leader();
+        let leader = leader.ok_or_else(|| Status::unavailable("this router knows no leader of the group"))?;
+        caller.require_router(RouterId(leader.router))?;
         let theirs = request.marks.iter().map(|mark| {
             let digest = mark.digest.as_slice().try_into();
             let digest = digest.map_err(|_| Status::invalid_argument("a digest has 16 bytes"))?;
@@ -294,9 +305,10 @@ impl raft_server::Raft for RaftService {
     }
 
     async fn append(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
+        let caller = Caller::from_extensions(request.extensions())?;
         let frame = request.into_inner();
         let group = self.group(&frame.cluster, frame.shards, frame.group)?;
-        let call = terms::decode_append(group.term(), frame)?;
+        let call = terms::decode_append(&caller, group.term(), frame)?;
         let result = group.raft().append_entries(call).await;
         // Any answer except "higher vote" means that the caller is this router's leader.
         if matches!(&result, Ok(reply) if !matches!(reply, AppendEntriesResponse::HigherVote(_))) {
@@ -311,6 +323,7 @@ impl raft_server::Raft for RaftService {
         &self,
         request: Request<Streaming<pb::RaftFrame>>,
     ) -> Result<Response<Self::AppendStreamStream>, Status> {
+        let caller = Caller::from_extensions(request.extensions())?;
         let mut frames = request.into_inner();
         let first = tokio::select! {
             first = frames.message() => first?,
@@ -318,19 +331,21 @@ impl raft_server::Raft for RaftService {
         };
         let first = first.ok_or_else(|| Status::invalid_argument("a stream without calls"))?;
         let group = Arc::clone(self.group_of(&first.cluster, first.shards, first.group)?);
-        let first = terms::decode_append(group.consensus.term(), first)?;
-        Ok(Response::new(append_stream::serve(group, first, frames, self.stop.clone())))
+        let first = terms::decode_append(&caller, group.consensus.term(), first)?;
+        Ok(Response::new(append_stream::serve(group, caller, first, frames, self.stop.clone())))
     }
 
     async fn vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
+        let caller = Caller::from_extensions(request.extensions())?;
         let (group, message) = self.message(request)?;
-        self.check_candidate(group, &message)?;
+        self.check_candidate(&caller, group, &message)?;
         self.answer(group, group.raft().vote(message).await)
     }
 
     async fn pre_vote(&self, request: Request<pb::RaftFrame>) -> Result<Response<pb::RaftFrame>, Status> {
+        let caller = Caller::from_extensions(request.extensions())?;
         let (group, message) = self.message(request)?;
-        self.check_candidate(group, &message)?;
+        self.check_candidate(&caller, group, &message)?;
         self.answer(group, group.raft().pre_vote(message).await)
     }
 
@@ -338,9 +353,10 @@ impl raft_server::Raft for RaftService {
         &self,
         request: Request<pb::RaftFrame>,
     ) -> Result<Response<pb::RaftFrame>, Status> {
+        let caller = Caller::from_extensions(request.extensions())?;
         let (group, message): (_, TransferLeaderRequest<TypeConfig>) = self.message(request)?;
         self.check_vote_allowed(group)?;
-        terms::check_vote(group.term(), message.from_leader())?;
+        terms::check_vote(&caller, group.term(), message.from_leader())?;
         self.answer(group, group.raft().handle_transfer_leader(message).await)
     }
 
@@ -348,6 +364,7 @@ impl raft_server::Raft for RaftService {
         &self,
         request: Request<Streaming<pb::SnapshotPart>>,
     ) -> Result<Response<pb::RaftFrame>, Status> {
+        let caller = Caller::from_extensions(request.extensions())?;
         let mut stream = request.into_inner();
         let first = stream
             .message()
@@ -355,7 +372,7 @@ impl raft_server::Raft for RaftService {
             .ok_or_else(|| Status::invalid_argument("a snapshot stream without parts"))?;
         let group = self.group(&first.cluster, first.shards, first.group)?;
         let head = check_head(&first)?;
-        terms::check_vote(group.term(), &head.vote)?;
+        terms::check_vote(&caller, group.term(), &head.vote)?;
         terms::check_log_ids(&head.vote, head.meta.last_log_id)?;
         let slot = self.receiving.acquire().await;
         let _slot = slot.map_err(|_| Status::unavailable("this router is stopping"))?;

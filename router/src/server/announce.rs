@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use kv_core::id::{Epoch, NodeId};
 use kv_core::index::command::{AnnounceOutcome, Announcement, Applied, Command, NodeRecord};
+use kvfleet_net::tls::callers::Caller;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use kvfleet_proto::pb::announce_request::Body as Word;
 use kvfleet_proto::{convert, pb};
@@ -52,6 +53,7 @@ type ReplySender = mpsc::Sender<Result<pb::AnnounceReply, Status>>;
 /// Opens a stream of one node.
 pub(super) async fn open(
     shared: Arc<ServerState>,
+    caller: &Caller,
     mut words: Streaming<pb::AnnounceRequest>,
 ) -> Result<ReceiverStream<Result<pb::AnnounceReply, Status>>, Status> {
     let first = tokio::time::timeout(FIRST_MESSAGE_TIMEOUT, words.message()).await;
@@ -59,6 +61,8 @@ pub(super) async fn open(
         check::invalid("the first message of a stream names node, epoch and group: send it at once")
     })?;
     let first = first?.ok_or_else(|| check::invalid("a stream without messages"))?;
+    // Later messages must name the same node.
+    caller.require_node(NodeId(first.node))?;
     let group = Arc::clone(shared.group(first.group)?);
     leader_only(&group)?;
     // A new leader may not have applied its predecessor's entries. Without this wait, a node with

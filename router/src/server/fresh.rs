@@ -116,7 +116,7 @@ async fn remote_read_index(shared: &ServerState, group: &Group) -> Result<u64, S
     if leader.router == group.consensus.id() {
         return Err("no quorum confirms that this router leads".into());
     }
-    let mut client = shared.peers.client(&leader.address)?;
+    let mut client = shared.peers.client(leader.router, &leader.address)?;
     let envelope = Envelope { cluster: Arc::clone(&shared.cluster), group: group.number() };
     let mut request = Request::new(envelope.frame(Vec::new()));
     request.set_timeout(ANSWER_TIMEOUT);

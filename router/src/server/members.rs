@@ -80,7 +80,7 @@ async fn handshake(shared: &ServerState, request: &pb::ChangeMemberRequest) -> R
             "router {router} at {address} does not answer: {why}; start it with `join = true` and check the address"
         ))
     };
-    let mut client = shared.peers.client(address).map_err(|why| silent(&why))?;
+    let mut client = shared.peers.new_client(address).map_err(|why| silent(&why))?;
     let mut hello = Request::new(pb::HandshakeRequest {});
     hello.set_timeout(HANDSHAKE_TIMEOUT);
     let them = client.handshake(hello).await.map_err(|status| silent(status.message()))?.into_inner();

@@ -29,8 +29,9 @@ mod why;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvfleet_net::deadlines::DeadlineService;
-use kvfleet_net::tls::callers::{Caller, MembersOnlyService};
+use kv_core::id::{InstanceId, NodeId};
+use kvfleet_net::tls::access::AccessService;
+use kvfleet_net::tls::callers::Caller;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_server::RouterServer;
 use parking_lot::RwLock;
@@ -143,15 +144,6 @@ fn not_proposed(error: ProposeError) -> Status {
     }
 }
 
-/// Methods that tenants may call too; they check the caller themselves. All other methods, future
-/// ones included, are for members.
-const TENANT_METHODS: &[&str] =
-    &["/kvfleet.v1.Router/Route", "/kvfleet.v1.Router/RouteStream", "/kvfleet.v1.Router/Lookup"];
-
-/// Methods that wait for nodes or for a majority, up to limits of their own.
-const LONG_METHODS: &[&str] =
-    &["/kvfleet.v1.Router/Drain", "/kvfleet.v1.Router/ChangeMember", "/kvfleet.v1.Router/TransferLead"];
-
 /// The tonic service; each method delegates to its module.
 #[derive(Clone)]
 pub(crate) struct RouterService {
@@ -165,11 +157,11 @@ impl RouterService {
     }
 
     /// The service with limits on messages and time, and access control.
-    pub(crate) fn into_service(self) -> DeadlineService<MembersOnlyService<RouterServer<RouterService>>> {
+    pub(crate) fn into_service(self) -> AccessService<RouterServer<RouterService>> {
         let server = RouterServer::new(self)
             .max_decoding_message_size(CONTROL_MESSAGE_BYTES_MAX)
             .max_encoding_message_size(CONTROL_MESSAGE_BYTES_MAX);
-        DeadlineService::new(MembersOnlyService::new(server, TENANT_METHODS), LONG_METHODS)
+        AccessService::new(server)
     }
 }
 
@@ -207,6 +199,8 @@ impl pb::router_server::Router for RouterService {
     }
 
     async fn report(&self, request: Request<pb::ReportRequest>) -> RpcResult<pb::ReportReply> {
+        let caller = Caller::from_extensions(request.extensions())?;
+        caller.require_instance(InstanceId(request.get_ref().instance))?;
         route::report(&self.state, request.into_inner()).map(Response::new)
     }
 
@@ -214,6 +208,8 @@ impl pb::router_server::Router for RouterService {
         &self,
         request: Request<pb::ResidencyRequest>,
     ) -> RpcResult<pb::ResidencyReply> {
+        let caller = Caller::from_extensions(request.extensions())?;
+        caller.require_instance(InstanceId(request.get_ref().instance))?;
         residency::report(&self.state, request.get_ref()).map(Response::new)
     }
 
@@ -221,18 +217,24 @@ impl pb::router_server::Router for RouterService {
         &self,
         request: Request<pb::AdmitDecodeRequest>,
     ) -> RpcResult<pb::AdmitDecodeReply> {
+        let caller = Caller::from_extensions(request.extensions())?;
+        caller.require_instance(InstanceId(request.get_ref().instance))?;
         Ok(Response::new(decode::admit(&self.state, *request.get_ref())))
     }
 
     async fn why(&self, request: Request<pb::WhyRequest>) -> RpcResult<pb::WhyReply> {
-        Ok(Response::new(why::why(&self.state, request.get_ref()).await))
+        let caller = Caller::from_extensions(request.extensions())?;
+        why::why(&self.state, &caller, request.get_ref()).await.map(Response::new)
     }
 
-    async fn status(&self, _: Request<pb::StatusRequest>) -> RpcResult<pb::StatusReply> {
-        status::status(&self.state).await.map(Response::new)
+    async fn status(&self, request: Request<pb::StatusRequest>) -> RpcResult<pb::StatusReply> {
+        let caller = Caller::from_extensions(request.extensions())?;
+        status::status(&self.state, &caller).await.map(Response::new)
     }
 
     async fn join(&self, request: Request<pb::JoinRequest>) -> RpcResult<pb::JoinReply> {
+        let caller = Caller::from_extensions(request.extensions())?;
+        caller.require_node(NodeId(request.get_ref().node))?;
         admin::join(&self.state, &request.into_inner()).await.map(Response::new)
     }
 
@@ -240,7 +242,8 @@ impl pb::router_server::Router for RouterService {
         &self,
         request: Request<Streaming<pb::AnnounceRequest>>,
     ) -> RpcResult<Self::AnnounceStream> {
-        announce::open(Arc::clone(&self.state), request.into_inner()).await.map(Response::new)
+        let caller = Caller::from_extensions(request.extensions())?;
+        announce::open(Arc::clone(&self.state), &caller, request.into_inner()).await.map(Response::new)
     }
 
     async fn pin(&self, request: Request<pb::PinRequest>) -> RpcResult<pb::AdminReply> {
@@ -264,10 +267,14 @@ impl pb::router_server::Router for RouterService {
     }
 
     async fn leave(&self, request: Request<pb::LeaveRequest>) -> RpcResult<pb::AdminReply> {
+        let caller = Caller::from_extensions(request.extensions())?;
+        caller.require_node(NodeId(request.get_ref().node))?;
         admin::leave(&self.state, &request.into_inner()).await.map(Response::new)
     }
 
     async fn drain(&self, request: Request<pb::DrainRequest>) -> RpcResult<pb::DrainReply> {
+        let caller = Caller::from_extensions(request.extensions())?;
+        caller.require_node(NodeId(request.get_ref().node))?;
         drain::drain(&self.state, request.get_ref()).await.map(Response::new)
     }
 

@@ -14,6 +14,7 @@ use kv_core::schedule::{
     InstanceRole, LinkKey, LinkPath, LinkSample, Load, Placement, Prediction, PrefixLocations, RejectReason,
     Rejection, ResidentPrefix, RouteRequest, Source, UnfitReason,
 };
+use kvfleet_net::tls::Role;
 use kvfleet_net::tls::callers::Caller;
 use kvfleet_net::trace_context;
 use kvfleet_proto::{convert, pb};
@@ -115,6 +116,7 @@ async fn decide(
         is_text,
         is_foreign: !is_text && hashes_are_foreign(shared, control_index, &hashes, &hashed_under),
         is_tenants: is_tenant,
+        is_frontends: *caller.role() == Role::Frontend,
     };
     // The sender's decision log has this request and its alternatives.
     if !(request.pinned_instance && request.prior_instance) {
@@ -282,8 +284,8 @@ fn check_candidates(caller: &Caller, request: &pb::RouteRequest) -> Result<(), S
     }
     if request.candidates.is_some() {
         return Err(Status::permission_denied(
-            "`among` is for the cluster's own processes: leave it out, or use a certificate with the subject \
-             alternative name \"kvfleet\"",
+            "`among` is for the cluster's own processes: leave it out, or use a certificate of an instance or a \
+             frontend",
         ));
     }
     check::at_most("number of instances in `without`", request.excluded.len(), TENANT_EXCLUDED_MAX)

@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use kv_core::index::command::PinKind;
 use kv_core::index::{Index, NodeState};
+use kvfleet_net::tls::Role;
+use kvfleet_net::tls::callers::Caller;
 use kvfleet_proto::pb;
 use tonic::Status;
 
@@ -15,8 +17,42 @@ use crate::groups::Group;
 use crate::view::holders;
 use crate::view::links::LinkRate;
 
-/// Answers a status call. Digests walk the index, so it runs on a blocking thread.
-pub(super) async fn status(shared: &Arc<ServerState>) -> Result<pb::StatusReply, Status> {
+/// Answers a status call: in full for administrators, and otherwise with the leaders only.
+pub(super) async fn status(shared: &Arc<ServerState>, caller: &Caller) -> Result<pb::StatusReply, Status> {
+    match caller.role() {
+        Role::Admin => full_status(shared).await,
+        _ => Ok(leaders(shared)),
+    }
+}
+
+/// The leader of each group.
+fn leaders(shared: &ServerState) -> pb::StatusReply {
+    let groups: Vec<pb::GroupStatus> = shared
+        .groups
+        .all()
+        .iter()
+        .map(|group| {
+            let status = group.consensus.status();
+            let (leader, leader_address) =
+                status.leader.map_or((0, String::new()), |at| (at.router, at.address));
+            let (group, term) = (group.number().into(), status.term);
+            pb::GroupStatus { group, term, leader, leader_address, ..pb::GroupStatus::default() }
+        })
+        .collect();
+    let control = groups.first().cloned().unwrap_or_default();
+    pb::StatusReply {
+        router: shared.control().consensus.id(),
+        term: control.term,
+        leader: control.leader,
+        leader_address: control.leader_address,
+        groups,
+        cluster: shared.cluster.name.clone(),
+        ..pb::StatusReply::default()
+    }
+}
+
+/// State and knowledge. Digests walk the index, so it runs on a blocking thread.
+async fn full_status(shared: &Arc<ServerState>) -> Result<pb::StatusReply, Status> {
     let here = Arc::clone(shared);
     let looked = tokio::task::spawn_blocking(move || {
         let groups: Vec<pb::GroupStatus> =

@@ -11,7 +11,10 @@ use kv_core::schedule::{
     Decision, FetchFailure, MissReason, MissingRun, PrefixCoverage, Rejection, RouteRecord, RouteRequest,
     explain_missing,
 };
+use kvfleet_net::tls::Role;
+use kvfleet_net::tls::callers::Caller;
 use kvfleet_proto::pb;
+use tonic::Status;
 
 use super::feedback::learned_limit_us;
 use super::{ServerState, millis};
@@ -33,6 +36,8 @@ pub(super) struct DecisionContext<'a> {
     pub(super) is_foreign: bool,
     /// Whether its caller has a tenant certificate.
     pub(super) is_tenants: bool,
+    /// Whether its caller is a frontend.
+    pub(super) is_frontends: bool,
 }
 
 /// Records a decision and the time it was counted, if it was; counts missing blocks.
@@ -75,6 +80,7 @@ pub(super) fn record(
         is_aborted: false,
         moved_to: None,
         counted,
+        is_frontends: known.is_frontends,
     });
 }
 
@@ -100,17 +106,33 @@ fn missing_of(shared: &ServerState, known: &DecisionContext<'_>, decision: &Deci
     explain_missing(found, lost, left)
 }
 
-/// Answers `kvfleet why` for a request.
-pub(super) async fn why(shared: &ServerState, request: &pb::WhyRequest) -> pb::WhyReply {
+/// Answers `kvfleet why` for a request. A frontend may ask about requests of frontends only.
+pub(super) async fn why(
+    shared: &ServerState,
+    caller: &Caller,
+    request: &pb::WhyRequest,
+) -> Result<pb::WhyReply, Status> {
     let known = shared.history.decisions().get(request.request).cloned();
-    let Some(decided) = known else { return pb::WhyReply::default() };
+    let Some(decided) = known else { return Ok(pb::WhyReply::default()) };
+    if *caller.role() == Role::Frontend && !decided.is_frontends {
+        return Err(Status::permission_denied(format!(
+            "request {} was not routed by a frontend, and this certificate is a frontend's: use one with the name \
+             {:?}",
+            request.request,
+            Role::Admin.name()
+        )));
+    }
+    Ok(explain(shared, &decided).await)
+}
+
+async fn explain(shared: &ServerState, decided: &DecisionRecord) -> pb::WhyReply {
     let age: Duration = shared.clock.now().since(decided.at);
     let reply = pb::WhyReply {
         known: true,
         tenant: decided.tenant.0,
         age_ms: millis(age),
         blocks: decided.blocks,
-        missing: missing_to_pb(shared, &decided).await,
+        missing: missing_to_pb(shared, decided).await,
         ..pb::WhyReply::default()
     };
     let reply = match &decided.answer {

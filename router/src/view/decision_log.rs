@@ -43,6 +43,8 @@ pub(crate) struct DecisionRecord {
     pub(crate) answer_stats: AnswerStats,
     /// Whether it ended before its answer did, so that its output length is not representative.
     pub(crate) is_aborted: bool,
+    /// Whether a frontend asked for the decision.
+    pub(crate) is_frontends: bool,
     /// Actual placement, if it runs elsewhere than it was sent.
     pub(crate) moved_to: Option<Placement>,
     /// Load counted on its current instance, until taken back.
@@ -420,6 +422,7 @@ mod tests {
             has_first_token: false,
             answer_stats: AnswerStats::default(),
             is_aborted: false,
+            is_frontends: false,
             moved_to: None,
             counted: Some(RouteRecord { instance: InstanceId(4), tokens: 90, ..RouteRecord::default() }),
         }

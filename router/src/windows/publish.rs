@@ -110,7 +110,7 @@ impl WindowPublisher {
         address: &str,
     ) -> Option<&'a mut SentWindow> {
         if sent.get(&node).is_none_or(|known| known.address != address) {
-            let channel = self.peers.channel(address).ok()?;
+            let channel = self.peers.node_channel(address).ok()?;
             let (address, call) = (address.to_owned(), Arc::default());
             sent.insert(node, SentWindow { at: None, version: 0, is_empty: true, address, channel, call });
         }

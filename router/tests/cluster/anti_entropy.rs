@@ -4,10 +4,10 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kv_core::id::{BlockHash, Tier};
+use kv_core::id::{BlockHash, NodeId, Tier};
 use kv_core::index::digest::copy_digest;
 use kvfleet_errors_doc::says;
-use kvfleet_net::tls::TlsFiles;
+use kvfleet_net::tls::Role;
 use kvfleet_net::tls::listen::incoming;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
@@ -87,12 +87,11 @@ async fn world() -> (Cluster, AuditedNode, FakeNode) {
     let truth = AntiEntropyConfig { digests_ms: 50, audit_ms: 50, audit_blocks: 64 };
     let cluster = Cluster::start(1, |config| config.anti_entropy = truth.clone()).await;
     let audited_node = AuditedNode::default();
-    let tls = &cluster.configs[0].tls;
-    let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
+    let identity = cluster.certificates().identity(&Role::Node(Some(NodeId(1))));
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let control_address = listener.local_addr().unwrap().to_string();
     let served = Server::builder().add_service(NodeControlServer::new(audited_node.clone()));
-    tokio::spawn(served.serve_with_incoming(incoming(listener, &files.load().unwrap())));
+    tokio::spawn(served.serve_with_incoming(incoming(listener, &identity)));
     let request = pb::JoinRequest { control_address, ..join_request(1) };
     let joined = cluster.on_leader(|mut client| {
         let request = request.clone();

@@ -2,6 +2,7 @@
 
 use kv_core::id::HASH_BYTES;
 use kvfleet_errors_doc::says;
+use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use kvfleet_router::{StartError, TlsConfig};
@@ -246,6 +247,7 @@ async fn a_failed_start_gives_the_reason() {
     let mut other_router = config.clone();
     other_router.id = 2;
     other_router.voters[0].id = 2;
+    other_router.tls = cluster.certificates().config(&Role::Router(None));
     let wrong = start(other_router).await.err().unwrap();
     says("a Raft log of another router", &wrong, &[&here]);
     start(config).await.unwrap().shutdown().await;

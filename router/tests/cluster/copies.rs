@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kv_core::id::NodeId;
 use kv_core::place::copies::CopyOutcome;
 use kvfleet_errors_doc::says;
-use kvfleet_net::tls::TlsFiles;
+use kvfleet_net::tls::Role;
 use kvfleet_net::tls::listen::incoming;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::node_control_server::{NodeControl, NodeControlServer};
@@ -114,12 +115,11 @@ impl CopyTarget {
 
 /// Joins a fake node that serves its control calls.
 pub async fn join(cluster: &Cluster, node: u32, target: &CopyTarget) -> FakeNode {
-    let tls = &cluster.configs[0].tls;
-    let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
+    let identity = cluster.certificates().identity(&Role::Node(Some(NodeId(node))));
     let socket = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let control_address = socket.local_addr().unwrap().to_string();
     let served = Server::builder().add_service(NodeControlServer::new(target.clone()));
-    tokio::spawn(served.serve_with_incoming(incoming(socket, &files.load().unwrap())));
+    tokio::spawn(served.serve_with_incoming(incoming(socket, &identity)));
     let request = pb::JoinRequest { control_address, ..join_request(node) };
     let joined = cluster.on_leader(|mut client| {
         let request = request.clone();

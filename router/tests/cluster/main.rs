@@ -19,6 +19,7 @@ mod prompt_tokens;
 mod repair;
 mod residency;
 mod restarts;
+mod roles;
 mod shards;
 mod streams;
 mod tbt_limits;

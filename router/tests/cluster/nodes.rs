@@ -7,8 +7,8 @@ use kvfleet_proto::pb;
 use kvfleet_proto::pb::announce_reply::Body as Reply;
 use kvfleet_proto::pb::router_client::RouterClient;
 use tonic::Code;
-use tonic::transport::Channel;
 
+use kvfleet_testkit::certificates::RoleChannel;
 use kvfleet_testkit::cluster::{
     Cluster, HANG, cleared, heartbeat, holders, join_request, prefix, stored, until,
 };
@@ -205,7 +205,7 @@ async fn an_expired_pin_is_hidden_and_removed_from_every_replica() {
         for_ms,
     };
     let say = async |request: pb::PinRequest| {
-        let say = |mut client: RouterClient<Channel>| {
+        let say = |mut client: RouterClient<RoleChannel>| {
             let request = request.clone();
             async move { client.pin(request).await }
         };

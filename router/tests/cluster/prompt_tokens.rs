@@ -4,13 +4,12 @@ use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use kvfleet_errors_doc::says;
 use kvfleet_proto::identity::IdentitySection;
 use kvfleet_proto::pb;
-use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_router::{EngineTenantConfig, EnginesConfig};
 use pb::route_reply::Answer;
 use tonic::{Code, Status};
 
 use crate::residency::load;
-use kvfleet_testkit::cluster::{Cluster, HashBytes, channel, until};
+use kvfleet_testkit::cluster::{Cluster, HashBytes, tenants, until};
 use kvfleet_testkit::write_secret;
 
 /// Secret of requests without a salt, and of those with the salt `tenant-a`.
@@ -93,7 +92,7 @@ async fn tokens_that_cannot_be_hashed_are_refused() {
     let many = pb::RouteRequest { tokens: vec![0; 16 * 65_536 + 1], ..request("", "") };
     assert_eq!(refusal(many).await.code(), Code::InvalidArgument);
     // The blocks of the default tenant are not a tenant's to ask for.
-    let mut tenant = RouterClient::new(channel(&cluster.tenant(), &cluster.configs[0].listen));
+    let mut tenant = cluster.client_as(1, tenants());
     let of_tenant = |salt| pb::RouteRequest { tenant: 3, ..request(salt, "") };
     let without = tenant.route(of_tenant("")).await.unwrap_err();
     assert_eq!(without.code(), Code::PermissionDenied);

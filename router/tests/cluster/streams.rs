@@ -11,10 +11,10 @@ use kvfleet_proto::pb::route_stream_reply::Answer;
 use kvfleet_proto::pb::router_client::RouterClient;
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnboundedReceiverStream;
-use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use kvfleet_testkit::cluster::{Cluster, HANG, channel, prefix};
+use kvfleet_testkit::certificates::RoleChannel;
+use kvfleet_testkit::cluster::{Cluster, HANG, prefix, tenants};
 
 /// Limit on requests of one stream in flight.
 const REQUESTS_MAX: u64 = 256;
@@ -42,7 +42,7 @@ struct RouteStreamClient {
 }
 
 impl RouteStreamClient {
-    async fn with(mut router: RouterClient<Channel>) -> RouteStreamClient {
+    async fn with(mut router: RouterClient<RoleChannel>) -> RouteStreamClient {
         let (questions, sent) = mpsc::unbounded_channel();
         let answers = router.route_stream(UnboundedReceiverStream::new(sent)).await.unwrap().into_inner();
         RouteStreamClient { questions, answers }
@@ -210,7 +210,7 @@ async fn a_draining_router_ends_streams_and_serves_new_ones() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tenant_rules_apply_to_each_request_of_a_stream() {
     let cluster = one_router().await;
-    let tenant = || RouterClient::new(channel(&cluster.tenant(), &cluster.configs[0].listen));
+    let tenant = || cluster.client_as(1, tenants());
     let mut client = RouteStreamClient::with(tenant()).await;
     let of_tenant = |call, tenant| pb::RouteRequest { tenant, ..question(call) };
     client.ask(of_tenant(1, 3));

@@ -3,18 +3,19 @@
 
 use std::collections::BTreeSet;
 
+use kv_core::id::NodeId;
 use kvfleet_errors_doc::says;
+use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
 use kvfleet_proto::pb::router_client::RouterClient;
-use kvfleet_router::TlsConfig;
 use tempfile::TempDir;
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::Channel;
 use tonic::{Code, Status};
 
 use kvfleet_router::RouterConfig;
-use kvfleet_testkit::cluster::{Cluster, certificates, channel, heartbeat, join_request, prefix, start};
+use kvfleet_testkit::certificates::{Certificates, RoleChannel};
+use kvfleet_testkit::cluster::{Cluster, heartbeat, join_request, prefix, start, tenants};
 
 fn route_request(tenant: u32) -> pb::RouteRequest {
     pb::RouteRequest {
@@ -31,8 +32,8 @@ fn report() -> pb::ReportRequest {
     pb::ReportRequest { instance: 6, address: "i:6".into(), sequence: 1, started_us: 1, ..Default::default() }
 }
 
-fn as_tenant(cluster: &Cluster) -> Channel {
-    channel(&cluster.tenant(), &cluster.configs[0].listen)
+fn as_tenant(cluster: &Cluster) -> RouterClient<RoleChannel> {
+    cluster.client_as(1, tenants())
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -40,7 +41,7 @@ async fn a_tenant_certificate_routes_for_its_tenants_only() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
     cluster.client(1).report(report()).await.unwrap();
-    let mut tenant = RouterClient::new(as_tenant(&cluster));
+    let mut tenant = as_tenant(&cluster);
     for own in [3, 5] {
         let reply = tenant.route(route_request(own)).await.unwrap().into_inner();
         let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
@@ -73,7 +74,7 @@ async fn a_tenant_certificate_routes_for_its_tenants_only() {
 async fn tenant_calls_cannot_fill_queues_or_load_leaders() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
-    let mut tenant = RouterClient::new(as_tenant(&cluster));
+    let mut tenant = as_tenant(&cluster);
     let unhashed = |input_tokens| pb::RouteRequest { input_tokens, hashes: Vec::new(), ..route_request(3) };
     let status = tenant.route(unhashed(u32::MAX)).await.unwrap_err();
     assert_eq!(status.code(), Code::InvalidArgument);
@@ -113,20 +114,20 @@ async fn a_tenant_does_not_see_the_load_of_other_instances() {
     for report in [report(), busy] {
         cluster.client(1).report(report).await.unwrap();
     }
-    let candidates = async |mut router: RouterClient<Channel>| {
+    let candidates = async |mut router: RouterClient<RoleChannel>| {
         let reply = router.route(route_request(3)).await.unwrap().into_inner();
         let Some(pb::route_reply::Answer::Decision(decision)) = reply.answer else { panic!("{reply:?}") };
         let numbers: Vec<u32> = decision.candidates.iter().map(|candidate| candidate.instance).collect();
         (decision.instance, numbers)
     };
     assert_eq!(candidates(cluster.client(1)).await, (6, vec![6, 7]));
-    assert_eq!(candidates(RouterClient::new(as_tenant(&cluster))).await, (6, vec![6]));
+    assert_eq!(candidates(as_tenant(&cluster)).await, (6, vec![6]));
     cluster.shutdown().await;
 }
 
 /// Every member-only call of a router, made as a tenant.
 async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
-    let mut router = RouterClient::new(as_tenant(cluster));
+    let mut router = as_tenant(cluster);
     let (words, stream) = tokio::sync::mpsc::channel(1);
     words.send(heartbeat(4, 1, 0)).await.unwrap();
     let answers = [
@@ -150,13 +151,12 @@ async fn refusals(cluster: &Cluster) -> Vec<(&'static str, Status)> {
         ("change_member", router.change_member(pb::ChangeMemberRequest::default()).await.map(drop)),
         ("transfer_lead", router.transfer_lead(pb::TransferLeadRequest::default()).await.map(drop)),
     ];
-    let all = answers.into_iter().chain(raft_answers(as_tenant(cluster)).await);
+    let all = answers.into_iter().chain(raft_answers(cluster.raft_as(1, tenants())).await);
     all.map(|(call, answer)| (call, answer.err().unwrap_or_else(|| panic!("{call} was answered")))).collect()
 }
 
 /// The answers to every Raft call.
-async fn raft_answers(channel: Channel) -> Vec<(&'static str, Result<(), Status>)> {
-    let mut raft = RaftClient::new(channel);
+async fn raft_answers(mut raft: RaftClient<RoleChannel>) -> Vec<(&'static str, Result<(), Status>)> {
     let frames = || tokio_stream::iter(vec![pb::RaftFrame::default()]);
     vec![
         ("handshake", raft.handshake(pb::HandshakeRequest::default()).await.map(drop)),
@@ -176,14 +176,18 @@ async fn raft_answers(channel: Channel) -> Vec<(&'static str, Result<(), Status>
 async fn raft_calls_are_refused_to_processes_that_are_no_routers() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
-    for (call, answer) in raft_answers(channel(&cluster.member(), &cluster.configs[0].listen)).await {
+    let node = Role::Node(Some(NodeId(1)));
+    for (call, answer) in raft_answers(cluster.raft_as(1, node.clone())).await {
         let status = answer.expect_err(call);
         assert_eq!(status.code(), Code::PermissionDenied, "{call}");
-        says("a Raft call of a process that is no router", &status.message(), &[]);
+        assert!(status.message().contains("is not for node-1"), "{status}");
+        if call == "handshake" {
+            says("a Raft call of a process that is no router", &status.message(), &[]);
+        }
     }
     // The same process may make other calls.
-    let mut member = RouterClient::new(channel(&cluster.member(), &cluster.configs[0].listen));
-    member.status(pb::StatusRequest {}).await.unwrap();
+    let mut node = cluster.client_as(1, node);
+    node.status(pb::StatusRequest {}).await.unwrap();
     cluster.shutdown().await;
 }
 
@@ -211,7 +215,7 @@ async fn member_calls_are_refused_to_a_tenant_certificate() {
     assert_eq!(all, described(), "every call was tried, or is for tenants");
     for (call, status) in &refusals {
         assert_eq!(status.code(), Code::PermissionDenied, "{call}: {status}");
-        assert_eq!(status.message(), refusals[0].1.message(), "{call}");
+        assert!(status.message().contains("is not for tenant-3, tenant-5"), "{call}: {status}");
     }
     says("a call for the cluster's own with a tenant's certificate", &refusals[0].1.message(), &[]);
     cluster.shutdown().await;
@@ -220,16 +224,14 @@ async fn member_calls_are_refused_to_a_tenant_certificate() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_router_rejects_a_tenant_certificate_of_its_own() {
     let directory = TempDir::new().unwrap();
-    let own = certificates(directory.path());
-    let file = |name: &str| directory.path().join(name);
-    let tls = TlsConfig { cert: file("tenant.pem"), key: file("tenant.key"), ..own };
+    let tls = Certificates::open(directory.path()).config(&tenants());
     let address = kvfleet_testkit::ports::unused_address();
     let voters = vec![kvfleet_router::VoterConfig { id: 1, address: address.clone() }];
     let config = RouterConfig {
         id: 1,
         listen: address,
         voters,
-        data_dir: file("router"),
+        data_dir: directory.path().join("router"),
         tls,
         ..RouterConfig::default()
     };

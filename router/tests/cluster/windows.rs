@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use kv_core::id::InstanceId;
-use kvfleet_net::tls::TlsFiles;
+use kv_core::id::{InstanceId, NodeId};
+use kvfleet_net::tls::Role;
 use kvfleet_net::tls::listen::incoming;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::node_control_server::{NodeControl, NodeControlServer};
@@ -63,12 +63,11 @@ impl WindowNode {
 async fn world() -> (Cluster, WindowNode, FakeNode) {
     let cluster = Cluster::start(1, |_| {}).await;
     let listener = WindowNode::default();
-    let tls = &cluster.configs[0].tls;
-    let files = TlsFiles { ca: tls.ca.clone(), cert: tls.cert.clone(), key: tls.key.clone() };
+    let identity = cluster.certificates().identity(&Role::Node(Some(NodeId(1))));
     let socket = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let control_address = socket.local_addr().unwrap().to_string();
     let served = Server::builder().add_service(NodeControlServer::new(listener.clone()));
-    tokio::spawn(served.serve_with_incoming(incoming(socket, &files.load().unwrap())));
+    tokio::spawn(served.serve_with_incoming(incoming(socket, &identity)));
     let request = pb::JoinRequest { control_address, ..join_request(1) };
     let joined = cluster.on_leader(|mut client| {
         let request = request.clone();

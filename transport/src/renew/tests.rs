@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use kv_core::id::LeaseId;
 use kvfleet_errors_doc::says;
-use kvfleet_net::tls::{Identity, SERVER_NAME};
+use kvfleet_net::tls::{Identity, Role};
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use rustls::time_provider::TimeProvider;
 use rustls_pki_types::UnixTime;
@@ -53,7 +53,7 @@ impl CertFixture {
     /// A certificate valid from January until the first of this month, and its key.
     fn issue(&self, until_month: u8) -> (String, String) {
         let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(vec![SERVER_NAME.to_owned()]).unwrap();
+        let mut params = CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
         params.not_before = date_time_ymd(2030, 1, 1);
         params.not_after = date_time_ymd(2030, until_month, 1);
         (params.signed_by(&key, &self.authority).unwrap().pem(), key.serialize_pem())

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvfleet_net::accept_limits::{AcceptWarnings, connection_limit};
-use kvfleet_net::tls::Identity;
+use kvfleet_net::tls::access::rule_of;
+use kvfleet_net::tls::{Identity, role_of};
 use kvfleet_proto::data::{self, data_request::Op};
 use rustls::ServerConfig;
 use tokio::net::{TcpListener, TcpStream};
@@ -307,6 +308,17 @@ fn rdma_unavailable() -> data::AttachReply {
     data::AttachReply { outcome: UPGRADE_REFUSED, why, ..data::AttachReply::default() }
 }
 
+/// Whether the role of this certificate may use RDMA.
+fn may_attach(leaf: &[u8]) -> bool {
+    role_of(leaf).is_ok_and(|role| rule_of("data/Attach").is_some_and(|rule| rule.check(&role).is_ok()))
+}
+
+/// The answer to a client whose role may not use RDMA.
+fn attach_denied() -> data::AttachReply {
+    let why = "the role of this certificate may not fetch blocks".to_owned();
+    data::AttachReply { outcome: UPGRADE_REFUSED, why, ..data::AttachReply::default() }
+}
+
 async fn serve_operation(
     stream: &mut TlsStream,
     served: &mut ServedCaller,
@@ -316,6 +328,9 @@ async fn serve_operation(
     let request = operations.request(stream).await?;
     if let Some(upgraded) = &mut served.upgraded {
         return upgraded.serve(request, service, operations, stream).await;
+    }
+    if matches!(request.op, Some(Op::Attach(_))) && !may_attach(&served.caller.leaf) {
+        return operations.answer(stream, &attach_denied()).await;
     }
     if let (Some(Op::Attach(attach)), Some(offer)) = (&request.op, &shared.upgrade) {
         let AdmittedCaller { leaf, may_map, .. } = &served.caller;

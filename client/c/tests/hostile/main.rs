@@ -12,6 +12,7 @@ use kvfleet_client_c::entry::*;
 use kvfleet_client_c::status::{self, Status};
 use kvfleet_client_c::{ClientHandle, HasherHandle, LayerSaveHandle, QueueHandle, ReporterHandle, abi};
 use kvfleet_errors_doc::says;
+use kvfleet_net::tls::Role;
 
 mod prefill;
 
@@ -37,7 +38,7 @@ fn certificates(place: &Path) -> [CString; 3] {
     let authority = rcgen::KeyPair::generate().unwrap();
     let authority = rcgen::CertifiedIssuer::self_signed(params, authority).unwrap();
     let key = rcgen::KeyPair::generate().unwrap();
-    let params = rcgen::CertificateParams::new(vec!["kvfleet".to_owned()]).unwrap();
+    let params = rcgen::CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
     let cert = params.signed_by(&key, &authority).unwrap();
     [("ca.pem", authority.pem()), ("cert.pem", cert.pem()), ("key.pem", key.serialize_pem())].map(
         |(name, text)| {

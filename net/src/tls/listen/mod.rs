@@ -2,7 +2,7 @@
 //! certificate known from the connection's own handshake.
 //!
 //! tonic's own listener keeps its first certificate and resumes sessions, so a caller could keep
-//! connecting after its certificate expired. Not here: authorisation of calls (`callers.rs`).
+//! connecting after its certificate expired. Not here: authorisation of calls (`access/`).
 
 use std::collections::BTreeMap;
 use std::io;

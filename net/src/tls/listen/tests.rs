@@ -6,6 +6,7 @@ use std::net::SocketAddr;
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
 
+use kv_core::id::NodeId;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use rustls::HandshakeKind;
 use rustls::time_provider::TimeProvider;
@@ -15,8 +16,8 @@ use tokio_rustls::TlsConnector;
 use tonic::{Request, Response, Status};
 
 use super::*;
-use crate::channel::{connect_lazily, endpoint};
-use crate::tls::server_name;
+use crate::channel::{connect_lazily, connect_lazily_to, endpoint};
+use crate::tls::{Role, server_name};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_client::InstanceClient;
 use kvfleet_proto::pb::instance_server::{Instance, InstanceServer};
@@ -52,7 +53,7 @@ impl ListenFixture {
     /// A certificate valid from January until the first of this month, and its key.
     fn issue(&self, until_month: u8) -> (String, String) {
         let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(vec!["kvfleet".to_owned()]).unwrap();
+        let mut params = CertificateParams::new(Role::Node(Some(NodeId(1))).dns_names()).unwrap();
         params.not_before = date_time_ymd(2030, 1, 1);
         params.not_after = date_time_ymd(2030, until_month, 1);
         (params.signed_by(&key, &self.authority).unwrap().pem(), key.serialize_pem())
@@ -348,4 +349,26 @@ async fn silent_connections_leave_descriptors_for_callers() {
         rest += &(line + "\n");
     }
     assert!(child.wait().await.unwrap().success() && rest.contains("called"), "{rest}");
+}
+
+#[tokio::test]
+async fn a_server_of_another_role_gets_no_call() {
+    let world = ListenFixture::new();
+    let identity = world.member(12);
+    let (address, callers) = serve(&identity).await;
+    let endpoint = endpoint(&address.to_string()).unwrap().connect_timeout(Duration::from_secs(5));
+    let to = |server| InstanceClient::new(connect_lazily_to(&endpoint, &identity, server));
+    asks(to(Role::Node(Some(NodeId(1))))).await.unwrap();
+    asks(to(Role::Node(None))).await.unwrap();
+    for wrong in [Role::Node(Some(NodeId(2))), Role::Router(None)] {
+        let refused = asks(to(wrong)).await.unwrap_err();
+        let mut causes = std::error::Error::source(&refused);
+        let mut text = String::new();
+        while let Some(cause) = causes {
+            text = cause.to_string();
+            causes = cause.source();
+        }
+        assert!(text.contains("the server's certificate is one of node-1"), "{text}");
+    }
+    assert_eq!(callers.0.lock().unwrap().len(), 2, "only the right server is called");
 }

@@ -18,21 +18,94 @@ fn leaf(names: &[&str]) -> Vec<u8> {
     params.self_signed(&KeyPair::generate().unwrap()).unwrap().der().to_vec()
 }
 
+fn role(names: &[&str]) -> Result<Role, NamesError> {
+    role_of(&leaf(names))
+}
+
 fn tenants(names: &[&str]) -> Result<Option<Vec<u32>>, NamesError> {
-    let numbers = |tenants: BTreeSet<TenantId>| tenants.into_iter().map(|tenant| tenant.0).collect();
-    tenants_of(&leaf(names)).map(|tenants| tenants.map(numbers))
+    role(names).map(|role| match role {
+        Role::Tenants(tenants) => Some(tenants.into_iter().map(|tenant| tenant.0).collect()),
+        _ => None,
+    })
+}
+
+#[test]
+fn a_certificate_names_the_cluster_and_one_role() {
+    let roles = [
+        ("kvfleet-router", Role::Router(None)),
+        ("kvfleet-router-1", Role::Router(Some(RouterId(1)))),
+        ("kvfleet-router-18446744073709551615", Role::Router(Some(RouterId(u64::MAX)))),
+        ("kvfleet-node", Role::Node(None)),
+        ("kvfleet-node-0", Role::Node(Some(NodeId(0)))),
+        ("kvfleet-instance", Role::Instance(None)),
+        ("kvfleet-instance-4294967295", Role::Instance(Some(InstanceId(u32::MAX)))),
+        ("kvfleet-frontend", Role::Frontend),
+        ("kvfleet-admin", Role::Admin),
+    ];
+    for (name, wanted) in &roles {
+        assert_eq!(role(&["kvfleet", name]).as_ref(), Ok(wanted));
+        assert_eq!(role(&[name, "localhost", "kvfleet", name]).as_ref(), Ok(wanted));
+        assert_eq!(role(&["KVfleet", name]).as_ref(), Ok(wanted), "verifiers ignore case too");
+        assert_eq!((wanted.name().as_str(), wanted.dns_names().len()), (*name, 2));
+        assert_eq!(role(&[name]), Err(NamesError::NoCluster((*name).to_owned())));
+        for (second, other) in roles.iter().filter(|(second, _)| second != name) {
+            let two = NamesError::TwoRoles(wanted.name(), other.name());
+            assert_eq!(role(&["kvfleet", name, second]), Err(two));
+        }
+        let both = NamesError::TenantAndMember((*name).to_owned());
+        assert_eq!(role(&["tenant-3.kvfleet", name]), Err(both));
+    }
+}
+
+#[test]
+fn misspelt_role_names_are_rejected() {
+    let bad = [
+        "kvfleet-router-01",
+        "kvfleet-router-",
+        "kvfleet-router-+1",
+        "kvfleet-router-1-2",
+        "kvfleet-router-18446744073709551616",
+        "kvfleet-node-4294967296",
+        "kvfleet-node-x",
+        "kvfleet-instance--1",
+        "kvfleet-frontend-1",
+        "kvfleet-admin-1",
+        "kvfleet-Admin",
+        "KVfleet-node-1",
+        "kvfleet-nod-1",
+        "kvfleet-",
+        "kvfleet-router.",
+        "kvfleet-router-1.",
+    ];
+    for name in bad {
+        for names in [vec![name], vec!["kvfleet", name], vec!["kvfleet", "kvfleet-node-1", name]] {
+            assert_eq!(role(&names), Err(NamesError::MalformedRole(name.to_owned())), "{names:?}");
+        }
+    }
+    // Host names may stand beside the role.
+    let hosts = ["kvfleet-router-0.kvfleet-routers", "kvfleet-router.kvfleet.svc", "kvfleet.example"];
+    for host in hosts {
+        assert_eq!(role(&["kvfleet", "kvfleet-node-1", host]), Ok(Role::Node(Some(NodeId(1)))), "{host}");
+    }
+}
+
+#[test]
+fn a_role_without_a_number_may_be_any() {
+    let number = |number| Role::Router(Some(RouterId(number)));
+    let any = Role::Router(None);
+    assert!(any.may_be(&number(3)) && number(3).may_be(&any) && number(3).may_be(&number(3)));
+    assert!(
+        !number(3).may_be(&number(4)) && !Role::Node(None).may_be(&any) && Role::Admin.may_be(&Role::Admin)
+    );
 }
 
 #[test]
 fn a_certificate_names_the_cluster_or_tenants() {
-    assert_eq!(tenants(&["kvfleet"]), Ok(None));
-    assert_eq!(tenants(&["node-1", "kvfleet", "localhost", "kvfleet-router"]), Ok(None));
-    assert_eq!(tenants(&["KVfleet"]), Ok(None), "verifiers ignore case too");
     // Other names that certificates of the cluster may carry.
     let beside =
         ["router-1", "node-2.example", "kvfleet.example", "node-3.kvfleet.svc.cluster.local", "a-tenant-3"];
     for name in beside {
-        assert_eq!(tenants(&["kvfleet", name]), Ok(None), "{name}");
+        assert_eq!(tenants(&["kvfleet", "kvfleet-admin", name]), Ok(None), "{name}");
     }
     assert_eq!(tenants(&["tenant-3.kvfleet"]), Ok(Some(vec![3])));
     let many = ["tenant-4294967295.kvfleet", "engine.example", "tenant-0.kvfleet", "tenant-17.kvfleet"];
@@ -65,7 +138,7 @@ UKwyof2BKcQT9pQSsWoCIErwvm7dL5yr5OtOYMJuDHnVGEfCTYGAy7Zyjt7am//G
 #[test]
 fn reads_a_certificate_made_by_openssl() {
     let leaf = CertificateDer::from_pem_slice(FOREIGN.as_bytes()).unwrap();
-    assert_eq!(tenants_of(&leaf), Ok(Some([3, 70].map(TenantId).into())));
+    assert_eq!(role_of(&leaf), Ok(Role::Tenants([3, 70].map(TenantId).into())));
 }
 
 #[test]
@@ -116,18 +189,20 @@ fn misspelt_tenant_names_are_rejected() {
 }
 
 #[test]
-fn certificates_with_two_roles_or_none_are_rejected() {
-    for (own, said) in [("kvfleet", SERVER_NAME), ("KVFLEET", SERVER_NAME), ("kvfleet-router", ROUTER_NAME)] {
-        assert_eq!(tenants(&["tenant-3.kvfleet", own]), Err(NamesError::TenantAndMember(said)));
+fn certificates_without_a_role_are_rejected() {
+    for own in ["kvfleet", "KVFLEET"] {
+        let both = NamesError::TenantAndMember(SERVER_NAME.to_owned());
+        assert_eq!(tenants(&["tenant-3.kvfleet", own]), Err(both));
+        assert_eq!(tenants(&[own, "node-1"]), Err(NamesError::NoRole));
     }
-    for names in [&[][..], &["kvfleet-router"], &["node"], &["kvfleet.example"]] {
-        assert_eq!(tenants(names), Err(NamesError::NoRole), "{names:?}");
+    for names in [&[][..], &["node"], &["kvfleet.example"]] {
+        assert_eq!(tenants(names), Err(NamesError::NoName), "{names:?}");
     }
 }
 
 #[test]
 fn absolute_names_are_rejected() {
-    for name in ["kvfleet.", "KVfleet.", "kvfleet-router."] {
+    for name in ["kvfleet.", "KVfleet."] {
         for names in [vec![name], vec!["kvfleet", name], vec!["tenant-1.kvfleet", name]] {
             assert_eq!(tenants(&names), Err(NamesError::Malformed(name.to_owned())), "{names:?}");
         }
@@ -138,13 +213,13 @@ fn absolute_names_are_rejected() {
 fn malformed_certificates_are_rejected() {
     let whole = leaf(&["tenant-3.kvfleet"]);
     for len in 0..whole.len() {
-        assert_eq!(tenants_of(&whole[..len]), Err(NamesError::Unreadable), "the first {len} bytes");
+        assert_eq!(role_of(&whole[..len]), Err(NamesError::Unreadable), "the first {len} bytes");
     }
-    assert_eq!(tenants_of(&[&whole[..], &[0]].concat()), Err(NamesError::Unreadable));
+    assert_eq!(role_of(&[&whole[..], &[0]].concat()), Err(NamesError::Unreadable));
     for bytes in
         [&[0x30, 0x80, 0, 0][..], &[0x30, 0x85, 0, 0, 0, 0, 0], &[0x30, 0x84, 255, 255, 255, 255], &[40; 40]]
     {
-        assert_eq!(tenants_of(bytes), Err(NamesError::Unreadable));
+        assert_eq!(role_of(bytes), Err(NamesError::Unreadable));
     }
     // The parser never reads past the end. One flipped bit elsewhere never yields a member, or a
     // tenant that is not written there.
@@ -154,8 +229,9 @@ fn malformed_certificates_are_rejected() {
         for bit in 0..8 {
             let mut bytes = whole.clone();
             bytes[place] ^= 1 << bit;
-            if let Ok(found) = tenants_of(&bytes) {
-                assert!(found.is_some_and(|found| found.is_subset(&written)), "bit {bit} of byte {place}");
+            if let Ok(found) = role_of(&bytes) {
+                let is_written = matches!(&found, Role::Tenants(tenants) if tenants.is_subset(&written));
+                assert!(is_written, "bit {bit} of byte {place}");
             }
         }
     }

@@ -6,17 +6,15 @@
 //! cluster. Not here: the interval of checks (`keep.rs`), and tonic's own TLS, which keeps its
 //! first certificate.
 
-use std::collections::BTreeSet;
 use std::mem::{Discriminant, discriminant};
 use std::sync::{Arc, PoisonError, RwLock};
 
-use kv_core::id::TenantId;
 use rustls::SignatureScheme;
 use rustls::client::ResolvesClientCert;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
-use super::{Identity, IdentityBuilder, TlsError, TlsFiles, memory_files, read, tenants_of};
+use super::{Identity, IdentityBuilder, Role, TlsError, TlsFiles, memory_files, read};
 
 /// The certificate and key of a process, exchangeable at run time.
 pub(super) struct CertResolver {
@@ -28,11 +26,17 @@ struct CertPair {
     cert_pem: Arc<[u8]>,
     key_pem: Arc<[u8]>,
     certified: Arc<CertifiedKey>,
+    role: Role,
 }
 
 impl CertResolver {
-    pub(super) fn new(cert_pem: Vec<u8>, key_pem: Vec<u8>, certified: CertifiedKey) -> CertResolver {
-        CertResolver { current: RwLock::new(CertPair::new(cert_pem, key_pem, certified)) }
+    pub(super) fn new(
+        cert_pem: Vec<u8>,
+        key_pem: Vec<u8>,
+        certified: CertifiedKey,
+        role: Role,
+    ) -> CertResolver {
+        CertResolver { current: RwLock::new(CertPair::new(cert_pem, key_pem, certified, role)) }
     }
 
     fn pair(&self) -> CertPair {
@@ -43,8 +47,8 @@ impl CertResolver {
         self.pair().certified
     }
 
-    pub(super) fn tenants(&self) -> Option<BTreeSet<TenantId>> {
-        tenants_of_pair(&self.certified())
+    pub(super) fn role(&self) -> Role {
+        self.pair().role
     }
 
     pub(super) fn tonic(&self) -> tonic::transport::Identity {
@@ -53,14 +57,9 @@ impl CertResolver {
     }
 }
 
-/// The certificate was accepted before, so its names are readable.
-fn tenants_of_pair(certified: &CertifiedKey) -> Option<BTreeSet<TenantId>> {
-    certified.cert.first().and_then(|leaf| tenants_of(leaf).ok()).flatten()
-}
-
 impl CertPair {
-    fn new(cert_pem: Vec<u8>, key_pem: Vec<u8>, certified: CertifiedKey) -> CertPair {
-        CertPair { cert_pem: cert_pem.into(), key_pem: key_pem.into(), certified: Arc::new(certified) }
+    fn new(cert_pem: Vec<u8>, key_pem: Vec<u8>, certified: CertifiedKey, role: Role) -> CertPair {
+        CertPair { cert_pem: cert_pem.into(), key_pem: key_pem.into(), certified: Arc::new(certified), role }
     }
 }
 
@@ -97,20 +96,18 @@ impl Identity {
     }
 
     fn renew_from(&self, files: &TlsFiles, cert_pem: &[u8], key_pem: &[u8]) -> Result<bool, TlsError> {
-        let certified =
-            IdentityBuilder { files }.certified_key(&self.roots, self.clock.as_ref(), cert_pem, key_pem)?;
+        let builder = IdentityBuilder { files };
+        let (role, certified) = builder.certified_key(&self.roots, self.clock.as_ref(), cert_pem, key_pem)?;
         let before = self.certificate.pair();
         if *before.cert_pem == *cert_pem && *before.key_pem == *key_pem {
             return Ok(false);
         }
-        let pair = CertPair::new(cert_pem.to_vec(), key_pem.to_vec(), certified);
-        // Clients accept this process by its old certificate, and would reject the new one.
-        if tenants_of_pair(&before.certified).is_none() && tenants_of_pair(&pair.certified).is_some() {
-            let cause = "it names tenants, and the one before is of the cluster's own";
-            return Err(
-                IdentityBuilder { files }.refused_error(&cause, "restart this process to make it a tenant's")
-            );
+        // Peers accept this process by its old role, and would refuse the new one.
+        if !matches!(before.role, Role::Tenants(_)) && !role.may_be(&before.role) {
+            let cause = format!("it is one of {role}, and the one before is one of {}", before.role);
+            return Err(builder.refused_error(&cause, "restart this process to change its role"));
         }
+        let pair = CertPair::new(cert_pem.to_vec(), key_pem.to_vec(), certified, role);
         *self.certificate.current.write().unwrap_or_else(PoisonError::into_inner) = pair;
         Ok(true)
     }

@@ -4,6 +4,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kv_core::id::{NodeId, TenantId};
 use kvfleet_errors_doc::says;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair, date_time_ymd};
 use rustls::time_provider::TimeProvider;
@@ -47,12 +48,12 @@ impl RenewFixture {
     }
 
     fn issue(&self) -> (String, String) {
-        self.issue_for("kvfleet")
+        self.issue_for(&Role::Node(Some(NodeId(1))))
     }
 
-    fn issue_for(&self, name: &str) -> (String, String) {
+    fn issue_for(&self, role: &Role) -> (String, String) {
         let key = KeyPair::generate().unwrap();
-        let mut params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        let mut params = CertificateParams::new(role.dns_names()).unwrap();
         params.not_before = date_time_ymd(2030, 1, 1);
         params.not_after = date_time_ymd(2030, 2, 1);
         (params.signed_by(&key, &self.authority).unwrap().pem(), key.serialize_pem())
@@ -142,23 +143,29 @@ fn an_expired_certificate_is_reported_once() {
 }
 
 #[test]
-fn a_server_is_not_renewed_to_a_tenant_certificate() {
+fn a_server_is_not_renewed_to_another_role() {
     let world = RenewFixture::new();
     let (identity, mut renewal, _) = world.renewal();
-    let (cert, key) = world.issue_for("tenant-3.kvfleet");
+    let (cert, key) = world.issue_for(&Role::tenant(TenantId(3)));
     world.write(&cert, &key);
     says(
         "a tenant's certificate in place of one of the cluster's own",
         &rejection(renewal.check()),
         &[&world.here()],
     );
-    assert_eq!(identity.tenants(), None);
-
-    let (identity, mut renewal, _) = world.renewal();
-    assert_eq!(identity.tenants(), Some([TenantId(3)].into()));
-    for (name, tenants) in [("tenant-5.kvfleet", Some([TenantId(5)].into())), ("kvfleet", None)] {
-        let (cert, key) = world.issue_for(name);
+    assert_eq!(identity.role(), Role::Node(Some(NodeId(1))));
+    for other in [Role::Node(Some(NodeId(2))), Role::Admin] {
+        let (cert, key) = world.issue_for(&other);
         world.write(&cert, &key);
-        assert_eq!((renewal.check(), identity.tenants()), (RenewalOutcome::Renewed, tenants), "{name}");
+        assert!(matches!(rejection(renewal.check()), TlsError::Refused { .. }), "{other}");
+    }
+
+    let (cert, key) = world.issue_for(&Role::tenant(TenantId(3)));
+    world.write(&cert, &key);
+    let (identity, mut renewal, _) = world.renewal();
+    for role in [Role::tenant(TenantId(5)), Role::Instance(None)] {
+        let (cert, key) = world.issue_for(&role);
+        world.write(&cert, &key);
+        assert_eq!((renewal.check(), identity.role()), (RenewalOutcome::Renewed, role));
     }
 }

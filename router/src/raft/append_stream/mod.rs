@@ -14,6 +14,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::stream::{self, BoxStream};
 use futures_util::{Stream, StreamExt};
+use kvfleet_net::tls::callers::Caller;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
 use openraft::errors::{NetworkError, RPCError};
@@ -211,12 +212,13 @@ async fn next_answer(
 /// `stop` ends it at once.
 pub(super) fn serve(
     group: Arc<Group>,
+    caller: Caller,
     first: AppendCall,
     frames: Streaming<pb::RaftFrame>,
     stop: CancellationToken,
 ) -> BoxStream<'static, Result<pb::RaftFrame, Status>> {
     let decoder = Arc::clone(&group);
-    let decode = move |frame| terms::decode_append(decoder.consensus.term(), frame);
+    let decode = move |frame| terms::decode_append(&caller, decoder.consensus.term(), frame);
     let (rest, wrong) = decode_calls(frames, decode);
     let calls = stream::once(ready(first)).chain(rest);
     let outcomes = group.consensus.raft().stream_append(calls);

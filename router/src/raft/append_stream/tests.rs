@@ -4,6 +4,7 @@
 #![allow(clippy::unwrap_used)]
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvfleet_net::tls::Role;
 use kvfleet_proto::pb::raft_server::{self, RaftServer};
 use openraft::impls::BasicNode;
 use openraft::network::{RPCOption, RaftNetworkFactory, RaftNetworkV2};
@@ -32,7 +33,7 @@ fn call(index: u64) -> AppendCall {
 }
 
 fn decode(frame: pb::RaftFrame) -> Result<AppendCall, Status> {
-    terms::decode_append(3, frame)
+    terms::decode_append(&Caller::new(Role::Router(None)), 3, frame)
 }
 
 fn frame(index: u64) -> Result<pb::RaftFrame, Status> {

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use kv_core::id::TrafficClass;
 use kvfleet_errors_doc::says;
-use kvfleet_net::tls::{Identity, SERVER_NAME};
+use kvfleet_net::tls::{Identity, Role, SERVER_NAME};
 use kvfleet_proto::data;
 use quinn::crypto::rustls::QuicClientConfig;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
@@ -35,12 +35,9 @@ impl TestAuthority {
     }
 
     pub(crate) fn member(&self) -> Identity {
-        self.named(SERVER_NAME)
-    }
-
-    pub(crate) fn named(&self, name: &str) -> Identity {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(vec![name.to_owned()]).unwrap();
+        // Both ends use it.
+        let params = CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();
         Identity::from_pem(self.0.pem().as_bytes(), cert.pem().as_bytes(), key.serialize_pem().as_bytes())
             .unwrap()
