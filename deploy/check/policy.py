@@ -415,8 +415,7 @@ def certificates_name_their_holders(objects):
         if one["spec"]["issuerRef"]["name"] not in issuers:
             yield f"{name(one)}: its issuer is not among the objects"
     for one, labels, spec in workloads(objects):
-        is_router = labels.get("app.kubernetes.io/component") == "router"
-        wanted = {"kvfleet", "kvfleet-router"} if is_router else {"kvfleet"}
+        wanted = {"kvfleet", f"kvfleet-{labels.get('app.kubernetes.io/component')}"}
         for volume in spec.get("volumes", []):
             secret = volume.get("secret", {}).get("secretName")
             if secret is None or secret in MADE_BY_USERS:

@@ -142,6 +142,8 @@ BROKEN = [
     ("files_lie_in_volumes", "tls.ca", lambda all: config(all, "router", "/etc/kvfleet/tls/ca.crt", "/etc/ca.crt")),
     ("certificates_name_their_holders", "['kvfleet', 'kvfleet-router']",
      lambda all: get(all, "Certificate", "kvfleet-router")["spec"].update(dnsNames=["kvfleet"])),
+    ("certificates_name_their_holders", "['kvfleet', 'kvfleet-node']",
+     lambda all: get(all, "Certificate", "kvfleet-node")["spec"].update(dnsNames=["kvfleet", "kvfleet-router"])),
     ("certificates_name_their_holders", "both sides",
      lambda all: get(all, "Certificate", "kvfleet-node")["spec"]["usages"].remove("client auth")),
     ("certificates_name_their_holders", "nobody makes", lambda all: without(all, "Certificate", "kvfleet-node")),
