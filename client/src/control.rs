@@ -36,7 +36,8 @@ pub enum ControlError {
 }
 
 impl Client {
-    /// Tiers, leases, tenants and epoch of the node that serves control calls at `address`.
+    /// Tiers, leases, tenants and epoch of the node that serves control calls at `address`. Needs an
+    /// administrator's certificate.
     ///
     /// # Errors
     /// If the node does not answer.
@@ -47,7 +48,7 @@ impl Client {
     }
 
     /// Waits until all announcements that the node has made so far are acknowledged, at most
-    /// `timeout`.
+    /// `timeout`. Needs an administrator's certificate.
     ///
     /// # Errors
     /// If the node does not answer.

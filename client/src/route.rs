@@ -191,7 +191,8 @@ impl Client {
             .await
     }
 
-    /// Asks the router that answered last for its view of the cluster.
+    /// Asks the router that answered last for its view of the cluster. Administrators get all of it,
+    /// and other processes only the leaders.
     ///
     /// # Errors
     /// If no router answers.

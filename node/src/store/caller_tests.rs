@@ -156,7 +156,7 @@ async fn roles_read_and_save_blocks_by_the_access_table() {
     ];
     assert_eq!(allowed, expected);
     let line = log.line("may not fetch or save");
-    says("a caller whose role may not read blocks, in the log", &line, &[]);
+    says("a caller with a role that may not read blocks, in the log", &line, &[]);
 }
 
 #[tokio::test]

@@ -2,8 +2,8 @@
 //!
 //! A replica that stored a term near the largest number would never see a later one, and its group
 //! would have no leader again. Terms grow by one in an election, so a jump of this size is an error
-//! or an attack. A message also names its sender, whose number must be the certificate's. Not here:
-//! the permission of routers to send Raft messages (`kvfleet_net::tls::access`).
+//! or an attack. A message also names its sender, with the number of the certificate. Not here: the
+//! permission of routers to send Raft messages (`kvfleet_net::tls::access`).
 
 use kv_core::id::RouterId;
 use kvfleet_net::tls::callers::Caller;

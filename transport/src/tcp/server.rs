@@ -313,7 +313,7 @@ fn may_attach(leaf: &[u8]) -> bool {
     role_of(leaf).is_ok_and(|role| rule_of("data/Attach").is_some_and(|rule| rule.check(&role).is_ok()))
 }
 
-/// The answer to a client whose role may not use RDMA.
+/// The answer to a client with a role that may not use RDMA.
 fn attach_denied() -> data::AttachReply {
     let why = "the role of this certificate may not fetch blocks".to_owned();
     data::AttachReply { outcome: UPGRADE_REFUSED, why, ..data::AttachReply::default() }

@@ -103,8 +103,8 @@ impl CallRule {
         let roles: Vec<&str> =
             RoleKind::ALL.into_iter().filter(|kind| may(kind)).map(RoleKind::name).collect();
         Err(Status::permission_denied(format!(
-            "{} is not for {role}, whose certificate this is: use a certificate with the role {}; `kvfleet access` \
-             lists all calls",
+            "{} is not for {role}, the role of this certificate: use one with the role {}; `kvfleet access` lists all \
+             calls",
             self.path.trim_start_matches('/'),
             roles.join(" or ")
         )))
@@ -127,7 +127,7 @@ pub struct AccessService<S> {
 }
 
 impl<S> AccessService<S> {
-    /// Guards a service, whose listener must verify certificates of the cluster.
+    /// Guards a service. Its listener must verify certificates of the cluster.
     pub fn new(inner: S) -> AccessService<S> {
         AccessService { inner }
     }

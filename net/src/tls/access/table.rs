@@ -20,7 +20,7 @@ const fn long_call(path: &'static str, roles: [Access; 6]) -> CallRule {
     CallRule { path, guard: Guard::Roles(roles), deadline: Deadline::OfHandler }
 }
 
-/// A call at a port whose callers have no certificate of the cluster.
+/// A call at a port where callers need no certificate of the cluster.
 const fn port_call(path: &'static str) -> CallRule {
     CallRule { path, guard: Guard::Port, deadline: Deadline::OfHandler }
 }
