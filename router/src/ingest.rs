@@ -27,7 +27,7 @@ use crate::raft::handle::{Consensus, LeaderAddress, ProposeError};
 /// nodes.
 const QUEUE_ANNOUNCEMENTS_MAX: usize = 4096;
 
-/// Queued blocks: 16 MiB of hashes.
+/// Queued blocks: 19 MiB of hashes.
 const QUEUE_BLOCKS_MAX: usize = 1_048_576;
 
 /// Proposals in flight at once. Several overlap: one in transit to followers, one being synced, one

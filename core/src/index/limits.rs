@@ -10,7 +10,7 @@ use super::command::{Announcement, Change, Command, NodeRecord, Pin, Refusal};
 /// Nodes known at once, live or fenced. Four times the largest published fleet of this kind of
 /// cache; keeps a status reply below 1 MiB.
 pub const NODES_MAX: u32 = 4_096;
-/// Blocks in one `Announce` command: four full batch windows of a router. At 4 MiB of hashes, one
+/// Blocks in one `Announce` command: four full batch windows of a router. At 5 MB of hashes, one
 /// log record never delays the others for long.
 pub const ANNOUNCE_BLOCKS_MAX: u32 = 262_144;
 /// Announcements plus changes in one `Announce` command. Equals the block limit, because a useful
@@ -18,7 +18,7 @@ pub const ANNOUNCE_BLOCKS_MAX: u32 = 262_144;
 pub const ANNOUNCE_CHANGES_MAX: u32 = 262_144;
 /// (node, block) pairs in all: about 2 GiB of memory at 22 bytes each.
 pub const COPIES_MAX: u64 = 100_000_000;
-/// Blocks of one pin: 1 MiB of hashes in one log record.
+/// Blocks of one pin: 1.2 MiB of hashes in one log record.
 pub const PIN_BLOCKS_MAX: u32 = 65_536;
 /// Blocks of all pins together: the whole list goes to every node in one message of at most 4 MiB.
 pub const PINNED_BLOCKS_MAX: u32 = 131_072;

@@ -24,7 +24,7 @@ use crate::config::{ConfigError, GatewayConfig, ModelConfig, refuse};
 use crate::endpoints::EndpointRegistry;
 use crate::metrics::PromptMetrics;
 
-/// Most cached hashers. Each holds a table of keys, and callers choose the salts.
+/// Most cached hashers: callers choose the salts.
 const HASHERS_MAX: usize = 256;
 
 /// Most block hashes of one request; later blocks do not improve the placement.

@@ -169,6 +169,7 @@ impl TlsFiles {
     pub fn load_server(&self, own: &Role) -> Result<Identity, TlsError> {
         let identity = self.load()?;
         if identity.role().may_be(own) {
+            identity.certificate.bind(own.clone());
             return Ok(identity);
         }
         let cause = format!("it is one of {}, and this process is {own}", identity.role());

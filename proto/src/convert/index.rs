@@ -15,7 +15,7 @@ const DIGEST_BYTES: usize = 16;
 /// Reads a list of hashes, [`HASH_BYTES`] each.
 ///
 /// # Errors
-/// When the length is not a multiple of 16; the error names `field`.
+/// When the length is not a multiple of [`HASH_BYTES`]; the error names `field`.
 pub fn hashes_from_bytes(field: &'static str, bytes: &[u8]) -> Result<Vec<BlockHash>, ConvertError> {
     let (whole, rest) = bytes.as_chunks::<HASH_BYTES>();
     if rest.is_empty() {

@@ -12,8 +12,7 @@ use kvfleet_net::secrets;
 
 use crate::config::{ConfigError, EnginesConfig};
 
-/// Limit on combinations of adapter and salt per engine. Each costs a table of keys, and the names
-/// come from requests.
+/// Limit on combinations of adapter and salt per engine, because the names come from requests.
 const HASHERS_MAX: usize = 1_024;
 
 /// Longest name of an adapter.
@@ -78,8 +77,8 @@ impl Tenants {
         self.manifest.block_tokens
     }
 
-    /// Creates a hasher for this adapter and salt, which costs a table of keys. `None` if no tenant
-    /// has the salt or the adapter's name is too long.
+    /// Creates a hasher for this adapter and salt. `None` if no tenant has the salt or the adapter's
+    /// name is too long.
     #[must_use]
     pub fn hasher(&self, adapter: Option<&str>, salt: Option<&str>) -> Option<PrefixHasher> {
         if adapter.is_some_and(|adapter| adapter.len() > ADAPTER_BYTES_MAX) {

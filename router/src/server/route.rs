@@ -53,7 +53,7 @@ pub(crate) async fn route(
     hints: RouteHints,
 ) -> Result<pb::RouteReply, Status> {
     caller.require_tenant(TenantId(request.tenant))?;
-    let request = hash_tokens(shared.tenants.as_deref(), caller, request)?;
+    let request = hash_tokens(shared.tenants.as_ref(), caller, request).await?;
     let span = tracing::info_span!("route", request = request.request, tenant = request.tenant);
     trace_context::set_parent(&span, &request.traceparent);
     decide(shared, caller, request, hints).instrument(span).await

@@ -3,7 +3,7 @@
 //!
 //! Not here: every call with every role (`cli/tests/command/access.rs`), and tenants.
 
-use kv_core::id::{InstanceId, NodeId, RouterId};
+use kv_core::id::{HASH_BYTES, InstanceId, NodeId, RouterId};
 use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
 use kvfleet_testkit::cluster::{Cluster, heartbeat, join_request};
@@ -44,7 +44,7 @@ fn report(number: u32) -> pb::ReportRequest {
 async fn an_instance_changes_no_control_state() {
     let cluster = Cluster::start(1, |_| {}).await;
     cluster.leader().await;
-    let pin = pb::PinRequest { pin: 1, owner: "o".into(), blocks: vec![7; 16], ..Default::default() };
+    let pin = pb::PinRequest { pin: 1, owner: "o".into(), blocks: vec![7; HASH_BYTES], ..Default::default() };
     cluster.client(1).pin(pin.clone()).await.unwrap();
     let before = cluster.status(1).await.unwrap();
     for role in [instance(1), Role::Instance(None), node(1), Role::Frontend, router(1)] {

@@ -220,9 +220,9 @@ fn the_same_trace_id_after_another_prefix_is_another_block() {
 }
 
 #[test]
-fn order_matters_across_segments() {
-    // Two blocks 512 tokens apart have the same keys; only the step between segments distinguishes
-    // them.
+fn order_matters_across_groups() {
+    // Two blocks 512 tokens apart have the same index in their groups; only the state before the
+    // groups distinguishes them.
     let hasher = blocks_of(16);
     let tokens: Vec<u32> = (0..2048).collect();
     let mut swapped = tokens.clone();

@@ -3,11 +3,11 @@
 //! Every handshake asks for the current certificate. New connections use the new one, and existing
 //! connections go on. An unusable certificate (truncated, mismatched, not accepted) changes no
 //! state and is reported once. The authority is never renewed: another authority is another
-//! cluster. Not here: the interval of checks (`keep.rs`), and tonic's own TLS, which keeps its
+//! cluster. Not here: the interval of checks (`reload.rs`), and tonic's own TLS, which keeps its
 //! first certificate.
 
 use std::mem::{Discriminant, discriminant};
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use rustls::SignatureScheme;
 use rustls::client::ResolvesClientCert;
@@ -19,6 +19,8 @@ use super::{Identity, IdentityBuilder, Role, TlsError, TlsFiles, memory_files, r
 /// The certificate and key of a process, exchangeable at run time.
 pub(super) struct CertResolver {
     current: RwLock<CertPair>,
+    /// The role and number of this process, if it is a server.
+    own: OnceLock<Role>,
 }
 
 #[derive(Clone)]
@@ -36,7 +38,15 @@ impl CertResolver {
         certified: CertifiedKey,
         role: Role,
     ) -> CertResolver {
-        CertResolver { current: RwLock::new(CertPair::new(cert_pem, key_pem, certified, role)) }
+        CertResolver {
+            current: RwLock::new(CertPair::new(cert_pem, key_pem, certified, role)),
+            own: OnceLock::new(),
+        }
+    }
+
+    /// Binds renewals to the role and number of this process.
+    pub(super) fn bind(&self, own: Role) {
+        let _ = self.own.set(own); // a process has one
     }
 
     fn pair(&self) -> CertPair {
@@ -102,9 +112,11 @@ impl Identity {
         if *before.cert_pem == *cert_pem && *before.key_pem == *key_pem {
             return Ok(false);
         }
-        // Peers accept this process by its old role, and would refuse the new one.
-        if !matches!(before.role, Role::Tenants(_)) && !role.may_be(&before.role) {
-            let cause = format!("it is one of {role}, and the one before is one of {}", before.role);
+        // Peers accept this process by its own role, and would refuse another one. The certificate
+        // before may have had no number.
+        let own = self.certificate.own.get().unwrap_or(&before.role);
+        if !matches!(own, Role::Tenants(_)) && !role.may_be(own) {
+            let cause = format!("it is one of {role}, and this process is one of {own}");
             return Err(builder.refused_error(&cause, "restart this process to change its role"));
         }
         let pair = CertPair::new(cert_pem.to_vec(), key_pem.to_vec(), certified, role);

@@ -169,3 +169,19 @@ fn a_server_is_not_renewed_to_another_role() {
         assert_eq!((renewal.check(), identity.role()), (RenewalOutcome::Renewed, role));
     }
 }
+
+#[test]
+fn a_server_takes_no_other_number_after_a_shared_certificate() {
+    let world = RenewFixture::new();
+    let (cert, key) = world.issue_for(&Role::Node(None));
+    world.write(&cert, &key);
+    let (identity, mut renewal, _) = world.renewal();
+    identity.certificate.bind(Role::Node(Some(NodeId(1))));
+    let (cert, key) = world.issue_for(&Role::Node(Some(NodeId(2))));
+    world.write(&cert, &key);
+    let error = rejection(renewal.check());
+    assert!(error.to_string().contains("node-2") && error.to_string().contains("node-1"), "{error}");
+    let (cert, key) = world.issue_for(&Role::Node(Some(NodeId(1))));
+    world.write(&cert, &key);
+    assert_eq!(renewal.check(), RenewalOutcome::Renewed);
+}

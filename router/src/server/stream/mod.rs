@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use futures_util::stream::FuturesUnordered;
 use futures_util::{Stream, StreamExt};
+use kv_core::id::HASH_BYTES;
 use kvfleet_net::tls::callers::Caller;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::route_stream_reply::Answer;
@@ -179,6 +180,9 @@ fn bytes_of(request: &pb::RouteRequest) -> usize {
     let among = request.candidates.as_ref().map_or(0, |among| among.instances.len());
     size_of::<pb::RouteRequest>()
         + request.hashes.len()
+        + request.tokens.len() * (size_of::<u32>() + HASH_BYTES)
+        + request.cache_salt.len()
+        + request.adapter.len()
         + request.traceparent.len()
         + request.identity.len()
         + request.after.len() * size_of::<pb::AnnouncePosition>()

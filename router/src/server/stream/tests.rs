@@ -129,6 +129,16 @@ fn large_requests_are_bounded_by_bytes() {
 }
 
 #[test]
+fn tokens_and_names_count_as_bytes() {
+    let plain = bytes_of(&pb::RouteRequest::default());
+    let tokens = pb::RouteRequest { tokens: vec![1; 1_000], ..Default::default() };
+    assert_eq!(bytes_of(&tokens) - plain, 1_000 * (4 + HASH_BYTES));
+    let (cache_salt, adapter) = ("s".repeat(500), "a".repeat(300));
+    let names = pb::RouteRequest { cache_salt, adapter, ..Default::default() };
+    assert_eq!(bytes_of(&names) - plain, 800);
+}
+
+#[test]
 fn an_endless_stream_yields_to_other_tasks() {
     let taken = Arc::new(Mutex::new(0));
     let counted = Arc::clone(&taken);
