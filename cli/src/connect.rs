@@ -9,6 +9,7 @@ use kvfleet_net::tls::{Identity, Role, TlsFiles};
 use crate::args::ConnectArgs;
 use crate::calls::RouterCalls;
 use kvfleet_net::certificates::files;
+use kvfleet_net::fleet_certificates::files_in;
 
 /// Connection to a running cluster.
 #[derive(Clone, Debug)]
@@ -41,8 +42,11 @@ impl Connection {
     }
 }
 
+/// The administrator's certificate in a directory that `kvfleet up` made, or in its own one that
+/// `kvfleet certs issue admin` made.
 fn admin_identity(directory: &Path) -> anyhow::Result<Identity> {
-    let files = files(directory, &Role::Admin);
+    let own = files_in(directory);
+    let files = if own.cert.exists() { own } else { files(directory, &Role::Admin) };
     Ok(TlsFiles { ca: files.ca, cert: files.cert, key: files.key }.load()?)
 }
 

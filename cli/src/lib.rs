@@ -7,6 +7,7 @@ pub mod access;
 pub mod admin;
 pub mod args;
 pub mod calls;
+pub mod certs;
 pub mod cluster;
 pub mod config;
 pub mod connect;

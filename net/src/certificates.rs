@@ -88,8 +88,8 @@ impl Authority {
         } else {
             let pair = KeyPair::generate().map_err(invalid(&key))?;
             let made = authority_params().self_signed(&pair).map_err(invalid(&cert))?;
-            write(&key, &pair.serialize_pem(), 0o600)?;
-            write(&cert, &made.pem(), 0o644)?;
+            replace(&key, &pair.serialize_pem(), 0o600)?;
+            replace(&cert, &made.pem(), 0o644)?;
             pair
         };
         Ok(Self { directory: directory.to_owned(), key: pair })
@@ -105,16 +105,12 @@ impl Authority {
         }
         let pair = KeyPair::generate().map_err(invalid(&files.key))?;
         let issuer = Issuer::new(authority_params(), &self.key);
-        let made =
-            params(role).and_then(|params| params.signed_by(&pair, &issuer)).map_err(invalid(&files.cert))?;
-        if is_present {
-            for path in [&files.key, &files.cert] {
-                let removed = std::fs::remove_file(path);
-                removed.map_err(|cause| CertificateError::File { path: path.clone(), cause })?;
-            }
-        }
-        write(&files.key, &pair.serialize_pem(), 0o600)?;
-        write(&files.cert, &made.pem(), 0o644)?;
+        let made = role_params(role)
+            .and_then(|params| params.signed_by(&pair, &issuer))
+            .map_err(invalid(&files.cert))?;
+        // A crash between the two leaves a pair that does not match, and the next start replaces it.
+        replace(&files.key, &pair.serialize_pem(), 0o600)?;
+        replace(&files.cert, &made.pem(), 0o644)?;
         Ok(files)
     }
 
@@ -138,13 +134,7 @@ impl Authority {
 /// Paths of the files of `role` in a certificate directory, which may not exist.
 #[must_use]
 pub fn files(directory: &Path, role: &Role) -> CertificateFiles {
-    let stem = match role {
-        Role::Tenants(tenants) => {
-            let names: Vec<String> = tenants.iter().map(ToString::to_string).collect();
-            names.join("+")
-        }
-        role => role.to_string(),
-    };
+    let stem = file_stem(role);
     CertificateFiles {
         ca: directory.join(AUTHORITY),
         cert: directory.join(format!("{stem}.pem")),
@@ -152,9 +142,20 @@ pub fn files(directory: &Path, role: &Role) -> CertificateFiles {
     }
 }
 
+/// Name of the files or directory of a holder: `router-1`, `admin`, `tenant-3+tenant-5`.
+pub(crate) fn file_stem(role: &Role) -> String {
+    match role {
+        Role::Tenants(tenants) => {
+            let names: Vec<String> = tenants.iter().map(ToString::to_string).collect();
+            names.join("+")
+        }
+        role => role.to_string(),
+    }
+}
+
 /// Parameters of the authority. They are deterministic except for the key, so that a reopened
 /// authority signs under the same name.
-fn authority_params() -> CertificateParams {
+pub(crate) fn authority_params() -> CertificateParams {
     let mut params = CertificateParams::default();
     params.distinguished_name.push(DnType::CommonName, "kvfleet cluster authority");
     params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
@@ -163,7 +164,7 @@ fn authority_params() -> CertificateParams {
 }
 
 /// Parameters of a certificate. Tenants' are for clients only; others also serve, on this machine.
-fn params(role: &Role) -> Result<CertificateParams, rcgen::Error> {
+pub(crate) fn role_params(role: &Role) -> Result<CertificateParams, rcgen::Error> {
     let serves = !matches!(role, Role::Tenants(_));
     let local = ["localhost", "127.0.0.1", "::1"].into_iter().filter(|_| serves).map(str::to_owned);
     let mut params = CertificateParams::new(role.dns_names().into_iter().chain(local).collect::<Vec<_>>())?;
@@ -194,21 +195,28 @@ fn is_pair_present(cert: &Path, key: &Path) -> Result<bool, CertificateError> {
     }
 }
 
-fn parse_key(path: &Path) -> Result<KeyPair, CertificateError> {
+pub(crate) fn parse_key(path: &Path) -> Result<KeyPair, CertificateError> {
     let text = std::fs::read_to_string(path)
         .map_err(|cause| CertificateError::File { path: path.to_owned(), cause })?;
     KeyPair::from_pem(&text).map_err(invalid(path))
 }
 
-fn invalid(path: &Path) -> impl FnOnce(rcgen::Error) -> CertificateError {
+pub(crate) fn invalid(path: &Path) -> impl FnOnce(rcgen::Error) -> CertificateError {
     let path = path.to_owned();
     move |cause| CertificateError::Invalid { path, cause }
 }
 
-fn write(path: &Path, text: &str, mode: u32) -> Result<(), CertificateError> {
-    let open = OpenOptions::new().write(true).create_new(true).mode(mode).open(path);
-    open.and_then(|mut file| file.write_all(text.as_bytes()).and_then(|()| file.sync_all()))
-        .map_err(|cause| CertificateError::File { path: path.to_owned(), cause })
+/// Writes a file under another name first, so that readers find the old content or the new one.
+pub(crate) fn replace(path: &Path, text: &str, mode: u32) -> Result<(), CertificateError> {
+    let partial = path.with_added_extension("partial");
+    let write = || {
+        let mut file =
+            OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(&partial)?;
+        file.write_all(text.as_bytes())?;
+        file.sync_all()?;
+        std::fs::rename(&partial, path)
+    };
+    write().map_err(|cause| CertificateError::File { path: path.to_owned(), cause })
 }
 
 #[cfg(test)]

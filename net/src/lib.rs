@@ -6,6 +6,7 @@
 pub mod accept_limits;
 pub mod certificates;
 pub mod channel;
+pub mod fleet_certificates;
 pub mod http;
 pub mod secrets;
 pub mod tls;

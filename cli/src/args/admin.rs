@@ -14,7 +14,8 @@ pub struct ConnectArgs {
     /// Addresses of routers, separated by commas.
     #[arg(long, value_name = "ADDR[,ADDR]", value_delimiter = ',', env = "KVFLEET_CLUSTER")]
     pub cluster: Vec<String>,
-    /// Directory with the cluster's ca.pem and this command's admin.pem and admin.key.
+    /// Directory with the cluster's ca.pem and this command's admin.pem and admin.key, or with ca.crt,
+    /// tls.crt and tls.key of an administrator.
     #[arg(long, value_name = "DIR", env = "KVFLEET_TLS_DIR")]
     pub tls_dir: Option<PathBuf>,
 }
@@ -28,7 +29,8 @@ pub struct TargetArgs {
     /// up`.
     #[arg(long, value_name = "ADDR[,ADDR]", value_delimiter = ',')]
     pub cluster: Vec<String>,
-    /// With --cluster: directory with the cluster's ca.pem and this command's admin.pem and admin.key.
+    /// With --cluster: directory with the cluster's ca.pem and this command's admin.pem and
+    /// admin.key, or with ca.crt, tls.crt and tls.key of an administrator.
     #[arg(long, value_name = "DIR", env = "KVFLEET_TLS_DIR")]
     pub tls_dir: Option<PathBuf>,
 }

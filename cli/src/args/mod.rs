@@ -3,6 +3,7 @@
 //! Not here: the commands themselves.
 
 mod admin;
+mod certs;
 mod cluster;
 mod crosscheck;
 mod durations;
@@ -18,6 +19,7 @@ pub use admin::{
     AddMemberArgs, ConnectArgs, GroupChoice, MembersCommand, PinArgs, QuotaArgs, RemoveMemberArgs,
     StatusArgs, TargetArgs, TransferArgs, TtlArgs, UnpinArgs, WeightsArgs, WhyArgs,
 };
+pub use certs::{CertsCommand, InitArgs, IssueArgs, ListArgs};
 pub use cluster::{ShapeArgs, UpArgs};
 pub use crosscheck::CrosscheckArgs;
 pub use faults::{FaultKind, FaultSpec, Target};
@@ -69,6 +71,9 @@ pub enum Command {
     Why(WhyArgs),
     /// Show which roles of certificates may make which call.
     Access,
+    /// Make and list the certificates of a fleet.
+    #[command(subcommand)]
+    Certs(CertsCommand),
     /// Analyse or generate request traces.
     #[command(subcommand)]
     Trace(TraceCommand),
