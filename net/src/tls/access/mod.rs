@@ -1,8 +1,8 @@
 //! Access to calls: which roles may make which call, and how long its answer may take.
 //!
 //! [`AccessService`] enforces [`TABLE`] before the message of a call is decoded. Not here: the
-//! numbers and tenants that a call may name ([`Caller`](super::callers::Caller)), and the block
-//! path, which admits connections instead of calls (`node/src/block_service.rs`).
+//! numbers and tenants that a call may name ([`Caller`]), and the block path, which admits
+//! connections instead of calls (`node/src/block_service.rs`).
 
 mod table;
 
