@@ -6,6 +6,7 @@ use std::path::Path;
 
 use chaos_tests::cluster::{Cluster, ROUTERS_COUNT, RouterClients};
 use chaos_tests::waiting::{until, until_equal};
+use kv_core::id::HASH_BYTES;
 use kvfleet_client::MembershipClient;
 use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
@@ -15,7 +16,7 @@ const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
 /// Enough for the log of a freshly started router, and little more.
 const FILE_BYTES: u64 = 4 << 20;
 
-/// Blocks of a pin: a log entry of 1 MiB.
+/// Blocks of a pin: a log entry of 1.2 MiB.
 const PIN_BLOCKS: usize = 65_536;
 
 /// Writes a pin and ends it, through any router that leads.
@@ -23,7 +24,7 @@ async fn write(contacts: &RouterClients, number: u64) {
     let pin = pb::PinRequest {
         pin: number,
         owner: "test".into(),
-        blocks: vec![number as u8; 16 * PIN_BLOCKS],
+        blocks: vec![number as u8; HASH_BYTES * PIN_BLOCKS],
         ..pb::PinRequest::default()
     };
     let unpin = pb::UnpinRequest { pin: number, owner: "test".into() };
@@ -56,7 +57,7 @@ async fn voter_with_a_full_disk_steps_down_and_recovers() {
     cluster.start_router_on_a_full_disk(0, FILE_BYTES).unwrap();
     let mut members = MembershipClient::new(cluster.addresses(), &cluster.identity(&Role::Admin)).unwrap();
     members.transfer_all(1, |_| {}).await.unwrap();
-    // Twelve entries of 1 MiB exceed the remaining space; every write is accepted anyway.
+    // Twelve entries of 1.2 MiB exceed the remaining space; every write is accepted anyway.
     for number in 1..=12 {
         write(&contacts, number).await;
     }
