@@ -108,7 +108,8 @@ impl Authority {
         let made = role_params(role)
             .and_then(|params| params.signed_by(&pair, &issuer))
             .map_err(invalid(&files.cert))?;
-        // A crash between the two leaves a pair that does not match, and the next start replaces it.
+        // After a crash between the two, a replaced certificate still has its old role, so the next
+        // start replaces it again; a first one is missing, which `is_pair_present` reports.
         replace(&files.key, &pair.serialize_pem(), 0o600)?;
         replace(&files.cert, &made.pem(), 0o644)?;
         Ok(files)

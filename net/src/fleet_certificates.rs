@@ -41,7 +41,7 @@ const CLOCK_TOLERANCE: Duration = Duration::from_secs(5 * 60);
 /// Bytes of a serial number.
 pub const SERIAL_BYTES: usize = 16;
 
-/// Why the authority of a fleet cannot do what was asked.
+/// Why a call of [`FleetAuthority`] fails.
 #[derive(Debug, thiserror::Error)]
 pub enum FleetError {
     /// A file could not be read or written, or is invalid.
@@ -80,7 +80,7 @@ pub struct IssuedCertificate {
     pub ends_s: u64,
 }
 
-/// What differs between certificates of one role.
+/// Validity and serial number of a certificate.
 #[derive(Clone, Copy, Debug)]
 pub struct IssueTerms {
     /// How long it is valid.

@@ -5,7 +5,7 @@
 use super::chain::Chain;
 use super::keys::HashKeys;
 use super::lanes::{
-    COMPRESSION_BYTES, LANES_MAX, LaneKey, Lanes, NODE_BYTES, Node, OUTPUT_BYTES, SimdLevel, node,
+    COMPRESSION_BYTES, LANES_MAX, LaneKey, Lanes, NODE_BYTES, Node, OUTPUT_BYTES, SimdLevel, lane_key, node,
 };
 use super::manifest::{BLOCK_TOKENS_MAX, IdentityManifest};
 use crate::id::{BLOCK_GROUP_BLOCKS, BlockHash};
@@ -123,13 +123,17 @@ impl PrefixHasher {
     pub fn chain_ids(&self, ids: &[u64]) -> Vec<BlockHash> {
         let mut hashes = Vec::with_capacity(ids.len());
         let mut chain = self.start();
+        let mut messages = [[0; COMPRESSION_BYTES]; LANES_MAX];
         let mut leaves = [Node::default(); BATCH_BLOCKS];
         for ids in ids.chunks(BATCH_BLOCKS) {
-            let leaves = &mut leaves[..ids.len()];
-            self.hash_each(&self.keys.ids, ids, leaves, |id, message: &mut PairMessage| {
-                message[..8].copy_from_slice(&id.to_le_bytes());
-            });
-            self.absorb(&mut chain, leaves, &mut hashes, |_| ());
+            for (ids, leaves) in ids.chunks(LANES_MAX).zip(leaves.chunks_mut(LANES_MAX)) {
+                for (message, id) in messages.iter_mut().zip(ids) {
+                    message[..8].copy_from_slice(&id.to_le_bytes());
+                }
+                let outputs = self.lanes.hash(&self.keys.ids, &messages[..ids.len()]);
+                leaves.iter_mut().zip(&outputs).for_each(|(leaf, output)| *leaf = node(output));
+            }
+            self.absorb(&mut chain, &leaves[..ids.len()], &mut hashes, |_| ());
         }
         hashes
     }
@@ -181,14 +185,14 @@ impl PrefixHasher {
     }
 
     fn leaves_in_lanes<const BYTES: usize>(&self, tokens: &[u32], leaves: &mut [Node]) {
-        // The blocks as a list of lists would need a copy, so their positions stand for them.
+        let key = lane_key(&self.keys.tokens);
         let mut blocks = tokens.chunks_exact(self.block_tokens);
         let mut messages = [[0; BYTES]; LANES_MAX];
         for leaves in leaves.chunks_mut(LANES_MAX) {
             for (message, block) in messages.iter_mut().zip(blocks.by_ref().take(leaves.len())) {
                 put_tokens(message, block);
             }
-            let outputs = self.lanes.hash(&self.keys.tokens_in_lanes, &messages[..leaves.len()]);
+            let outputs = self.lanes.hash(&key, &messages[..leaves.len()]);
             leaves.iter_mut().zip(&outputs).for_each(|(leaf, output)| *leaf = node(output));
         }
     }
@@ -199,23 +203,6 @@ impl PrefixHasher {
         let message = &mut message[..TOKEN_BYTES * tokens.len()];
         put_tokens(message, tokens);
         node(blake3::keyed_hash(&self.keys.tokens, message).as_bytes())
-    }
-
-    /// Hashes a message for each item, as `fill` writes it over zeros.
-    #[inline]
-    fn hash_each<Item: Copy>(
-        &self,
-        key: &LaneKey,
-        items: &[Item],
-        nodes: &mut [Node],
-        fill: impl Fn(Item, &mut PairMessage),
-    ) {
-        let mut messages = [[0; COMPRESSION_BYTES]; LANES_MAX];
-        for (items, nodes) in items.chunks(LANES_MAX).zip(nodes.chunks_mut(LANES_MAX)) {
-            messages.iter_mut().zip(items).for_each(|(message, item)| fill(*item, message));
-            let outputs = self.lanes.hash(key, &messages[..items.len()]);
-            nodes.iter_mut().zip(&outputs).for_each(|(node_of, output)| *node_of = node(output));
-        }
     }
 
     /// Advances `chain` over the block with this leaf, and returns its hash: the definition of all

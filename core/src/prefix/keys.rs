@@ -14,8 +14,6 @@ const KEY_DOMAIN: &str = "kvfleet 2026-11 prompt hash keys, tree";
 pub(super) struct HashKeys {
     /// Of the tokens of a block.
     pub(super) tokens: [u8; OUTPUT_BYTES],
-    /// The same.
-    pub(super) tokens_in_lanes: LaneKey,
     /// Of the number that stands for a block in a trace.
     pub(super) ids: LaneKey,
     /// Of the blocks of a group up to one.
@@ -36,6 +34,6 @@ impl HashKeys {
         };
         let tokens = next();
         let [group, prefix, ids] = std::array::from_fn(|_| lane_key(&next()));
-        Self { tokens, tokens_in_lanes: lane_key(&tokens), ids, group, prefix }
+        Self { tokens, ids, group, prefix }
     }
 }

@@ -51,8 +51,9 @@ pub(super) async fn hash_tokens(
     let block_tokens = tenants.block_tokens();
     let blocks = tokens.len().div_ceil(block_tokens as usize);
     check::at_most("number of blocks of `tokens`", blocks, REQUEST_BLOCKS_MAX)?;
-    let named = |text: &str| (!text.is_empty()).then(|| text.to_owned());
-    let Some(hasher) = tenants.hasher(named(&adapter).as_deref(), named(&salt).as_deref()) else {
+    let salt = Some(salt.as_str()).filter(|salt| !salt.is_empty());
+    let adapter = Some(adapter.as_str()).filter(|adapter| !adapter.is_empty());
+    let Some(hasher) = tenants.hasher(adapter, salt) else {
         return Err(check::invalid(
             "the `cache_salt` of the call is not in engines.tenants of the router, or its `adapter` has too long a \
              name: add the tenant, or correct the call",
