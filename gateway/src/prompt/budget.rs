@@ -30,12 +30,16 @@ impl PromptBudget {
     /// Budget of a body of `body_bytes`, for a model with `context_tokens`, or 0 if the context is
     /// not known or does not bound the prompt.
     pub(super) fn new(body_bytes: usize, context_tokens: u32) -> PromptBudget {
-        let of_body = TEXT_BYTES_MIN.saturating_add(body_bytes.saturating_mul(EXPANSION_MAX));
         let of_context = match context_tokens {
             0 => TEXT_BYTES_MAX,
             tokens => (tokens as usize).saturating_mul(TOKEN_BYTES_MAX).max(TEXT_BYTES_MIN),
         };
-        PromptBudget { text_bytes: of_body.min(of_context) }
+        PromptBudget { text_bytes: PromptBudget::of_body(body_bytes).min(of_context) }
+    }
+
+    /// Most bytes of text that a body of `body_bytes` may become, whatever its model.
+    pub(super) fn of_body(body_bytes: usize) -> usize {
+        TEXT_BYTES_MIN.saturating_add(body_bytes.saturating_mul(EXPANSION_MAX))
     }
 }
 

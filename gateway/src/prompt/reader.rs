@@ -41,6 +41,10 @@ const TEXT_TOKENS_MAX: usize = 1 << 20;
 /// more than reading.
 const LONG_BODY_BYTES: usize = 8 << 10;
 
+/// Text that the long requests which are read at once may have together, in KiB. The tokenizers
+/// library takes up to about 250 bytes for each byte of text, so 4 GiB for all of it.
+const TEXT_KIB_AT_ONCE: u32 = 16 << 10;
+
 /// Paths of requests with a prompt.
 const PATHS: [&str; 3] = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"];
 
@@ -56,6 +60,8 @@ pub(crate) struct RequestReader {
     hashers: Mutex<HashMap<HasherKey, Option<Arc<PrefixHasher>>>>,
     /// Bounds the long requests that are read at once to the number of processors.
     blocking_permits: Arc<Semaphore>,
+    /// Bounds the text of long requests that are read at once, in KiB, and so their memory.
+    text_permits: Arc<Semaphore>,
     metrics: PromptMetrics,
     /// Endpoints, which may list models that the configuration does not name.
     endpoints: EndpointRegistry,
@@ -96,8 +102,15 @@ impl RequestReader {
         }
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let blocking_permits = Arc::new(Semaphore::new(threads));
-        let endpoints = EndpointRegistry::default();
-        Ok(RequestReader { models, tenants, hashers: Mutex::default(), blocking_permits, metrics, endpoints })
+        Ok(RequestReader {
+            models,
+            tenants,
+            hashers: Mutex::default(),
+            blocking_permits,
+            text_permits: Arc::new(Semaphore::new(TEXT_KIB_AT_ONCE as usize)),
+            metrics,
+            endpoints: EndpointRegistry::default(),
+        })
     }
 
     /// Also accepts models that these endpoints list.
@@ -121,10 +134,12 @@ impl RequestReader {
             return read(self);
         }
         // Further requests wait here; the number of requests in flight bounds them.
+        let text_kib = u32::try_from(PromptBudget::of_body(bytes) >> 10).unwrap_or(u32::MAX);
+        let text_permit = self.text_permits.clone().acquire_many_owned(text_kib.min(TEXT_KIB_AT_ONCE)).await;
         let permit = self.blocking_permits.clone().acquire_owned().await;
         let reader = self.clone();
         let reading = tokio::task::spawn_blocking(move || {
-            let _turn = permit;
+            let _turn = (permit, text_permit);
             read(&reader)
         });
         reading.await.unwrap_or_else(|_| Err(PromptError::Shape("the prompt cannot be read".into())))

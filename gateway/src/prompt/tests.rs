@@ -472,17 +472,27 @@ fn memory(name: &str) -> usize {
     line.split_whitespace().nth(1).unwrap().parse::<usize>().unwrap() << 10
 }
 
-/// Reads a body, and returns the outcome. Fails if that took more memory than a body may cost. Each
-/// test has a process of its own (`cargo nextest`).
-fn read_within_memory(reader: &RequestReader, path: &str, body: &str) -> Result<ParsedRequest, PromptError> {
+/// Reads a body, and returns the outcome. Fails if that took more memory than a body may cost:
+/// `memory_max` bytes. Each test has a process of its own (`cargo nextest`). The allocator keeps what
+/// earlier bodies freed, so a later one seems to take less by as much as they took at most.
+fn read_within(
+    memory_max: usize,
+    reader: &RequestReader,
+    path: &str,
+    body: &str,
+) -> Result<ParsedRequest, PromptError> {
     // Resets the peak.
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = memory("VmRSS");
     let read = reader.read(path, body.as_bytes());
     let taken = memory("VmHWM").saturating_sub(before);
-    let limit = 32 * body.len() + (64 << 20);
-    assert!(taken < limit, "{} bytes of body took {} MiB: {body:.60}", body.len(), taken >> 20);
+    assert!(taken < memory_max, "{} bytes of body took {} MiB: {body:.60}", body.len(), taken >> 20);
     read
+}
+
+/// [`read_within`] the memory of a body of which no text is tokenized.
+fn read_within_memory(reader: &RequestReader, path: &str, body: &str) -> Result<ParsedRequest, PromptError> {
+    read_within(32 * body.len() + (64 << 20), reader, path, body)
 }
 
 #[test]
@@ -544,12 +554,55 @@ fn no_body_costs_memory_out_of_proportion() {
     let refused = read(chat, &with("banner", &kwargs("eos_token"))).expect_err("a token of the model");
     says("a special token that a request sets", &refused, &[]);
 
-    // A known context bounds the text before it is tokenized, unless the engine truncates it.
+    // A known context bounds the text before it is tokenized.
     let prompt = "the cat ".repeat(64 << 10);
     let body = format!(r#"{{"model":"plain","prompt":"{prompt}"}}"#);
     assert!(matches!(read("/v1/completions", &body), Err(PromptError::TooMuchText { limit: 65_536 })));
-    let cut = format!(r#"{{"model":"plain","prompt":"{prompt}","truncate_prompt_tokens":8}}"#);
-    assert_eq!(read("/v1/completions", &cut).unwrap().prompt.input_tokens, 8);
     let body = format!(r#"{{"model":"plain","messages":[{{"role":"user","content":"{prompt}"}}]}}"#);
     assert!(matches!(read(chat, &body), Err(PromptError::TooMuchText { .. })));
+}
+
+#[test]
+fn a_truncated_prompt_is_tokenized_within_the_memory_of_its_text() {
+    let reader = reader(vec![ModelConfig { context_tokens: 1_000, ..model("short") }]);
+    for words in ["the cat ", "a!", "12"] {
+        let prompt = words.repeat((512 << 10) / words.len());
+        let body = format!(r#"{{"model":"short","prompt":"{prompt}","truncate_prompt_tokens":8}}"#);
+        // The tokenizers library takes 100 to 230 bytes for each byte.
+        let read = read_within(400 * prompt.len(), &reader, "/v1/completions", &body).unwrap();
+        assert_eq!(read.prompt.input_tokens, 8);
+    }
+    let too_much = "the cat ".repeat(600 << 10);
+    let body = format!(r#"{{"model":"short","prompt":"{too_much}","truncate_prompt_tokens":8}}"#);
+    assert!(matches!(reader.read("/v1/completions", body.as_bytes()), Err(PromptError::TooMuchText { .. })));
+}
+
+#[tokio::test]
+async fn prompts_that_are_read_at_once_have_a_limit_together() {
+    let reader = Arc::new(reader_without_models());
+    let (started, mut starts) = tokio::sync::mpsc::unbounded_channel();
+    let (finish, finished) = std::sync::mpsc::channel::<()>();
+    let finished = Arc::new(parking_lot::Mutex::new(finished));
+    let read = || {
+        let (reader, started, finished) = (reader.clone(), started.clone(), finished.clone());
+        tokio::spawn(async move {
+            let body = r#"{"prompt":"x"}"#;
+            let read = reader.read_async(16 << 20, move |reader| {
+                started.send(()).unwrap();
+                finished.lock().recv().unwrap();
+                reader.read("/v1/completions", body.as_bytes())
+            });
+            read.await.unwrap();
+        })
+    };
+    let (first, second) = (read(), read());
+    starts.recv().await.unwrap();
+    // A short one is read meanwhile.
+    reader.read_async(1, |reader| reader.read("/v1/completions", br#"{"prompt":"x"}"#)).await.unwrap();
+    assert!(starts.try_recv().is_err(), "the second of the largest waits for the first");
+    finish.send(()).unwrap();
+    starts.recv().await.unwrap();
+    finish.send(()).unwrap();
+    first.await.unwrap();
+    second.await.unwrap();
 }
