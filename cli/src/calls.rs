@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use kvfleet_net::channel::{connect_lazily, endpoint};
-use kvfleet_net::tls::Identity;
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_client::InstanceClient;
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
@@ -35,18 +35,18 @@ pub struct RouterCalls {
     client: RouterClient<Channel>,
 }
 
-/// Opens a channel that connects on first use, and again after every break.
-pub fn channel(address: &str, identity: &Identity) -> anyhow::Result<Channel> {
+/// Opens a channel to a server of this role, which connects on first use and again after every break.
+pub fn channel(address: &str, identity: &Identity, server: Role) -> anyhow::Result<Channel> {
     let wrong = |cause: &dyn std::fmt::Display| anyhow::anyhow!("{address:?} is not HOST:PORT: {cause}");
     let endpoint = endpoint(address).map_err(|cause| wrong(&cause))?;
-    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT), identity))
+    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT), identity, server))
 }
 
 impl RouterCalls {
     /// Client of the router at `address`.
     pub fn new(address: &str, identity: &Identity) -> anyhow::Result<Self> {
-        let client =
-            RouterClient::new(channel(address, identity)?).max_decoding_message_size(REPLY_BYTES_MAX);
+        let channel = channel(address, identity, Role::Router(None))?;
+        let client = RouterClient::new(channel).max_decoding_message_size(REPLY_BYTES_MAX);
         Ok(Self { address: address.to_owned(), client })
     }
 

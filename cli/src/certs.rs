@@ -36,6 +36,14 @@ pub fn run(command: &CertsCommand) -> anyhow::Result<()> {
                 );
             }
         }
+        CertsCommand::Revoke(args) => {
+            let authority = FleetAuthority::open(&args.dir)?;
+            for which in &args.which {
+                let revoked = authority.revoke(which, SystemTime::now())?;
+                println!("{which}: revoked {} certificates", revoked.len());
+            }
+            println!("copy {}/ca.crl beside ca.crt of every process", args.dir.display());
+        }
         CertsCommand::List(args) => {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
             print!("{}", table(&FleetAuthority::open(&args.dir)?.issued()?, now));
@@ -50,6 +58,7 @@ fn table(issued: &[IssuedCertificate], now_s: u64) -> String {
     for (at, one) in issued.iter().enumerate() {
         let is_replaced = issued[at + 1..].iter().any(|later| later.holder == one.holder);
         let state = match one.ends_s.checked_sub(now_s).filter(|left_s| *left_s > 0) {
+            _ if one.is_revoked => "revoked".to_owned(),
             None => "expired".to_owned(),
             Some(_) if is_replaced => "replaced".to_owned(),
             Some(left_s) => format!("{} days left", left_s / DAY_S),
@@ -69,11 +78,17 @@ mod tests {
             serial: "40".repeat(16),
             holder: holder.to_owned(),
             ends_s,
+            is_revoked: false,
         };
-        let issued =
-            [one("admin", 5), one("admin", 20 * DAY_S), one("node-1", 90 * DAY_S), one("admin", 91 * DAY_S)];
+        let issued = [
+            one("admin", 5),
+            one("admin", 20 * DAY_S),
+            one("node-1", 90 * DAY_S),
+            IssuedCertificate { is_revoked: true, ..one("node-2", 90 * DAY_S) },
+            one("admin", 91 * DAY_S),
+        ];
         let text = table(&issued, 10);
         let states: Vec<&str> = text.lines().skip(1).filter_map(|line| line.rsplit("  ").next()).collect();
-        assert_eq!(states, ["expired", "replaced", "89 days left", "90 days left"]);
+        assert_eq!(states, ["expired", "replaced", "89 days left", "revoked", "90 days left"]);
     }
 }

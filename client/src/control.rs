@@ -5,6 +5,7 @@
 
 use std::time::Duration;
 
+use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::node_control_client::NodeControlClient;
 use tonic::transport::Channel;
@@ -60,7 +61,7 @@ impl Client {
     }
 
     fn node(&self, address: &str) -> Result<NodeControlClient<Channel>, ClientError> {
-        Ok(NodeControlClient::new(channel(address, &self.identity)?))
+        Ok(NodeControlClient::new(channel(address, &self.identity, Role::Node(None))?))
     }
 }
 

@@ -8,7 +8,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kvfleet_net::tls::Identity;
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
 use tokio::time::{Instant, sleep};
@@ -123,7 +123,7 @@ impl MembershipClient {
 
     fn add_client(&mut self, address: &str) -> Result<(), ClientError> {
         if !self.routers.contains_key(address) {
-            let client = RouterClient::new(channel(address, &self.identity)?);
+            let client = RouterClient::new(channel(address, &self.identity, Role::Router(None))?);
             self.routers.insert(address.to_owned(), client);
         }
         Ok(())

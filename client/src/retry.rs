@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use kvfleet_net::channel::{connect_lazily, endpoint};
-use kvfleet_net::tls::Identity;
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
 use tonic::transport::Channel;
@@ -96,7 +96,7 @@ impl Routers {
         }
         let (sticky, count) = (Arc::new(AtomicUsize::new(0)), addresses.len());
         let router = |(position, address): (usize, &String)| {
-            let channel = channel(address, identity)?;
+            let channel = channel(address, identity, Role::Router(None))?;
             let client = RouterClient::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX);
             let place = RouterSlot { sticky: Arc::clone(&sticky), position, count };
             let stream = with_streams.then(|| RouteStream::new(client.clone(), place));
@@ -186,8 +186,8 @@ impl Routers {
     }
 }
 
-/// A channel that connects at first use and again after every break.
-pub(crate) fn channel(address: &str, identity: &Identity) -> Result<Channel, ClientError> {
+/// A channel to a server of this role, which connects at first use and again after every break.
+pub(crate) fn channel(address: &str, identity: &Identity, server: Role) -> Result<Channel, ClientError> {
     let wrong = |cause: &dyn std::fmt::Display| ClientError::RouterAddress {
         address: address.to_owned(),
         cause: cause.to_string(),
@@ -197,7 +197,7 @@ pub(crate) fn channel(address: &str, identity: &Identity) -> Result<Channel, Cli
         return Err(wrong(&"it does not end with a port"));
     }
     let endpoint = endpoint(address).map_err(|error| wrong(&error))?;
-    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT), identity))
+    Ok(connect_lazily(&endpoint.connect_timeout(CONNECT_TIMEOUT), identity, server))
 }
 
 /// Whether another router may answer differently: this one is down, late, overloaded, or not ready.

@@ -15,7 +15,7 @@ use tonic::codegen::http::Uri;
 use tonic::codegen::{BoxFuture, Service};
 use tonic::transport::{Channel, Endpoint};
 
-use crate::tls::{ALPN_GRPC, Identity, Role, role_of, server_name};
+use crate::tls::{ALPN_GRPC, EndingStream, Identity, Role, server_name};
 
 /// The endpoint of control calls at `HOST:PORT`, for [`connect_lazily`].
 ///
@@ -26,24 +26,18 @@ pub fn endpoint(address: &str) -> Result<Endpoint, tonic::transport::Error> {
     Endpoint::from_shared(format!("http://{address}"))
 }
 
-/// A channel to an [`endpoint`] that connects on the first call. Each connection presents the
-/// identity's current certificate, and no TLS session is resumed. A connection attempt, handshake
-/// included, ends after the endpoint's `connect_timeout`; the call then fails with
+/// A channel to an [`endpoint`] that connects on the first call, to a server of this role: a
+/// connection to another one fails before a call is sent. Each connection presents the identity's
+/// current certificate, and no TLS session is resumed. A connection attempt, handshake included,
+/// ends after the endpoint's `connect_timeout`; the call then fails with
 /// [`Code::Unknown`](tonic::Code::Unknown).
 ///
 /// tonic's own lazy channel bounds only the TCP connect, and a call's deadline starts once a
 /// connection exists. If a peer hangs in the handshake, calls would wait forever. An accepted TCP
 /// connection proves little: the kernel accepts it even for a stopped process.
 #[must_use]
-pub fn connect_lazily(endpoint: &Endpoint, identity: &Identity) -> Channel {
-    endpoint.connect_with_connector_lazy(Connector::new(identity, None))
-}
-
-/// Like [`connect_lazily`], to a server of this role. A connection to another one fails before a
-/// call is sent.
-#[must_use]
-pub fn connect_lazily_to(endpoint: &Endpoint, identity: &Identity, server: Role) -> Channel {
-    endpoint.connect_with_connector_lazy(Connector::new(identity, Some(server)))
+pub fn connect_lazily(endpoint: &Endpoint, identity: &Identity, server: Role) -> Channel {
+    endpoint.connect_with_connector_lazy(Connector::new(identity, server))
 }
 
 /// Connects now to a server of this role.
@@ -55,43 +49,28 @@ pub async fn connect_to(
     identity: &Identity,
     server: Role,
 ) -> Result<Channel, tonic::transport::Error> {
-    endpoint.connect_with_connector(Connector::new(identity, Some(server))).await
+    endpoint.connect_with_connector(Connector::new(identity, server)).await
 }
 
-/// Opens the TCP connection, performs the TLS handshake and checks the server's role.
+/// Opens the TCP connection and performs the TLS handshake, which checks the server's role.
 #[derive(Clone)]
 struct Connector {
     tcp: HttpConnector,
     tls: TlsConnector,
-    /// Required role of the server; `None` accepts every server of the cluster.
-    server: Option<Role>,
+    identity: Identity,
 }
 
 impl Connector {
-    fn new(identity: &Identity, server: Option<Role>) -> Connector {
+    fn new(identity: &Identity, server: Role) -> Connector {
         let mut tcp = HttpConnector::new();
         tcp.set_nodelay(true);
-        Connector { tcp, tls: Arc::new(identity.grpc_client()).into(), server }
-    }
-}
-
-/// Checks that a server's certificate has the wanted role.
-fn check_server(stream: &TlsStream<TcpStream>, wanted: &Role) -> Result<(), String> {
-    let leaf = stream.get_ref().1.peer_certificates().and_then(|chain| chain.first());
-    let role = leaf.ok_or("the server showed no certificate")?;
-    match role_of(role) {
-        Ok(role) if role.may_be(wanted) => Ok(()),
-        Ok(role) => Err(format!(
-            "{wanted} is called, and the server's certificate is one of {role}: correct the address, or issue the \
-             server's certificate with the name {:?}",
-            wanted.name()
-        )),
-        Err(error) => Err(format!("the server's certificate is not accepted: {error}; issue a new one")),
+        let tls = Arc::new(identity.grpc_client(server)).into();
+        Connector { tcp, tls, identity: identity.clone() }
     }
 }
 
 impl Service<Uri> for Connector {
-    type Response = TokioIo<TlsStream<TcpStream>>;
+    type Response = TokioIo<EndingStream<TlsStream<TcpStream>>>;
     type Error = Box<dyn std::error::Error + Send + Sync>;
     type Future = BoxFuture<Self::Response, Self::Error>;
 
@@ -100,17 +79,15 @@ impl Service<Uri> for Connector {
     }
 
     fn call(&mut self, at: Uri) -> Self::Future {
-        let (connecting, tls, server) = (self.tcp.call(at), self.tls.clone(), self.server.clone());
+        let (connecting, tls, identity) = (self.tcp.call(at), self.tls.clone(), self.identity.clone());
         Box::pin(async move {
             let stream = tls.connect(server_name(), connecting.await?.into_inner()).await?;
             let alpn = stream.get_ref().1.alpn_protocol();
             if alpn != Some(ALPN_GRPC) {
                 return Err("the peer did not negotiate HTTP/2, which control calls need".into());
             }
-            if let Some(server) = server {
-                check_server(&stream, &server)?;
-            }
-            Ok(TokioIo::new(stream))
+            let chain = stream.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
+            Ok(TokioIo::new(EndingStream::new(stream, identity.server_end(chain))))
         })
     }
 }
@@ -146,7 +123,7 @@ mod tests {
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
         let endpoint = endpoint(&silent.local_addr().unwrap().to_string()).unwrap();
         let endpoint = endpoint.connect_timeout(Duration::from_millis(20));
-        let mut router = RouterClient::new(connect_lazily(&endpoint, &identity()));
+        let mut router = RouterClient::new(connect_lazily(&endpoint, &identity(), Role::Router(None)));
         for _ in 0..2 {
             let asked: Result<tonic::Response<StatusReply>, _> = router.status(StatusRequest {}).await;
             // tonic reports a connection timeout as `Unknown`; the next call tries again.

@@ -1,5 +1,6 @@
 //! The authority of a fleet: certificates that expire, one directory for each holder with the file
-//! names of a Kubernetes Secret (`ca.crt`, `tls.crt`, `tls.key`), and a register of all of them.
+//! names of a Kubernetes Secret (`ca.crt`, `tls.crt`, `tls.key`), a register of all of them, and the
+//! list of the revoked ones (`ca.crl`).
 //!
 //! Not here: the certificates of a cluster on one machine (`certificates.rs`), and verification
 //! (`tls/`).
@@ -12,7 +13,10 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use rand::TryRngCore;
 use rand::rngs::OsRng;
-use rcgen::{CertificateParams, Issuer, KeyPair, SerialNumber};
+use rcgen::{
+    CertificateParams, CertificateRevocationListParams, Issuer, KeyPair, RevokedCertParams, SerialNumber,
+    date_time_ymd,
+};
 
 use crate::certificates::{
     CertificateError, CertificateFiles, authority_params, file_stem, invalid, parse_key, replace, role_params,
@@ -34,6 +38,16 @@ const KEY: &str = "tls.key";
 
 /// List of all certificates: a line each, of serial number, holder and Unix time of the end.
 const REGISTER: &str = "issued.tsv";
+
+/// Register of revoked certificates: a line each, of serial number and Unix time.
+const REVOKED: &str = "revoked.tsv";
+
+/// List of revoked certificates, signed by the authority.
+const REVOKED_LIST: &str = "ca.crl";
+
+/// When a list names its successor. Processes use it for longer: a list that is not replaced
+/// revokes no less.
+const LIST_LIFETIME: Duration = Duration::from_secs(3650 * 24 * 60 * 60);
 
 /// How long before now a certificate is valid, for machines with clocks that are behind.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(5 * 60);
@@ -59,6 +73,17 @@ pub enum FleetError {
     /// Peers would refuse the new certificate.
     #[error("the new certificate would be refused, and none was written: {0}")]
     Refused(TlsError),
+    /// No certificate has this serial number, and none was issued to this holder.
+    #[error("{0:?} is neither a holder nor a serial number of `kvfleet certs list`: write one of them")]
+    Unknown(String),
+    /// A line of the register of revoked certificates is none.
+    #[error("line {line} of {} has no serial number and time: restore the file", path.display())]
+    RevokedRegister {
+        /// The register.
+        path: PathBuf,
+        /// Number of the line, from 1.
+        line: usize,
+    },
     /// A line of the register is none.
     #[error("line {line} of {} has no serial number, holder and end: restore the file", path.display())]
     Register {
@@ -78,6 +103,8 @@ pub struct IssuedCertificate {
     pub holder: String,
     /// The end of its validity, Unix time in seconds.
     pub ends_s: u64,
+    /// Whether it is revoked.
+    pub is_revoked: bool,
 }
 
 /// Validity and serial number of a certificate.
@@ -175,6 +202,11 @@ impl FleetAuthority {
             new.iter().for_each(|path| drop(std::fs::remove_file(path)));
             return Err(FleetError::Refused(error));
         }
+        let list = self.directory.join(REVOKED_LIST);
+        if list.exists() {
+            let text = std::fs::read_to_string(&list).map_err(unusable(&list))?;
+            replace(&directory.join(REVOKED_LIST), &text, 0o644)?;
+        }
         self.register(&holder, terms)?;
         for (new, path) in new.iter().zip([&files.ca, &files.cert, &files.key]) {
             std::fs::rename(new, path).map_err(unusable(path))?;
@@ -192,8 +224,78 @@ impl FleetAuthority {
             return Ok(Vec::new());
         }
         let text = std::fs::read_to_string(&path).map_err(unusable(&path))?;
+        let revoked = self.revoked()?;
         let entry = |(at, line): (usize, &str)| {
-            parse_entry(line).ok_or(FleetError::Register { path: path.clone(), line: at + 1 })
+            let entry = parse_entry(line).ok_or(FleetError::Register { path: path.clone(), line: at + 1 })?;
+            let is_revoked = revoked.iter().any(|(serial, _)| *serial == entry.serial);
+            Ok(IssuedCertificate { is_revoked, ..entry })
+        };
+        text.lines().enumerate().map(entry).collect()
+    }
+
+    /// Revokes the certificates of a holder, or the one with a serial number, and writes the list of
+    /// all revoked ones beside the authority and beside each holder's certificate. Returns the newly
+    /// revoked ones.
+    ///
+    /// # Errors
+    /// If none matches, or a file cannot be read or written.
+    pub fn revoke(&self, which: &str, now: SystemTime) -> Result<Vec<IssuedCertificate>, FleetError> {
+        let matching: Vec<_> =
+            self.issued()?.into_iter().filter(|one| one.holder == which || one.serial == which).collect();
+        if matching.is_empty() {
+            return Err(FleetError::Unknown(which.to_owned()));
+        }
+        let new: Vec<_> = matching.into_iter().filter(|one| !one.is_revoked).collect();
+        let lines: String = new.iter().map(|one| format!("{}\t{}\n", one.serial, unix_s(now))).collect();
+        append(&self.directory.join(REVOKED), &lines)?;
+        self.write_list(now)?;
+        Ok(new)
+    }
+
+    /// Signs the list of all revoked certificates and writes it to each place.
+    fn write_list(&self, now: SystemTime) -> Result<(), FleetError> {
+        let (list, revoked, epoch) =
+            (self.directory.join(REVOKED_LIST), self.revoked()?, date_time_ymd(1970, 1, 1));
+        // The next list has more entries, so their number grows with each.
+        let number = SerialNumber::from(u64::try_from(revoked.len()).unwrap_or(u64::MAX));
+        let revoked_certs = revoked.iter().map(|(serial, at_s)| RevokedCertParams {
+            serial_number: SerialNumber::from_slice(&bytes_of_hex(serial)),
+            revocation_time: epoch + Duration::from_secs(*at_s),
+            reason_code: None,
+            invalidity_date: None,
+        });
+        let params = CertificateRevocationListParams {
+            this_update: epoch + since_1970(now),
+            next_update: epoch + since_1970(now + LIST_LIFETIME),
+            crl_number: number,
+            issuing_distribution_point: None,
+            revoked_certs: revoked_certs.collect(),
+            key_identifier_method: authority_params().key_identifier_method,
+        };
+        let signed = params.signed_by(&Issuer::new(authority_params(), &self.key));
+        let pem = signed.and_then(|signed| signed.pem()).map_err(invalid(&list))?;
+        replace(&list, &pem, 0o644)?;
+        let entries = std::fs::read_dir(&self.directory).map_err(unusable(&self.directory))?;
+        for entry in entries {
+            let holder = entry.map_err(unusable(&self.directory))?.path();
+            if holder.join(AUTHORITY).exists() {
+                replace(&holder.join(REVOKED_LIST), &pem, 0o644)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Serial numbers of the revoked certificates, and the Unix time of each revocation.
+    fn revoked(&self) -> Result<Vec<(String, u64)>, FleetError> {
+        let path = self.directory.join(REVOKED);
+        if !path.exists() {
+            return Ok(Vec::new());
+        }
+        let text = std::fs::read_to_string(&path).map_err(unusable(&path))?;
+        let entry = |(at, line): (usize, &str)| {
+            let fields = line.split_once('\t').filter(|(serial, _)| is_serial(serial));
+            let entry = fields.and_then(|(serial, at_s)| Some((serial.to_owned(), at_s.parse().ok()?)));
+            entry.ok_or(FleetError::RevokedRegister { path: path.clone(), line: at + 1 })
         };
         text.lines().enumerate().map(entry).collect()
     }
@@ -201,10 +303,7 @@ impl FleetAuthority {
     fn register(&self, holder: &str, terms: IssueTerms) -> Result<(), FleetError> {
         let path = self.directory.join(REGISTER);
         let line = format!("{}\t{holder}\t{}\n", hex(&serial_of(terms)), unix_s(terms.now + terms.lifetime));
-        let open = OpenOptions::new().create(true).append(true).mode(0o600).open(&path);
-        let written =
-            open.and_then(|mut file| file.write_all(line.as_bytes()).and_then(|()| file.sync_all()));
-        Ok(written.map_err(unusable(&path))?)
+        Ok(append(&path, &line)?)
     }
 }
 
@@ -218,13 +317,22 @@ pub fn files_in(directory: &Path) -> CertificateFiles {
     }
 }
 
+/// Adds lines to a file, which is created if absent.
+fn append(path: &Path, lines: &str) -> Result<(), CertificateError> {
+    let open = OpenOptions::new().create(true).append(true).mode(0o600).open(path);
+    let written = open.and_then(|mut file| file.write_all(lines.as_bytes()).and_then(|()| file.sync_all()));
+    written.map_err(unusable(path))
+}
+
+fn since_1970(time: SystemTime) -> Duration {
+    time.duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
 /// The parameters with this serial number and validity.
 fn limited(mut params: CertificateParams, terms: IssueTerms) -> CertificateParams {
-    let at = |time: SystemTime| {
-        rcgen::date_time_ymd(1970, 1, 1) + time.duration_since(UNIX_EPOCH).unwrap_or_default()
-    };
-    params.not_before = at(terms.now - CLOCK_TOLERANCE);
-    params.not_after = at(terms.now + terms.lifetime);
+    let epoch = date_time_ymd(1970, 1, 1);
+    params.not_before = epoch + since_1970(terms.now - CLOCK_TOLERANCE);
+    params.not_after = epoch + since_1970(terms.now + terms.lifetime);
     params.serial_number = Some(SerialNumber::from_slice(&serial_of(terms)));
     params
 }
@@ -237,18 +345,34 @@ fn serial_of(terms: IssueTerms) -> [u8; SERIAL_BYTES] {
 }
 
 fn unix_s(time: SystemTime) -> u64 {
-    time.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs()
+    since_1970(time).as_secs()
 }
 
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
+/// Whether a text is a serial number as the registers have them.
+fn is_serial(text: &str) -> bool {
+    text.len() == 2 * SERIAL_BYTES && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+/// The bytes of a serial number in hexadecimal digits.
+fn bytes_of_hex(serial: &str) -> Vec<u8> {
+    let byte = |at: usize| serial.get(at..at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
+    (0..serial.len()).step_by(2).filter_map(byte).collect()
+}
+
 fn parse_entry(line: &str) -> Option<IssuedCertificate> {
     let mut fields = line.split('\t');
     let (serial, holder, ends_s) = (fields.next()?, fields.next()?, fields.next()?.parse().ok()?);
     let is_whole = fields.next().is_none() && !serial.is_empty() && !holder.is_empty();
-    is_whole.then(|| IssuedCertificate { serial: serial.to_owned(), holder: holder.to_owned(), ends_s })
+    is_whole.then(|| IssuedCertificate {
+        serial: serial.to_owned(),
+        holder: holder.to_owned(),
+        ends_s,
+        is_revoked: false,
+    })
 }
 
 fn create_private(directory: &Path) -> Result<(), CertificateError> {
@@ -265,10 +389,13 @@ mod tests {
     #![allow(clippy::unwrap_used)]
     use std::os::unix::fs::PermissionsExt;
 
-    use kv_core::id::{RouterId, TenantId};
+    use kv_core::id::{NodeId, RouterId, TenantId};
     use kvfleet_errors_doc::says;
+    use rustls_pki_types::CertificateDer;
+    use rustls_pki_types::pem::PemObject;
 
     use super::*;
+    use crate::tls::{Identity, Renewal, RenewalOutcome};
 
     const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
@@ -316,6 +443,84 @@ mod tests {
         assert_eq!(authority.issued().unwrap().len(), 2);
         let names = std::fs::read_dir(first.cert.parent().unwrap()).unwrap();
         assert_eq!(names.count(), 3, "no partial files are left");
+    }
+
+    fn identity(files: &CertificateFiles) -> Result<Identity, TlsError> {
+        let CertificateFiles { ca, cert, key } = files.clone();
+        TlsFiles { ca, cert, key }.load()
+    }
+
+    fn chain(files: &CertificateFiles) -> Vec<CertificateDer<'static>> {
+        CertificateDer::pem_file_iter(&files.cert).unwrap().collect::<Result<_, _>>().unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_revoked_certificate_is_refused_and_its_connections_end() {
+        let dir = tempfile::tempdir().unwrap();
+        let authority = FleetAuthority::create(dir.path(), terms(1)).unwrap();
+        let node = authority.issue(&Role::Node(Some(NodeId(1))), terms(2)).unwrap();
+        let router = authority.issue(&Role::Router(None), terms(3)).unwrap();
+        let identity_of_router = identity(&router).unwrap();
+        let CertificateFiles { ca, cert, key } = router.clone();
+        let mut renewal = Renewal::new(identity_of_router.clone(), TlsFiles { ca, cert, key });
+        assert_eq!(renewal.check(), RenewalOutcome::Unchanged);
+        let of_client = tokio::spawn(identity_of_router.clone().client_end(chain(&node)));
+        let of_server = tokio::spawn(identity_of_router.clone().server_end(chain(&node)));
+        let of_itself = tokio::spawn(identity_of_router.clone().client_end(chain(&router)));
+
+        let revoked = authority.revoke("node-1", SystemTime::now()).unwrap();
+        assert_eq!(revoked.iter().map(|one| &*one.holder).collect::<Vec<_>>(), ["node-1"]);
+        assert_eq!((renewal.check(), renewal.check()), (RenewalOutcome::Renewed, RenewalOutcome::Unchanged));
+        let is_revoked = rustls::Error::InvalidCertificate(rustls::CertificateError::Revoked);
+        assert_eq!(
+            (of_client.await.unwrap(), of_server.await.unwrap()),
+            (is_revoked.clone(), is_revoked.clone())
+        );
+        assert!(!of_itself.is_finished(), "other certificates are valid");
+        let error = identity(&node).unwrap_err();
+        says("a certificate that was revoked", &error, &[&dir.path().display().to_string()]);
+        let states: Vec<_> = authority.issued().unwrap().iter().map(|one| one.is_revoked).collect();
+        assert_eq!(states, [true, false]);
+
+        // A list that is gone was not taken back.
+        std::fs::remove_file(router.ca.with_file_name("ca.crl")).unwrap();
+        assert_eq!(renewal.check(), RenewalOutcome::Unchanged);
+        assert_eq!(identity_of_router.clone().client_end(chain(&node)).await, is_revoked);
+        // A new certificate replaces the revoked one, and only that one is revoked the next time.
+        let again = authority.issue(&Role::Node(Some(NodeId(1))), terms(4)).unwrap();
+        assert_eq!(load(&again), Ok(Role::Node(Some(NodeId(1)))));
+        assert_eq!(authority.revoke("node-1", SystemTime::now()).unwrap().len(), 1);
+        assert!(load(&again).is_err() && authority.revoke("node-1", SystemTime::now()).unwrap().is_empty());
+        let serial = authority.issued().unwrap()[1].serial.clone();
+        assert_eq!(authority.revoke(&serial, SystemTime::now()).unwrap()[0].holder, "router");
+        says(
+            "a certificate to revoke that is not there",
+            &authority.revoke("node-2", SystemTime::now()).unwrap_err(),
+            &[],
+        );
+    }
+
+    #[test]
+    fn other_lists_of_revoked_certificates_are_refused_and_the_last_one_stays() {
+        let dirs = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+        let [ours, theirs] =
+            [&dirs[0], &dirs[1]].map(|dir| FleetAuthority::create(dir.path(), terms(1)).unwrap());
+        let [node, other] =
+            [&ours, &theirs].map(|authority| authority.issue(&Role::Node(None), terms(2)).unwrap());
+        theirs.revoke("node", SystemTime::now()).unwrap();
+        let list = node.ca.with_file_name("ca.crl");
+        let here = dirs[0].path().display().to_string();
+        let before = identity(&node).unwrap();
+        // Both authorities have one name, and the signature is not ours.
+        std::fs::copy(other.ca.with_file_name("ca.crl"), &list).unwrap();
+        says("a list of revoked certificates of another authority", &identity(&node).unwrap_err(), &[&here]);
+        let CertificateFiles { ca, cert, key } = node.clone();
+        let mut renewal = Renewal::new(before, TlsFiles { ca, cert, key });
+        assert!(matches!(renewal.check(), RenewalOutcome::Rejected(TlsError::NoRevokedList { .. })));
+        std::fs::write(&list, "no list").unwrap();
+        says("a file that is no list of revoked certificates", &identity(&node).unwrap_err(), &[&here]);
+        std::fs::write(dirs[0].path().join(REVOKED), "42\t7\n").unwrap();
+        says("a damaged register of revoked certificates", &ours.issued().unwrap_err(), &[&here]);
     }
 
     #[test]

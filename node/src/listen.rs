@@ -124,7 +124,7 @@ mod tests {
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
         let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
+        let params = CertificateParams::new(Role::Node(None).dns_names()).unwrap();
         let cert = params.signed_by(&key, &authority).unwrap();
         let (ca, cert, key) = (authority.pem(), cert.pem(), key.serialize_pem());
         Identity::from_pem(ca.as_bytes(), cert.as_bytes(), key.as_bytes()).unwrap()

@@ -10,7 +10,7 @@ use kv_core::id::{InstanceId, NodeId, TenantId, Tier, Timestamp};
 use kv_core::index::command::NodeRecord;
 use kv_core::tier::{Book, BookLimits, Capacity, GPU_PROMOTIONS_MAX, RecoveredBlock, TierLimits};
 use kvfleet_net::tls::access::AccessService;
-use kvfleet_net::tls::listen::incoming;
+use kvfleet_net::tls::listen::{CONNECTION_AGE_GRACE, CONNECTION_AGE_MAX, incoming};
 use kvfleet_net::tls::{Identity, Renewal, Role, TlsError, TlsFiles};
 use kvfleet_proto::pb::node_control_server::NodeControlServer;
 use kvfleet_proto::{convert, pb};
@@ -595,7 +595,9 @@ fn serve_control(
     control: ControlService,
     stop: &CancellationToken,
 ) -> JoinHandle<()> {
-    let mut server = tonic::transport::Server::builder();
+    let mut server = tonic::transport::Server::builder()
+        .max_connection_age(CONNECTION_AGE_MAX)
+        .max_connection_age_grace(CONNECTION_AGE_GRACE);
     let incoming = incoming(listener, identity);
     let control = AccessService::new(NodeControlServer::new(control));
     let (router, stop) = (server.add_service(control), stop.clone());

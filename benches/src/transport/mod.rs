@@ -118,7 +118,7 @@ pub(crate) fn identities() -> anyhow::Result<(Identity, Identity)> {
     let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
     let member = || -> anyhow::Result<Identity> {
         let key = KeyPair::generate()?;
-        let cert = CertificateParams::new(Role::Instance(None).dns_names())?.signed_by(&key, &authority)?;
+        let cert = CertificateParams::new(Role::Node(None).dns_names())?.signed_by(&key, &authority)?;
         let (ca, cert, key) = (authority.pem(), cert.pem(), key.serialize_pem());
         Ok(Identity::from_pem(ca.as_bytes(), cert.as_bytes(), key.as_bytes())?)
     };

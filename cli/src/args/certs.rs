@@ -19,6 +19,10 @@ pub enum CertsCommand {
     /// Make certificates and keys, each in a directory named after its holder, with the file names
     /// of a Kubernetes Secret. A later one replaces the earlier; processes take it without a restart.
     Issue(IssueArgs),
+    /// Revoke certificates: writes the list of all revoked ones, `ca.crl`, beside the authority and
+    /// beside each holder's certificate. Processes that find it beside their `ca.crt` refuse these
+    /// certificates within ten seconds, and end their connections.
+    Revoke(RevokeArgs),
     /// Show all certificates that were made, and how long they are valid.
     List(ListArgs),
 }
@@ -47,6 +51,18 @@ pub struct IssueArgs {
     /// How long the certificates are valid.
     #[arg(long = "for", value_name = "TIME", value_parser = parse_validity, default_value = "90d")]
     pub lifetime: Duration,
+}
+
+/// `kvfleet certs revoke`.
+#[derive(Clone, Debug, Args)]
+pub struct RevokeArgs {
+    /// Holders or serial numbers, as `kvfleet certs list` shows them. A holder stands for all
+    /// certificates that it has.
+    #[arg(value_name = "HOLDER|SERIAL", required = true)]
+    pub which: Vec<String>,
+    /// Directory of the authority.
+    #[arg(long, value_name = "DIR", default_value = "certificates")]
+    pub dir: PathBuf,
 }
 
 /// `kvfleet certs list`.

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kv_core::id::{IdentityDigest, InstanceId, RequestId, TenantId};
 use kvfleet_client::{Client, ClientConfig, RouteAnswer, RouteCall, RouteError, RouterError};
-use kvfleet_net::tls::Identity;
+use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::convert::category_to_pb;
 use kvfleet_proto::pb::{self, AnnouncePosition};
 use parking_lot::Mutex;
@@ -286,7 +286,7 @@ impl RequestDriver {
         if let Some(channel) = known.get(address) {
             return Ok(channel.clone());
         }
-        let new = channel(address, &self.identity)?;
+        let new = channel(address, &self.identity, Role::Instance(None))?;
         known.insert(address.to_owned(), new.clone());
         Ok(new)
     }

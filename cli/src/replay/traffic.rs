@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use kvfleet_net::tls;
 use kvfleet_proto::pb;
 
 use crate::calls::{channel, instance_status};
@@ -36,7 +37,7 @@ impl ReplayTraffic {
         let mut traffic = ReplayTraffic::default();
         for (id, child) in cluster.children().filter(|((role, _), _)| *role == Role::Instance) {
             let Some(address) = child.ready().and_then(|ready| ready.addresses.get("grpc")) else { continue };
-            match instance_status(channel(address, &identity)?).await {
+            match instance_status(channel(address, &identity, tls::Role::Instance(None))?).await {
                 Ok(status) => traffic.add(&process_name(*id), status),
                 Err(status) => {
                     tracing::debug!(%status, address, "cannot read the path counters of an instance");

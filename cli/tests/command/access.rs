@@ -113,13 +113,13 @@ impl Services {
 
     /// A channel to the service of this call.
     fn channel(&self, path: &str, role: &Role) -> Channel {
-        let address = match path.rsplit_once('/').unwrap().0 {
-            "/kvfleet.v1.Router" | "/kvfleet.v1.Raft" => self.router_address.clone(),
-            "/kvfleet.v1.NodeControl" => self.node.control_addr().to_string(),
-            "/kvfleet.v1.Instance" => self.instance.local_addr().to_string(),
+        let (address, server) = match path.rsplit_once('/').unwrap().0 {
+            "/kvfleet.v1.Router" | "/kvfleet.v1.Raft" => (self.router_address.clone(), Role::Router(None)),
+            "/kvfleet.v1.NodeControl" => (self.node.control_addr().to_string(), Role::Node(None)),
+            "/kvfleet.v1.Instance" => (self.instance.local_addr().to_string(), Role::Instance(None)),
             other => panic!("this test starts no service {other}"),
         };
-        connect_lazily(&endpoint(&address).unwrap(), &self.identity(role))
+        connect_lazily(&endpoint(&address).unwrap(), &self.identity(role), server)
     }
 
     /// Makes a call. Returns the code of its answer, and the answer's first message.

@@ -17,7 +17,7 @@ use serde_json::Value;
 use tonic::Code;
 use tonic::transport::Endpoint;
 
-use crate::support::{CommandOutput, Workspace, until};
+use crate::support::{CommandOutput, Workspace, read_first_line, until};
 
 fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_raw(child.id().cast_signed()).unwrap(), signal).unwrap();
@@ -36,9 +36,8 @@ fn up(place: &Workspace) -> (Child, Value) {
 fn up_with(place: &Workspace, more: &[&str]) -> (Child, Value) {
     let words = ["up", "--json", "--nodes", "2", "--instances", "2", "--dram", "8MiB", "--ssd", "8MiB"];
     let mut child = place.command(&[&words[..], more].concat()).stdout(Stdio::piped()).spawn().unwrap();
-    let mut line = String::new();
-    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-    (child, serde_json::from_str(&line).unwrap())
+    let said = read_first_line(&mut child);
+    (child, said)
 }
 
 #[test]

@@ -132,7 +132,9 @@ impl InstanceCaller {
             wait_save: true,
             ..pb::RunRequest::default()
         };
-        run_on_instance(channel(&self.address, &self.identity).unwrap(), request).await.unwrap()
+        run_on_instance(channel(&self.address, &self.identity, Role::Instance(None)).unwrap(), request)
+            .await
+            .unwrap()
     }
 
     async fn save_to(&self, node: &pb::NodeStatus) {
@@ -228,5 +230,5 @@ fn router_client(
     address: &str,
     identity: &Identity,
 ) -> pb::router_client::RouterClient<tonic::transport::Channel> {
-    pb::router_client::RouterClient::new(channel(address, identity).unwrap())
+    pb::router_client::RouterClient::new(channel(address, identity, Role::Router(None)).unwrap())
 }

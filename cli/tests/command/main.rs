@@ -6,6 +6,7 @@ mod access;
 mod bad_input;
 mod crosscheck;
 mod gateway;
+mod half_messages;
 mod lifecycle;
 mod links;
 mod prefill;

@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output};
 use std::time::{Duration, Instant};
 
 use kvfleet::cluster::{ClusterShape, NodeCapacity};
@@ -135,6 +136,13 @@ impl Workspace {
 
 pub(crate) fn binary() -> &'static Path {
     Path::new(env!("CARGO_BIN_EXE_kvfleet"))
+}
+
+/// The first line that `kvfleet up --json` writes.
+pub(crate) fn read_first_line(child: &mut Child) -> Value {
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+    serde_json::from_str(&line).unwrap()
 }
 
 /// Waits until the condition holds.

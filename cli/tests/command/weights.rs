@@ -221,7 +221,8 @@ async fn assert_outdated_weights_miss(place: &Workspace, cluster: &LocalCluster,
         wait_save: true,
         traceparent: String::new(),
     };
-    let ran = run_on_instance(channel(&address, &identity).unwrap(), run).await.unwrap();
+    let ran =
+        run_on_instance(channel(&address, &identity, tls::Role::Instance(None)).unwrap(), run).await.unwrap();
     assert_eq!((ran.hit_blocks, ran.saved_blocks, ran.wrong_bytes), (0, 0, 0));
     // One miss per source; each tier is a source.
     let differs = |reason: &String| reason == "generation_differs";

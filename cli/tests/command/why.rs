@@ -94,7 +94,8 @@ impl WhyFixture {
 
     /// Runs a decided request on its instance, and saves the computed blocks as decided.
     async fn serve(&self, of: (u64, u32), hashes: &[BlockHash], decision: pb::Decision) -> pb::RunReply {
-        let channel = channel(&decision.instance_address, &self.cluster.identity().unwrap()).unwrap();
+        let identity = self.cluster.identity().unwrap();
+        let channel = channel(&decision.instance_address, &identity, tls::Role::Instance(None)).unwrap();
         run_on_instance(channel, run_request(of, hashes, decision)).await.unwrap()
     }
 
@@ -454,7 +455,8 @@ async fn explains_identity_differences() {
         if decision.fetch_blocks == 0 {
             return None;
         }
-        let channel = channel(&decision.instance_address, &scene.cluster.identity().unwrap()).unwrap();
+        let identity = scene.cluster.identity().unwrap();
+        let channel = channel(&decision.instance_address, &identity, tls::Role::Instance(None)).unwrap();
         let ran = run_on_instance(channel, run_request((request, 0), &held, decision)).await.ok()?;
         Some((request, ran))
     });

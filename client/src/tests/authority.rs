@@ -20,9 +20,19 @@ impl Authority {
         Authority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
     }
 
+    /// The identity of a client and of a node.
     pub(super) fn member(&self) -> Identity {
+        self.holder(&Role::Node(None))
+    }
+
+    /// The identity of a router.
+    pub(super) fn router(&self) -> Identity {
+        self.holder(&Role::Router(None))
+    }
+
+    fn holder(&self, role: &Role) -> Identity {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
+        let params = CertificateParams::new(role.dns_names()).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();
         Identity::from_pem(self.0.pem().as_bytes(), cert.pem().as_bytes(), key.serialize_pem().as_bytes())
             .unwrap()

@@ -55,8 +55,8 @@ async fn until(what: &str, is_so: impl Fn() -> bool) {
 async fn link_samples_reach_every_router_once_even_after_an_outage() {
     let authority = Authority::new();
     let (steady, away) = (FakeRouter::new(Ok(decision(1))), FakeRouter::new(Ok(decision(1))));
-    let (first, _serving) = serve_fake(&authority.member(), steady.clone()).await;
-    let (second, _serving_too) = serve_fake(&authority.member(), away.clone()).await;
+    let (first, _serving) = serve_fake(&authority.router(), steady.clone()).await;
+    let (second, _serving_too) = serve_fake(&authority.router(), away.clone()).await;
     let (network, _) = network(1, 6);
     let routers = vec![unused_address(), first, second];
     let client = Client::with_dialer(config(routers, authority.member()), Arc::new(network)).unwrap();
@@ -117,7 +117,7 @@ async fn link_samples_reach_every_router_once_even_after_an_outage() {
 async fn dropped_reporter_sends_final_report_and_links_only_if_enabled() {
     let authority = Authority::new();
     let fake = FakeRouter::new(Ok(decision(1)));
-    let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
+    let (address, _serving) = serve_fake(&authority.router(), fake.clone()).await;
     let (network, _) = network(1, 6);
     let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
     let reporter = client.reporter(&reporter_config(false), InstanceLoad::default);
@@ -133,7 +133,7 @@ async fn dropped_reporter_sends_final_report_and_links_only_if_enabled() {
 async fn reports_pause_while_load_is_unknown() {
     let authority = Authority::new();
     let fake = FakeRouter::new(Ok(decision(1)));
-    let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
+    let (address, _serving) = serve_fake(&authority.router(), fake.clone()).await;
     let (network, _) = network(1, 6);
     let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
     let (load, asked) = (Arc::new(Mutex::new(Some(InstanceLoad::default()))), Arc::<AtomicU32>::default());
@@ -173,7 +173,7 @@ async fn separate_link_stats_are_not_shared() {
 async fn reporter_skips_measurements_before_its_start() {
     let authority = Authority::new();
     let fake = FakeRouter::new(Ok(decision(1)));
-    let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
+    let (address, _serving) = serve_fake(&authority.router(), fake.clone()).await;
     let (network, _) = network(1, 6);
     let client = Client::with_dialer(config(vec![address], authority.member()), Arc::new(network)).unwrap();
     for before in 1..3 {

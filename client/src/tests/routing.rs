@@ -275,8 +275,8 @@ pub(super) fn instance(answer: RouteAnswer) -> u32 {
 #[tokio::test]
 async fn dead_router_is_skipped_and_working_one_kept() {
     let authority = Authority::new();
-    let (good, calls, _serving) = serve(&authority.member(), Ok(decision(7))).await;
-    let (full, refusals, _serving_full) = serve(&authority.member(), Err(Code::ResourceExhausted)).await;
+    let (good, calls, _serving) = serve(&authority.router(), Ok(decision(7))).await;
+    let (full, refusals, _serving_full) = serve(&authority.router(), Err(Code::ResourceExhausted)).await;
     let client = Client::new(config(vec![unused_address(), full, good], authority.member())).unwrap();
     for _ in 0..5 {
         assert_eq!(instance(client.route(route_call()).await.unwrap()), 7);
@@ -292,9 +292,9 @@ async fn another_router_answers_when_the_kept_one_dies() {
     let authority = Authority::new();
     // On a separate runtime, so that shutting it down closes the connections.
     let doomed = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    let member = authority.member();
+    let member = authority.router();
     let (first, ..) = doomed.spawn(async move { serve(&member, Ok(decision(1))).await }).await.unwrap();
-    let (second, _, _serving) = serve(&authority.member(), Ok(decision(2))).await;
+    let (second, _, _serving) = serve(&authority.router(), Ok(decision(2))).await;
     let client = Client::new(config(vec![first, second], authority.member())).unwrap();
     assert_eq!(instance(client.route(route_call()).await.unwrap()), 1);
     doomed.shutdown_background();
@@ -307,8 +307,8 @@ async fn another_router_answers_when_the_kept_one_dies() {
 #[tokio::test]
 async fn permanent_refusals_end_the_call() {
     let authority = Authority::new();
-    let (wrong, calls, _serving) = serve(&authority.member(), Err(Code::InvalidArgument)).await;
-    let (other, others, _serving_other) = serve(&authority.member(), Ok(decision(1))).await;
+    let (wrong, calls, _serving) = serve(&authority.router(), Err(Code::InvalidArgument)).await;
+    let (other, others, _serving_other) = serve(&authority.router(), Ok(decision(1))).await;
     let client = Client::new(config(vec![wrong.clone(), other], authority.member())).unwrap();
     let error = client.route(route_call()).await.unwrap_err();
     assert_eq!(error.to_string(), format!("router {wrong} refused the call: as told"));
@@ -320,13 +320,13 @@ async fn rejections_differ_from_empty_answers() {
     let authority = Authority::new();
     let rejected = pb::Rejected { reason: "no instance".into(), retry_after_ms: 30, no_instance: true };
     let reply = pb::RouteReply { answer: Some(pb::route_reply::Answer::Rejected(rejected)), freshness: None };
-    let (address, _, _serving) = serve(&authority.member(), Ok(reply)).await;
+    let (address, _, _serving) = serve(&authority.router(), Ok(reply)).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let expected =
         RouteAnswer::Rejected { reason: "no instance".into(), retry_after: Duration::from_millis(30) };
     assert_eq!(client.route(route_call()).await.unwrap(), expected);
 
-    let (address, _, _serving) = serve(&authority.member(), Ok(pb::RouteReply::default())).await;
+    let (address, _, _serving) = serve(&authority.router(), Ok(pb::RouteReply::default())).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     assert!(matches!(client.route(route_call()).await, Err(RouteError::Empty)));
 }
@@ -343,7 +343,7 @@ async fn error_lists_all_unreachable_routers() {
 
 #[tokio::test]
 async fn router_of_another_authority_is_not_trusted() {
-    let (address, calls, _serving) = serve(&Authority::new().member(), Ok(decision(1))).await;
+    let (address, calls, _serving) = serve(&Authority::new().router(), Ok(decision(1))).await;
     let client = Client::new(config(vec![address], Authority::new().member())).unwrap();
     assert!(client.route(route_call()).await.is_err());
     assert_eq!(calls.load(Ordering::Relaxed), 0);
@@ -352,7 +352,7 @@ async fn router_of_another_authority_is_not_trusted() {
 #[tokio::test]
 async fn decode_is_admitted_if_no_router_answers() {
     let authority = Authority::new();
-    let (address, _, _serving) = serve(&authority.member(), Ok(decision(1))).await;
+    let (address, _, _serving) = serve(&authority.router(), Ok(decision(1))).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let ask =
         async |client: &Client, limit_us| client.admit_decode(RequestId(7), InstanceId(2), limit_us).await;
@@ -371,8 +371,8 @@ async fn decode_is_admitted_if_no_router_answers() {
 #[tokio::test]
 async fn report_goes_to_every_router() {
     let authority = Authority::new();
-    let (first, one, _serving) = serve(&authority.member(), Ok(decision(1))).await;
-    let (second, two, _serving_second) = serve(&authority.member(), Ok(decision(1))).await;
+    let (first, one, _serving) = serve(&authority.router(), Ok(decision(1))).await;
+    let (second, two, _serving_second) = serve(&authority.router(), Ok(decision(1))).await;
     let dead = unused_address();
     let client = Client::new(config(vec![first, dead.clone(), second], authority.member())).unwrap();
     let failed = client.report(&pb::ReportRequest::default()).await;

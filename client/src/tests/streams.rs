@@ -54,7 +54,7 @@ fn spawn_route(client: &Client, tokens: u32) -> RouteTask {
 #[tokio::test]
 async fn answers_match_calls_by_number_in_any_order() {
     let authority = Authority::new();
-    let (address, mut talks, fake) = manual_router(&authority.member()).await;
+    let (address, mut talks, fake) = manual_router(&authority.router()).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let first = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
@@ -79,8 +79,8 @@ async fn answers_match_calls_by_number_in_any_order() {
 #[tokio::test]
 async fn refusal_ends_one_call_and_transient_failure_is_retried_elsewhere() {
     let authority = Authority::new();
-    let (address, mut talks, _) = manual_router(&authority.member()).await;
-    let (other, _) = automatic_router(&authority.member(), 8).await;
+    let (address, mut talks, _) = manual_router(&authority.router()).await;
+    let (other, _) = automatic_router(&authority.router(), 8).await;
     let client = Client::new(config(vec![address.clone(), other], authority.member())).unwrap();
     let good = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
@@ -100,8 +100,8 @@ async fn refusal_ends_one_call_and_transient_failure_is_retried_elsewhere() {
 /// rest.
 async fn check_rest_is_retried_elsewhere(end: impl FnOnce(RouterStreamEnd)) {
     let authority = Authority::new();
-    let (address, mut talks, fake) = manual_router(&authority.member()).await;
-    let (other, others) = automatic_router(&authority.member(), 8).await;
+    let (address, mut talks, fake) = manual_router(&authority.router()).await;
+    let (other, others) = automatic_router(&authority.router(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
     let asking: Vec<_> = (0..50).map(|_| spawn_route(&client, 48)).collect();
     let mut talk = talks.recv().await.unwrap();
@@ -141,9 +141,9 @@ async fn calls_to_a_dead_router_are_answered_by_another() {
     let authority = Authority::new();
     // On a separate runtime, so that shutting it down closes the connections.
     let doomed = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-    let member = authority.member();
+    let member = authority.router();
     let (address, mut talks, _) = doomed.spawn(async move { manual_router(&member).await }).await.unwrap();
-    let (other, _) = automatic_router(&authority.member(), 8).await;
+    let (other, _) = automatic_router(&authority.router(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
     let asking: Vec<_> = (0..20).map(|_| spawn_route(&client, 48)).collect();
     let mut talk = talks.recv().await.unwrap();
@@ -159,8 +159,8 @@ async fn calls_to_a_dead_router_are_answered_by_another() {
 #[tokio::test]
 async fn router_ending_an_idle_stream_is_not_first_any_more() {
     let authority = Authority::new();
-    let (address, mut talks, fake) = manual_router(&authority.member()).await;
-    let (other, _) = automatic_router(&authority.member(), 8).await;
+    let (address, mut talks, fake) = manual_router(&authority.router()).await;
+    let (other, _) = automatic_router(&authority.router(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
     let one = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
@@ -178,7 +178,7 @@ async fn router_ending_an_idle_stream_is_not_first_any_more() {
 #[tokio::test]
 async fn only_router_is_asked_again_on_a_new_stream() {
     let authority = Authority::new();
-    let (address, mut talks, _) = manual_router(&authority.member()).await;
+    let (address, mut talks, _) = manual_router(&authority.router()).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let one = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
@@ -201,7 +201,7 @@ async fn routers_without_streams_get_unary_calls_for_a_period() {
     for code in [Code::Unimplemented, Code::PermissionDenied] {
         let mut fake = FakeRouter::new(Ok(decision(7)));
         fake.streams = StreamBehavior::Refused(code);
-        let (address, _serving) = serve_fake(&authority.member(), fake.clone()).await;
+        let (address, _serving) = serve_fake(&authority.router(), fake.clone()).await;
         let client = Client::new(config(vec![address], authority.member())).unwrap();
         let counted = || (fake.opened.load(Ordering::Relaxed), fake.calls.load(Ordering::Relaxed));
         for calls in 1..=5 {
@@ -219,7 +219,7 @@ async fn routers_without_streams_get_unary_calls_for_a_period() {
 #[tokio::test]
 async fn streams_can_be_disabled() {
     let authority = Authority::new();
-    let (address, fake) = automatic_router(&authority.member(), 7).await;
+    let (address, fake) = automatic_router(&authority.router(), 7).await;
     let config = ClientConfig { route_streams: false, ..config(vec![address], authority.member()) };
     let client = Client::new(config).unwrap();
     assert_eq!(instance(client.route(route_call()).await.unwrap()), 7);
@@ -229,7 +229,7 @@ async fn streams_can_be_disabled() {
 #[tokio::test]
 async fn abandoned_calls_leave_no_state_and_late_answers_are_ignored() {
     let authority = Authority::new();
-    let (address, mut talks, _) = manual_router(&authority.member()).await;
+    let (address, mut talks, _) = manual_router(&authority.router()).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let given_up = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
@@ -255,8 +255,8 @@ async fn abandoned_calls_leave_no_state_and_late_answers_are_ignored() {
 #[tokio::test]
 async fn first_timeout_on_a_silent_stream_fails_all_calls() {
     let authority = Authority::new();
-    let (address, mut talks, _) = manual_router(&authority.member()).await;
-    let (other, _) = automatic_router(&authority.member(), 8).await;
+    let (address, mut talks, _) = manual_router(&authority.router()).await;
+    let (other, _) = automatic_router(&authority.router(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
     let early = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
@@ -277,8 +277,8 @@ async fn first_timeout_on_a_silent_stream_fails_all_calls() {
 #[tokio::test]
 async fn slow_answer_fails_only_its_own_call() {
     let authority = Authority::new();
-    let (address, mut talks, _) = manual_router(&authority.member()).await;
-    let (other, _) = automatic_router(&authority.member(), 8).await;
+    let (address, mut talks, _) = manual_router(&authority.router()).await;
+    let (other, _) = automatic_router(&authority.router(), 8).await;
     let client = Client::new(config(vec![address, other], authority.member())).unwrap();
     let slow = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();
@@ -301,7 +301,7 @@ async fn slow_answer_fails_only_its_own_call() {
 #[tokio::test]
 async fn oversized_calls_are_unary() {
     let authority = Authority::new();
-    let (address, fake) = automatic_router(&authority.member(), 7).await;
+    let (address, fake) = automatic_router(&authority.router(), 7).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let hash = route_call().hashes[0];
     let long = RouteCall { hashes: vec![hash; TOO_LONG_BYTES / HASH_BYTES], ..route_call() };
@@ -314,7 +314,7 @@ async fn oversized_calls_are_unary() {
 #[tokio::test]
 async fn concurrent_calls_share_one_stream() {
     let authority = Authority::new();
-    let (address, fake) = automatic_router(&authority.member(), 7).await;
+    let (address, fake) = automatic_router(&authority.router(), 7).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let asking: Vec<_> = (0..1_000).map(|_| spawn_route(&client, 48)).collect();
     for one in asking {
@@ -326,7 +326,7 @@ async fn concurrent_calls_share_one_stream() {
 #[tokio::test]
 async fn stream_ends_with_the_client() {
     let authority = Authority::new();
-    let (address, mut talks, _) = manual_router(&authority.member()).await;
+    let (address, mut talks, _) = manual_router(&authority.router()).await;
     let client = Client::new(config(vec![address], authority.member())).unwrap();
     let one = spawn_route(&client, 1);
     let mut talk = talks.recv().await.unwrap();

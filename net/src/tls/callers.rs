@@ -8,12 +8,20 @@ use kv_core::id::{InstanceId, NodeId, RouterId, TenantId};
 use tonic::transport::server::{TcpConnectInfo, TlsConnectInfo};
 use tonic::{Extensions, Status};
 
-use super::{Role, role_of};
+use super::{Role, RoleKind, role_of};
 
 /// The caller of a control call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Caller {
     role: Role,
+}
+
+/// What the limits of one caller count together: the calls of one process, of all processes that
+/// share a certificate, or of one tenant, whatever certificates it has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CallerShare {
+    kind: RoleKind,
+    number: Option<u64>,
 }
 
 impl Caller {
@@ -106,6 +114,19 @@ impl Caller {
             ))),
             _ => Ok(()),
         }
+    }
+
+    /// The share that this caller's calls count towards.
+    #[must_use]
+    pub fn share(&self) -> CallerShare {
+        let number = match &self.role {
+            Role::Router(router) => router.map(|router| router.0),
+            Role::Node(node) => node.map(|node| node.0.into()),
+            Role::Instance(instance) => instance.map(|instance| instance.0.into()),
+            Role::Frontend | Role::Admin => None,
+            Role::Tenants(_) => self.share_tenant().map(|tenant| tenant.0.into()),
+        };
+        CallerShare { kind: self.role.kind(), number }
     }
 
     /// The tenant that this call is charged to: the lowest in the certificate, so that more names

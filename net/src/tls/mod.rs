@@ -10,10 +10,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use rustls::client::WebPkiServerVerifier;
-use rustls::client::danger::ServerCertVerifier;
 use rustls::crypto::CryptoProvider;
-use rustls::server::WebPkiClientVerifier;
 use rustls::sign::CertifiedKey;
 use rustls::time_provider::{DefaultTimeProvider, TimeProvider};
 use rustls::{CertificateError, RootCertStore};
@@ -22,7 +19,10 @@ use rustls_pki_types::{CertificateDer, PrivateKeyDer, ServerName, UnixTime};
 use tonic::transport::{Certificate, ClientTlsConfig};
 
 pub mod access;
+mod authority;
 pub mod callers;
+mod der;
+mod ending_stream;
 pub mod listen;
 mod names;
 mod reload;
@@ -32,6 +32,8 @@ pub use names::{NamesError, Role, RoleKind, role_of, tenant_name};
 pub use reload::{RENEW_INTERVAL, keep_renewed};
 pub use renew::{Renewal, RenewalOutcome};
 
+use authority::{PeerVerifier, TrustedAuthority, Verifiers, revoked_file};
+pub use ending_stream::EndingStream;
 use renew::CertResolver;
 
 /// DNS name in the certificates of the cluster's own processes, which every client requires.
@@ -49,7 +51,8 @@ pub const ALPN_TCP: &[u8] = b"kvfleet-tcp/1";
 /// ALPN protocol of control calls: HTTP/2, as gRPC needs.
 pub const ALPN_GRPC: &[u8] = b"h2";
 
-/// The three PEM files of a process.
+/// The three PEM files of a process. If there is a list of revoked certificates beside the
+/// authority's, with the ending `.crl`, it is read too.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TlsFiles {
     /// Certificate of the cluster authority.
@@ -99,6 +102,15 @@ pub enum TlsError {
         /// Error of the TLS library.
         cause: String,
     },
+    /// The list of revoked certificates cannot be used.
+    #[error("{} is no list of revoked certificates ({cause}); restore the one that `kvfleet certs revoke` wrote",
+        path.display())]
+    NoRevokedList {
+        /// The file.
+        path: PathBuf,
+        /// Why the content was rejected.
+        cause: String,
+    },
     /// Peers in the cluster would not accept the certificate.
     #[error("certificate {} is not accepted under authority {}: {cause}; {remedy}", cert.display(), ca.display())]
     Refused {
@@ -118,7 +130,7 @@ pub enum TlsError {
 #[derive(Clone)]
 pub struct Identity {
     ca_pem: Arc<[u8]>,
-    roots: Arc<RootCertStore>,
+    authority: Arc<TrustedAuthority>,
     certificate: Arc<CertResolver>,
     clock: Arc<dyn TimeProvider>,
 }
@@ -159,7 +171,17 @@ impl TlsFiles {
         let ca = read("cluster authority", &self.ca)?;
         let cert = read("certificate", &self.cert)?;
         let key = read("private key", &self.key)?;
-        IdentityBuilder { files: self }.identity(ca, cert, key, Arc::new(DefaultTimeProvider))
+        let pems = IdentityPems { ca, cert, key, revoked: self.read_revoked()? };
+        IdentityBuilder { files: self }.identity(pems, Arc::new(DefaultTimeProvider))
+    }
+
+    /// The list of revoked certificates; `None` if there is none.
+    fn read_revoked(&self) -> Result<Option<Vec<u8>>, TlsError> {
+        let path = revoked_file(&self.ca);
+        match read("list of revoked certificates", &path) {
+            Err(_) if !path.exists() => Ok(None),
+            list => list.map(Some),
+        }
     }
 
     /// Like [`Self::load`], for a server process with this role.
@@ -188,29 +210,37 @@ fn read(what: &'static str, path: &Path) -> Result<Vec<u8>, TlsError> {
     std::fs::read(path).map_err(unreadable)
 }
 
+/// The text of the files of an identity.
+struct IdentityPems {
+    ca: Vec<u8>,
+    cert: Vec<u8>,
+    key: Vec<u8>,
+    revoked: Option<Vec<u8>>,
+}
+
 /// Builds an identity; holds the file names for errors.
 struct IdentityBuilder<'a> {
     files: &'a TlsFiles,
 }
 
 impl IdentityBuilder<'_> {
-    fn identity(
-        &self,
-        ca_pem: Vec<u8>,
-        cert_pem: Vec<u8>,
-        key_pem: Vec<u8>,
-        clock: Arc<dyn TimeProvider>,
-    ) -> Result<Identity, TlsError> {
-        let roots = Arc::new(self.roots(&ca_pem)?);
-        let (role, certified) = self.certified_key(&roots, clock.as_ref(), &cert_pem, &key_pem)?;
-        let shown = Arc::new(CertResolver::new(cert_pem, key_pem, certified, role));
-        Ok(Identity { ca_pem: ca_pem.into(), roots, certificate: shown, clock })
+    fn identity(&self, pems: IdentityPems, clock: Arc<dyn TimeProvider>) -> Result<Identity, TlsError> {
+        let verifiers = self.verifiers(&Arc::new(self.roots(&pems.ca)?), pems.revoked)?;
+        let (role, certified) = self.certified_key(&verifiers, clock.as_ref(), &pems.cert, &pems.key)?;
+        let certificate = Arc::new(CertResolver::new(pems.cert, pems.key, certified, role));
+        let authority = Arc::new(TrustedAuthority::new(verifiers));
+        Ok(Identity { ca_pem: pems.ca.into(), authority, certificate, clock })
+    }
+
+    fn verifiers(&self, roots: &Arc<RootCertStore>, revoked: Option<Vec<u8>>) -> Result<Verifiers, TlsError> {
+        Verifiers::new(roots, revoked)
+            .map_err(|cause| TlsError::NoRevokedList { path: revoked_file(&self.files.ca), cause })
     }
 
     /// The role, certificate and key, checked as a peer would.
     fn certified_key(
         &self,
-        roots: &Arc<RootCertStore>,
+        verifiers: &Verifiers,
         clock: &dyn TimeProvider,
         cert_pem: &[u8],
         key_pem: &[u8],
@@ -223,7 +253,7 @@ impl IdentityBuilder<'_> {
             cause: error.to_string(),
             remedy: "give the key file that was made with the certificate",
         })?;
-        let role = self.check_accepted(roots, clock, &chain)?;
+        let role = self.check_accepted(verifiers, clock, &chain)?;
         Ok((role, self.pair(chain, key)?))
     }
 
@@ -265,27 +295,26 @@ impl IdentityBuilder<'_> {
     /// Verifies our own certificate as a peer will; returns its role.
     fn check_accepted(
         &self,
-        roots: &Arc<RootCertStore>,
+        verifiers: &Verifiers,
         clock: &dyn TimeProvider,
         chain: &[CertificateDer<'static>],
     ) -> Result<Role, TlsError> {
-        let other = "give the certificate of the cluster authority";
-        let (leaf, intermediates) = chain.split_first().expect("certificates() returns at least one");
-        let role = role_of(leaf);
-        let verified_chain = if let Ok(Role::Tenants(_)) = role {
+        let role = chain.first().map_or(Err(NamesError::Unreadable), |leaf| role_of(leaf));
+        let verified = if let Ok(Role::Tenants(_)) = role {
             // A tenant's certificate is for clients only.
-            let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(roots), provider()).build();
-            let verifier = verifier.map_err(|error| self.refused_error(&error, other))?;
-            verifier.verify_client_cert(leaf, intermediates, now(clock)).map(drop)
+            verifiers.verify_client(chain, now(clock))
         } else {
             if let Err(error @ (NamesError::Malformed(_) | NamesError::TenantAndMember(_))) = &role {
                 return Err(self.refused_error(error, NEW_NAMES));
             }
-            let verifier = WebPkiServerVerifier::builder_with_provider(Arc::clone(roots), provider()).build();
-            let verifier = verifier.map_err(|error| self.refused_error(&error, other))?;
-            verifier.verify_server_cert(leaf, intermediates, &server_name(), &[], now(clock)).map(drop)
+            verifiers.verify_server(chain, now(clock))
         };
-        verified_chain.map_err(|error| self.refused_error(&error, remedy(&error)))?;
+        verified.map_err(|error| match &error {
+            rustls::Error::InvalidCertRevocationList(_) => {
+                TlsError::NoRevokedList { path: revoked_file(&self.files.ca), cause: error.to_string() }
+            }
+            _ => self.refused_error(&error, remedy(&error)),
+        })?;
         role.map_err(|error| self.refused_error(&error, NEW_NAMES))
     }
 }
@@ -304,7 +333,7 @@ fn remedy(error: &rustls::Error) -> &'static str {
         rustls::Error::InvalidCertificate(Bad::UnknownIssuer | Bad::BadSignature) => {
             "both files must come from the same cluster authority"
         }
-        rustls::Error::InvalidCertificate(Bad::Expired | Bad::ExpiredContext { .. }) => {
+        rustls::Error::InvalidCertificate(Bad::Expired | Bad::ExpiredContext { .. } | Bad::Revoked) => {
             "issue a new certificate"
         }
         rustls::Error::InvalidCertificate(Bad::NotValidYet | Bad::NotValidYetContext { .. }) => {
@@ -359,7 +388,8 @@ impl Identity {
         key: &[u8],
         clock: Arc<dyn TimeProvider>,
     ) -> Result<Identity, TlsError> {
-        IdentityBuilder { files: &memory_files() }.identity(ca.to_vec(), cert.to_vec(), key.to_vec(), clock)
+        let pems = IdentityPems { ca: ca.to_vec(), cert: cert.to_vec(), key: key.to_vec(), revoked: None };
+        IdentityBuilder { files: &memory_files() }.identity(pems, clock)
     }
 
     /// The role of our own certificate.
@@ -388,15 +418,16 @@ impl Identity {
         config
     }
 
-    /// Configuration of a control client: TLS 1.3, mutual, [`ALPN_GRPC`]; connect to
-    /// [`SERVER_NAME`].
+    /// Configuration of a control client of servers with this role: TLS 1.3, mutual, [`ALPN_GRPC`];
+    /// connect to [`SERVER_NAME`].
     #[must_use]
-    pub fn grpc_client(&self) -> rustls::ClientConfig {
-        self.client(provider(), ALPN_GRPC)
+    pub fn grpc_client(&self, server: Role) -> rustls::ClientConfig {
+        self.client(provider(), ALPN_GRPC, server)
     }
 
     /// Configuration of a tonic channel for a single connection. It presents the current
-    /// certificate, also after a renewal, and requires [`SERVER_NAME`]. `channel::connect_lazily`
+    /// certificate, also after a renewal, and requires [`SERVER_NAME`], and neither a role of the
+    /// server nor that it is not revoked. `channel::connect_lazily`
     /// makes long-lived channels.
     #[must_use]
     pub fn client_tls(&self) -> ClientTlsConfig {
@@ -412,10 +443,11 @@ impl Identity {
         self.server(provider(), ALPN)
     }
 
-    /// Configuration of a QUIC client: TLS 1.3, mutual, [`ALPN`]; connect to [`SERVER_NAME`].
+    /// Configuration of a QUIC client: TLS 1.3, mutual, [`ALPN`]; connect to [`SERVER_NAME`]. The
+    /// server must be a node.
     #[must_use]
     pub fn quic_client(&self) -> rustls::ClientConfig {
-        self.client(provider(), ALPN)
+        self.client(provider(), ALPN, Role::Node(None))
     }
 
     /// Configuration of a server of TLS over TCP: TLS 1.3, mutual, [`ALPN_TCP`]. After the
@@ -428,24 +460,20 @@ impl Identity {
     }
 
     /// Configuration of a client of TLS over TCP, like [`Self::tcp_server`]; connect to
-    /// [`SERVER_NAME`].
+    /// [`SERVER_NAME`]. The server must be a node.
     #[must_use]
     pub fn tcp_client(&self) -> rustls::ClientConfig {
-        let mut config = self.client(bulk_provider(), ALPN_TCP);
+        let mut config = self.client(bulk_provider(), ALPN_TCP, Role::Node(None));
         config.enable_secret_extraction = true;
         config
     }
 
     /// Every connection does a full handshake: a resumed session could outlive its certificate.
     fn server(&self, provider: Arc<CryptoProvider>, alpn: &[u8]) -> rustls::ServerConfig {
-        let verifier =
-            WebPkiClientVerifier::builder_with_provider(Arc::clone(&self.roots), Arc::clone(&provider))
-                .build()
-                .expect("the roots were checked to hold a certificate");
         let mut config = rustls::ServerConfig::builder_with_details(provider, Arc::clone(&self.clock))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .expect("ring supports TLS 1.3")
-            .with_client_cert_verifier(verifier)
+            .with_client_cert_verifier(PeerVerifier::of_clients(&self.authority))
             .with_cert_resolver(Arc::clone(&self.certificate) as Arc<dyn rustls::server::ResolvesServerCert>);
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});
@@ -453,11 +481,14 @@ impl Identity {
         config
     }
 
-    fn client(&self, provider: Arc<CryptoProvider>, alpn: &[u8]) -> rustls::ClientConfig {
+    /// Configuration of a client of servers with this role.
+    fn client(&self, provider: Arc<CryptoProvider>, alpn: &[u8], server: Role) -> rustls::ClientConfig {
         let mut config = rustls::ClientConfig::builder_with_details(provider, Arc::clone(&self.clock))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .expect("ring supports TLS 1.3")
-            .with_root_certificates(Arc::clone(&self.roots))
+            // It verifies as the library's own, and then the role.
+            .dangerous()
+            .with_custom_certificate_verifier(PeerVerifier::of_servers(&self.authority, server))
             .with_client_cert_resolver(
                 Arc::clone(&self.certificate) as Arc<dyn rustls::client::ResolvesClientCert>
             );

@@ -1,7 +1,6 @@
 //! Reloads a process's certificate files while it runs.
 //!
-//! Existing connections keep their certificate: one that expires during a transfer does not
-//! interrupt it. Not here: which certificates are accepted (`renew.rs`).
+//! Existing connections keep their certificate until it ends or is revoked. Not here: which certificates are accepted (`renew.rs`).
 
 use std::time::Duration;
 
@@ -36,7 +35,9 @@ pub async fn keep_renewed(mut renewal: Renewal, every: Duration) {
 fn log(look: RenewalOutcome) {
     match look {
         RenewalOutcome::Unchanged => {}
-        RenewalOutcome::Renewed => tracing::info!("new connections show a new certificate from now on"),
+        RenewalOutcome::Renewed => {
+            tracing::info!("a new certificate, or a new list of revoked ones, is in force")
+        }
         RenewalOutcome::Rejected(error) => {
             tracing::warn!(%error, "certificate files cannot be used, the old one is kept");
         }

@@ -53,7 +53,7 @@ fn a_valid_identity_makes_all_configurations() {
         (&vec![ALPN_TCP.to_vec()], &vec![ALPN_TCP.to_vec()])
     );
     assert_eq!((server.max_early_data_size, client.enable_early_data), (0, false));
-    let (server, client) = (identity.grpc_server(), identity.grpc_client());
+    let (server, client) = (identity.grpc_server(), identity.grpc_client(Role::Node(None)));
     assert_eq!(
         (&server.alpn_protocols, &client.alpn_protocols),
         (&vec![ALPN_GRPC.to_vec()], &vec![ALPN_GRPC.to_vec()])

@@ -91,7 +91,7 @@ pub(crate) fn connect_lazily(
     address: &str,
     identity: &tls::Identity,
 ) -> Result<RouterClient<Channel>, String> {
-    Ok(RouterClient::new(channel::connect_lazily_to(&endpoint(address)?, identity, ROUTER)))
+    Ok(RouterClient::new(channel::connect_lazily(&endpoint(address)?, identity, ROUTER)))
 }
 
 fn endpoint(address: &str) -> Result<Endpoint, String> {

@@ -44,7 +44,7 @@ impl TestAuthority {
     }
 
     fn member(&self) -> Identity {
-        self.holder(&Role::Instance(None))
+        self.holder(&Role::Node(None))
     }
 
     fn holder(&self, role: &Role) -> Identity {

@@ -112,7 +112,7 @@ impl VerbsAuthority {
 
     fn pem(&self) -> [String; 3] {
         let key = KeyPair::generate().unwrap();
-        let params = CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
+        let params = CertificateParams::new(Role::Node(None).dns_names()).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();
         [self.0.pem(), cert.pem(), key.serialize_pem()]
     }

@@ -16,7 +16,7 @@ use futures_util::stream::{self, BoxStream};
 use futures_util::{FutureExt, Stream, StreamExt};
 use kv_core::id::RouterId;
 use kv_core::index::SNAPSHOT_FORMAT;
-use kvfleet_net::channel::{connect_lazily_to, endpoint};
+use kvfleet_net::channel::{connect_lazily, endpoint};
 use kvfleet_net::tls::{Identity, Role};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::raft_client::RaftClient;
@@ -113,7 +113,7 @@ impl Peers {
             .http2_keep_alive_interval(KEEPALIVE)
             .keep_alive_timeout(KEEPALIVE)
             .keep_alive_while_idle(true);
-        Ok(connect_lazily_to(&endpoint, &self.identity, server))
+        Ok(connect_lazily(&endpoint, &self.identity, server))
     }
 }
 

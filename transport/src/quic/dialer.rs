@@ -12,6 +12,7 @@ use quinn::crypto::rustls::QuicClientConfig;
 use quinn::{ClientConfig, Connection, Endpoint, default_runtime};
 
 use super::path::QuicPath;
+use super::server::peer_chain;
 use super::watchdog::{wait_until_refused, watch_peer};
 use super::{QuicConfig, path_error};
 use crate::dial::{resolve, within};
@@ -21,6 +22,7 @@ use crate::{BoxFuture, Dialer, Path, PathError};
 #[derive(Debug)]
 pub struct QuicDialer {
     client: ClientConfig,
+    identity: Identity,
     config: QuicConfig,
     /// Sockets, IPv4 first, opened on first use.
     endpoints: Mutex<[Option<Endpoint>; 2]>,
@@ -34,7 +36,7 @@ impl QuicDialer {
             .expect("ring has the cipher suite that QUIC's first packets need");
         let mut client = ClientConfig::new(Arc::new(crypto));
         client.transport_config(config.transport());
-        QuicDialer { client, config, endpoints: Mutex::new([None, None]) }
+        QuicDialer { client, identity: identity.clone(), config, endpoints: Mutex::new([None, None]) }
     }
 
     async fn open(&self, peer: &str) -> Result<Arc<dyn Path>, PathError> {
@@ -42,7 +44,8 @@ impl QuicDialer {
         let connection = self.connect(peer, address).await?;
         let path = QuicPath::new(connection.clone(), peer.to_owned(), self.config.stall_timeout);
         path.ping().await?;
-        tokio::spawn(watch_peer(connection, self.config.silence_max));
+        let end = self.identity.clone().server_end(peer_chain(&connection));
+        tokio::spawn(watch_peer(connection, self.config.silence_max, end));
         Ok(Arc::new(path))
     }
 

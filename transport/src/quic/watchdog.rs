@@ -13,24 +13,34 @@
 
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::pin::pin;
 use std::time::Duration;
 
 use quinn::Connection;
 use tokio::net::UdpSocket;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout};
 
-use super::CODE_SILENT;
+use super::{CODE_DONE, CODE_SILENT};
 use crate::silence::{Liveness, SilenceDetector, TICK};
 
 /// Watches until the connection ends, and closes it if its peer is lost, which wakes every
-/// operation on it.
-pub(super) async fn watch_peer(connection: Connection, lost_after: Duration) {
+/// operation on it. Also closes it at `end`, when the certificate of the peer is no longer valid.
+pub(super) async fn watch_peer(
+    connection: Connection,
+    lost_after: Duration,
+    end: impl Future<Output = rustls::Error>,
+) {
+    let mut end = pin!(end);
     let mut silence = SilenceDetector::new(Instant::now(), lost_after);
     let mut ticks = interval(TICK);
     ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             _ = connection.closed() => return,
+            error = &mut end => {
+                tracing::debug!(%error, "a connection ends with the certificate of its node");
+                return connection.close(CODE_DONE, b"the certificate is no longer valid");
+            }
             _ = ticks.tick() => {}
         }
         let gone = match silence.check(Instant::now(), connection.stats().udp_rx.datagrams) {

@@ -25,6 +25,7 @@ use crate::{BoxFuture, Dialer, Path, PathError, wire};
 #[derive(Debug)]
 pub struct TcpDialer {
     tls: Arc<ClientConfig>,
+    identity: Identity,
     config: TcpConfig,
     buffers: Arc<BufferPool>,
 }
@@ -33,7 +34,8 @@ impl TcpDialer {
     /// A dialer that presents `identity` and trusts its authority. Opens no socket yet.
     #[must_use]
     pub fn new(identity: &Identity, config: TcpConfig) -> TcpDialer {
-        TcpDialer { tls: Arc::new(identity.tcp_client()), config, buffers: Arc::default() }
+        let (tls, identity) = (Arc::new(identity.tcp_client()), identity.clone());
+        TcpDialer { tls, identity, config, buffers: Arc::default() }
     }
 
     /// Opens a path; the caller limits the time.
@@ -58,7 +60,7 @@ impl TcpDialer {
             PathError::Broken { peer, cause } => PathError::Unreachable { peer, cause },
             other => other,
         };
-        let mut lifeline = connector.connect().await.map_err(unreachable)?;
+        let (mut lifeline, chain) = connector.connect().await.map_err(unreachable)?;
         let pong = ping(&mut lifeline).await.map_err(|error| unreachable(error.at(peer)))?;
         if pong.version != wire::PROTOCOL_VERSION {
             let what = format!("a malformed message: protocol version {}", pong.version);
@@ -69,7 +71,8 @@ impl TcpDialer {
         let pool =
             ConnectionPool::new(connector, config.connections_per_peer, config.idle_timeout, lost.clone());
         let pool = Arc::new(pool);
-        let watching = watch_peer(lifeline, ends, config.silence_max, Arc::downgrade(&pool), says);
+        let end = self.identity.clone().server_end(chain);
+        let watching = watch_peer(lifeline, ends, config.silence_max, Arc::downgrade(&pool), says, end);
         let watching = tokio::spawn(watching);
         let (sends_frames, saves_frames) = (AtomicBool::new(false), LayerSupport::default());
         let stall_timeout = config.stall_timeout;

@@ -10,7 +10,7 @@ use kvfleet_net::tls::{ALPN_TCP, SERVER_NAME};
 use rustls::{
     ClientConfig, ClientConnection, Connection, ServerConfig, ServerConnection, SupportedCipherSuite,
 };
-use rustls_pki_types::ServerName;
+use rustls_pki_types::{CertificateDer, ServerName};
 use tokio::net::TcpStream;
 
 use super::record::{RECORD_BYTES_MAX, ciphers, record_head};
@@ -23,28 +23,28 @@ use crate::stream::StreamError;
 /// into a reset, and the client might not learn the reason.
 const DRAIN_BYTES_MAX: usize = 256 << 10;
 
+/// The chain of the certificate that a peer proved to own, leaf first.
+pub(super) type PeerChain = Vec<CertificateDer<'static>>;
+
 /// The client's handshake.
 pub(super) async fn connect(
     socket: TcpStream,
     config: &Arc<ClientConfig>,
     ends: StreamShared,
-) -> Result<TlsStream, StreamError> {
+) -> Result<(TlsStream, PeerChain), StreamError> {
     let name = ServerName::try_from(SERVER_NAME).expect("the constant is a valid DNS name");
     let client = ClientConnection::new(Arc::clone(config), name).map_err(|error| tls_stream_error(&error))?;
     HandshakeState::new(socket, client.into()).run().await?.into_stream(ends)
 }
 
-/// The server's handshake. Also returns the certificate that the client proved to own.
+/// The server's handshake.
 pub(super) async fn accept(
     socket: TcpStream,
     config: &Arc<ServerConfig>,
     ends: StreamShared,
-) -> Result<(TlsStream, Option<Arc<[u8]>>), StreamError> {
+) -> Result<(TlsStream, PeerChain), StreamError> {
     let server = ServerConnection::new(Arc::clone(config)).map_err(|error| tls_stream_error(&error))?;
-    let handshake = HandshakeState::new(socket, server.into()).run().await?;
-    let chain = handshake.tls.peer_certificates();
-    let leaf = chain.and_then(<[_]>::first).map(|leaf| Arc::from(leaf.as_ref()));
-    Ok((handshake.into_stream(ends)?, leaf))
+    HandshakeState::new(socket, server.into()).run().await?.into_stream(ends)
 }
 
 struct HandshakeState {
@@ -131,16 +131,17 @@ impl HandshakeState {
         }
     }
 
-    fn into_stream(self, ends: StreamShared) -> Result<TlsStream, StreamError> {
+    fn into_stream(self, ends: StreamShared) -> Result<(TlsStream, PeerChain), StreamError> {
         if self.tls.alpn_protocol() != Some(ALPN_TCP) {
             return Err(StreamError::Protocol("no protocol that this release supports".to_owned()));
         }
         let Some(SupportedCipherSuite::Tls13(suite)) = self.tls.negotiated_cipher_suite() else {
             return Err(StreamError::Protocol("another version of TLS".to_owned()));
         };
+        let chain = self.tls.peer_certificates().unwrap_or_default().to_vec();
         let secrets = self.tls.dangerous_extract_secrets().map_err(|error| tls_stream_error(&error))?;
         let (sealer, opener) = ciphers(suite, secrets)?;
-        Ok(TlsStream::new(self.socket, sealer, opener, &self.unread, ends))
+        Ok((TlsStream::new(self.socket, sealer, opener, &self.unread, ends), chain))
     }
 }
 

@@ -14,6 +14,7 @@ use rustls::ClientConfig;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
+use super::handshake::PeerChain;
 use super::stream::{StreamShared, TlsStream};
 use super::{handshake, socket};
 use crate::dial::within;
@@ -34,7 +35,7 @@ pub(super) struct Connector {
 
 impl Connector {
     /// A connection after the handshake at this end. The peer may still refuse our certificate.
-    pub(super) async fn connect(&self) -> Result<TlsStream, PathError> {
+    pub(super) async fn connect(&self) -> Result<(TlsStream, PeerChain), PathError> {
         let connecting = async {
             let unreachable =
                 |error: std::io::Error| StreamError::Unreachable(error.to_string()).at(&self.peer);
@@ -139,7 +140,7 @@ impl ConnectionPool {
                 },
             }
         }
-        let mut occupied = self.occupy(self.connector.connect().await?, place);
+        let mut occupied = self.occupy(self.connector.connect().await?.0, place);
         let answer = occupied.call(message).await.map_err(|error| error.at(self.peer()))?;
         Ok((answer, occupied))
     }

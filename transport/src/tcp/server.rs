@@ -3,6 +3,7 @@
 //! Not here: the handling of an operation (`serve.rs`).
 
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -57,6 +58,7 @@ pub struct TcpServer {
 
 /// State shared by all connections of a server.
 struct TcpServerState {
+    identity: Identity,
     service: Arc<dyn BlockService>,
     operations: Operations,
     tls: Arc<ServerConfig>,
@@ -194,6 +196,7 @@ impl TcpServer {
         let operations = Operations::new(room, limits);
         let traffic = operations.traffic.clone();
         let shared = TcpServerState {
+            identity: identity.clone(),
             service,
             operations,
             tls: Arc::new(identity.tcp_server()),
@@ -261,14 +264,15 @@ async fn serve_connection(socket: TcpStream, shared: Arc<TcpServerState>) {
     let _ = socket.set_nodelay(true); // on failure answers are only slower
     let handshake = handshake::accept(socket, &shared.tls, shared.ends.clone());
     match timeout(shared.config.dial_timeout, handshake).await {
-        Ok(Ok((stream, leaf))) => match admit(leaf, &shared.service) {
-            Some(by) => {
-                let served = ServedCaller { caller: by, upgraded: None };
-                serve_operations(stream, served, &shared).await;
-            }
-            // The service logs the refusal itself, not for each connection.
-            None => tracing::debug!("a caller was refused because of its certificate"),
-        },
+        Ok(Ok((stream, chain))) => {
+            let leaf = chain.first().map(|leaf| leaf.as_ref().into());
+            let Some(by) = admit(leaf, &shared.service) else {
+                // The service logs the refusal itself, not for each connection.
+                return tracing::debug!("a caller was refused because of its certificate");
+            };
+            let served = ServedCaller { caller: by, upgraded: None };
+            serve_operations(stream, served, &shared, shared.identity.clone().client_end(chain)).await;
+        }
         Ok(Err(error)) => tracing::debug!(%error, "handshake failed"),
         Err(_) => tracing::debug!("handshake took too long"),
     }
@@ -286,9 +290,24 @@ pub(crate) async fn accept_unserved(
     Ok(handshake::accept(socket, &Arc::new(identity.tcp_server()), ends).await?.0)
 }
 
-async fn serve_operations(mut stream: TlsStream, mut served: ServedCaller, shared: &TcpServerState) {
+/// Serves one operation after another, until the connection ends, or `end` after an operation.
+async fn serve_operations(
+    mut stream: TlsStream,
+    mut served: ServedCaller,
+    shared: &TcpServerState,
+    end: impl Future<Output = rustls::Error>,
+) {
+    let mut end = pin!(end);
     loop {
-        match timeout(shared.config.server_idle_timeout(), stream.wait_for_data()).await {
+        let has_data = tokio::select! {
+            biased;
+            error = &mut end => {
+                tracing::debug!(%error, "a connection ends with the certificate of its caller");
+                return stream.close();
+            }
+            has_data = timeout(shared.config.server_idle_timeout(), stream.wait_for_data()) => has_data,
+        };
+        match has_data {
             Ok(Ok(true)) => {}
             Ok(Ok(false)) | Err(_) => return stream.close(),
             Ok(Err(error)) => return tracing::debug!(%error, "connection ended"),

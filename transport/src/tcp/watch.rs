@@ -26,17 +26,20 @@ pub(super) async fn ping(stream: &mut TlsStream) -> Result<data::Pong, ItemError
     read_message(stream).await
 }
 
-/// Watches until the peer is lost, then informs every operation of the path.
+/// Watches until the peer is lost, or until `end`, when its certificate is no longer valid. Then
+/// informs every operation of the path.
 pub(super) async fn watch_peer(
     mut keepalive: TlsStream,
     ends: StreamShared,
     lost_after: Duration,
     pool: Weak<ConnectionPool>,
     lost: watch::Sender<Option<StreamError>>,
+    end: impl Future<Output = rustls::Error>,
 ) {
     let loss = tokio::select! {
         loss = ping_until_closed(&mut keepalive) => loss,
         loss = wait_for_silence(&ends, lost_after, &pool) => loss,
+        error = end => StreamError::Untrusted(error.to_string()),
     };
     tracing::debug!(%loss, "peer is gone");
     lost.send_replace(Some(loss));

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kv_core::id::TenantId;
+use kvfleet_net::tls;
 use kvfleet_proto::pb;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -84,7 +85,9 @@ impl ClusterDriver {
             requests: Arc::clone(&workload.requests),
             server: Arc::new(server),
             routers: RouterCalls::all(&addresses, &identity)?,
-            nodes: nodes.map(|address| channel(&address, &identity)).collect::<Result<_, _>>()?,
+            nodes: nodes
+                .map(|address| channel(&address, &identity, tls::Role::Node(None)))
+                .collect::<Result<_, _>>()?,
             instances: cluster.shape().instances as usize,
         })
     }

@@ -1,13 +1,15 @@
 //! Access to calls: which roles may make which call, and how long its answer may take.
 //!
-//! [`AccessService`] enforces [`TABLE`] before the message of a call is decoded. Not here: the
+//! [`AccessService`] enforces [`TABLE`] before the message of a call is decoded, and bounds the bytes
+//! of messages that a caller has in flight. Not here: the
 //! numbers and tenants that a call may name ([`Caller`]), and the block path, which admits
 //! connections instead of calls (`node/src/block_service.rs`).
 
+mod in_flight;
 mod table;
 
 use std::collections::HashMap;
-use std::sync::LazyLock;
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -20,6 +22,8 @@ use tonic::server::NamedService;
 use super::callers::Caller;
 use super::{Role, RoleKind};
 
+pub use in_flight::{BYTES_IN_FLIGHT_MAX, CountedBody};
+use in_flight::{BytesInFlight, CallBytes};
 pub use table::TABLE;
 
 /// Longest time until a call's answer begins: the time to receive its message, and to handle it.
@@ -124,12 +128,13 @@ pub fn rule_of(path: &str) -> Option<&'static CallRule> {
 #[derive(Clone, Debug)]
 pub struct AccessService<S> {
     inner: S,
+    in_flight: Arc<BytesInFlight>,
 }
 
 impl<S> AccessService<S> {
     /// Guards a service. Its listener must verify certificates of the cluster.
     pub fn new(inner: S) -> AccessService<S> {
-        AccessService { inner }
+        AccessService { inner, in_flight: Arc::default() }
     }
 }
 
@@ -139,7 +144,7 @@ impl<S: NamedService> NamedService for AccessService<S> {
 
 impl<S, B> Service<http::Request<B>> for AccessService<S>
 where
-    S: Service<http::Request<B>, Response = http::Response<Body>>,
+    S: Service<http::Request<CountedBody<B>>, Response = http::Response<Body>>,
     S::Future: Send + 'static,
     S::Error: Send + 'static,
 {
@@ -152,18 +157,23 @@ where
     }
 
     fn call(&mut self, mut request: http::Request<B>) -> Self::Future {
-        let rule = match admit(request.uri().path(), request.extensions()) {
+        let (rule, bytes) = match admit(request.uri().path(), request.extensions()) {
             Ok((rule, caller)) => {
+                let bytes = CallBytes::new(&self.in_flight, &caller);
                 request.extensions_mut().insert(caller);
-                rule
+                (rule, bytes)
             }
             Err(status) => return Box::pin(async move { Ok(status.into_http()) }),
         };
-        let answering = self.inner.call(request);
-        match rule.deadline {
-            Deadline::Common => Box::pin(within_timeout(answering)),
-            Deadline::OfHandler => Box::pin(answering),
-        }
+        let answering = self.inner.call(request.map(|body| CountedBody::new(body, bytes.clone())));
+        Box::pin(async move {
+            // The message is in memory until the answer begins, also if its body was read before.
+            let _bytes = bytes;
+            match rule.deadline {
+                Deadline::Common => within_timeout(answering).await,
+                Deadline::OfHandler => answering.await,
+            }
+        })
     }
 }
 

@@ -84,7 +84,7 @@ fn a_service_without_an_access_check_has_no_callers() {
 #[derive(Clone)]
 struct Stuck;
 
-impl Service<http::Request<()>> for Stuck {
+impl Service<http::Request<CountedBody<()>>> for Stuck {
     type Response = http::Response<Body>;
     type Error = Infallible;
     type Future = Pending<Result<http::Response<Body>, Infallible>>;
@@ -93,7 +93,7 @@ impl Service<http::Request<()>> for Stuck {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, _: http::Request<()>) -> Self::Future {
+    fn call(&mut self, _: http::Request<CountedBody<()>>) -> Self::Future {
         pending()
     }
 }

@@ -5,6 +5,7 @@
 //! connecting after its certificate expired. Not here: authorisation of calls (`access/`).
 
 use std::collections::BTreeMap;
+use std::future::pending;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -18,21 +19,24 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tonic::codegen::tokio_stream::Stream;
 
-use super::Identity;
+use self::connections::{ConnectionCounts, ConnectionLimits};
+use super::{EndingStream, Identity, role_of};
 use crate::accept_limits::{AcceptWarnings, connection_limit};
+
+mod connections;
 
 /// Limits on callers that have not authenticated yet.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct HandshakeLimits {
+struct HandshakeLimits {
     /// Concurrent handshakes, at least one. A further connection replaces an evictable handshake
     /// ([`Handshakes::evict_one`]), or waits for one.
-    pub(super) handshakes_max: usize,
+    handshakes_max: usize,
     /// Timeout of a handshake.
-    pub(super) handshake_max: Duration,
+    handshake_max: Duration,
     /// How long a handshake that received data is protected from eviction. It needs some round
     /// trips and a signature, also when every client reconnects at once. One without data is
     /// protected for a [`SILENT_GRACE_DIVISOR`]th: its data may be here and not read yet.
-    pub(super) grace_period: Duration,
+    grace_period: Duration,
 }
 
 impl Default for HandshakeLimits {
@@ -57,8 +61,15 @@ const SILENT_GRACE_DIVISOR: u32 = 10;
 /// Pause after a failed accept, mostly for want of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// Age at which a server of control calls asks a client to open a new connection. Calls on the old
+/// one end by themselves, or after [`CONNECTION_AGE_GRACE`].
+pub const CONNECTION_AGE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// How long calls on an old connection may go on.
+pub const CONNECTION_AGE_GRACE: Duration = Duration::from_secs(60);
+
 /// A connection from a caller with a certificate of the cluster.
-pub type CallerStream = TlsStream<TcpStream>;
+pub type CallerStream = EndingStream<TlsStream<TcpStream>>;
 
 /// Accepts connections on this listener until dropped, which also ends the handshakes. For
 /// `serve_with_incoming` of a tonic server without TLS of its own. The stream never ends and yields
@@ -67,7 +78,7 @@ pub fn incoming(
     listener: TcpListener,
     identity: &Identity,
 ) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
-    incoming_with_limits(listener, identity, HandshakeLimits::default())
+    incoming_with_limits(listener, identity, HandshakeLimits::default(), ConnectionLimits::default())
 }
 
 /// Like [`incoming`], for callers without a certificate: for calls open to strangers.
@@ -75,26 +86,37 @@ pub fn incoming_without_client_auth(
     listener: TcpListener,
     identity: &Identity,
 ) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
-    accept_stream(listener, identity.grpc_server_without_client_auth(), HandshakeLimits::default())
+    accept_stream(listener, identity.grpc_server_without_client_auth(), None, HandshakeLimits::default())
 }
 
-pub(super) fn incoming_with_limits(
+fn incoming_with_limits(
     listener: TcpListener,
     identity: &Identity,
     bounds: HandshakeLimits,
+    connections: ConnectionLimits,
 ) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
-    accept_stream(listener, identity.grpc_server(), bounds)
+    let counted = Some((identity.clone(), ConnectionCounts::new(connections)));
+    accept_stream(listener, identity.grpc_server(), counted, bounds)
 }
 
+/// Accepts connections. With an identity, they are counted by caller, and each ends with its caller's
+/// certificate.
 fn accept_stream(
     listener: TcpListener,
     config: ServerConfig,
+    counted: Option<(Identity, ConnectionCounts)>,
     bounds: HandshakeLimits,
 ) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
     let acceptor = TlsAcceptor::from(Arc::new(config));
     let handshakes = Handshakes { bounds, next_number: 0, running: JoinSet::new(), by_age: BTreeMap::new() };
-    let incoming =
-        CallerAcceptor { listener, acceptor, handshakes, accept_warnings: AcceptWarnings::default() };
+    let incoming = CallerAcceptor {
+        listener,
+        acceptor,
+        counted,
+        handshakes,
+        accept_warnings: AcceptWarnings::default(),
+        caller_warnings: AcceptWarnings::default(),
+    };
     Box::pin(futures_util::stream::unfold(incoming, |mut incoming| async {
         let called = incoming.next().await;
         Some((Ok(called), incoming))
@@ -104,8 +126,11 @@ fn accept_stream(
 struct CallerAcceptor {
     listener: TcpListener,
     acceptor: TlsAcceptor,
+    /// `None` for callers without certificates.
+    counted: Option<(Identity, ConnectionCounts)>,
     handshakes: Handshakes,
     accept_warnings: AcceptWarnings,
+    caller_warnings: AcceptWarnings,
 }
 
 impl CallerAcceptor {
@@ -117,7 +142,7 @@ impl CallerAcceptor {
                 // needlessly.
                 biased;
                 Some(ended) = self.handshakes.join_next() => {
-                    if let Some(called) = ended {
+                    if let Some(called) = ended.and_then(|called| self.admit(called)) {
                         return called;
                     }
                 }
@@ -129,6 +154,33 @@ impl CallerAcceptor {
                 },
             }
         }
+    }
+
+    /// The connection, until its caller's certificate ends. `None` if the caller has too many.
+    fn admit(&mut self, called: TlsStream<TcpStream>) -> Option<CallerStream> {
+        let Some((identity, connections)) = self.counted.clone() else {
+            return Some(EndingStream::new(called, pending()));
+        };
+        let chain = called.get_ref().1.peer_certificates().unwrap_or_default().to_vec();
+        // Calls with other names are refused one by one, with the reason.
+        let role = chain.first().and_then(|leaf| role_of(leaf).ok());
+        let Some(slot) = connections.open(role.as_ref()) else {
+            if self.caller_warnings.should_warn() {
+                let caller =
+                    role.map_or_else(|| "a caller without a role".to_owned(), |role| role.to_string());
+                tracing::warn!(
+                    caller,
+                    "a connection for control calls was closed: this caller or all together \
+                    have as many as the limit of open files allows"
+                );
+            }
+            return None;
+        };
+        let end = async move {
+            let _slot = slot;
+            identity.client_end(chain).await
+        };
+        Some(EndingStream::new(called, end))
     }
 
     /// Handles a failed accept, mostly for want of descriptors.
@@ -147,7 +199,7 @@ struct Handshakes {
     bounds: HandshakeLimits,
     /// Number of the next handshake.
     next_number: u64,
-    running: JoinSet<(u64, Option<CallerStream>)>,
+    running: JoinSet<(u64, Option<TlsStream<TcpStream>>)>,
     /// Handshakes that count against the limit, by number.
     by_age: BTreeMap<u64, Handshake>,
 }
@@ -220,7 +272,7 @@ impl Handshakes {
 
     /// The next handshake to end, with its connection if it succeeded. `None` if none is in
     /// progress.
-    async fn join_next(&mut self) -> Option<Option<CallerStream>> {
+    async fn join_next(&mut self) -> Option<Option<TlsStream<TcpStream>>> {
         // An evicted handshake is no longer listed here.
         let Ok((number, called)) = self.running.join_next().await? else { return Some(None) };
         self.by_age.remove(&number);
@@ -233,7 +285,7 @@ async fn shake_hands(
     socket: TcpStream,
     longest: Duration,
     has_received: &AtomicBool,
-) -> Option<CallerStream> {
+) -> Option<TlsStream<TcpStream>> {
     let _ = socket.set_nodelay(true); // on failure answers are only slower
     let shaking = async {
         socket.peek(&mut [0]).await?;

@@ -16,7 +16,7 @@ use tokio_rustls::TlsConnector;
 use tonic::{Request, Response, Status};
 
 use super::*;
-use crate::channel::{connect_lazily, connect_lazily_to, endpoint};
+use crate::channel::{connect_lazily, endpoint};
 use crate::tls::{Role, server_name};
 use kvfleet_proto::pb;
 use kvfleet_proto::pb::instance_client::InstanceClient;
@@ -96,6 +96,9 @@ impl Instance for CallerLog {
     }
 }
 
+/// Connections of one caller in these tests.
+const CONNECTIONS_MAX: usize = 8;
+
 async fn serve(identity: &Identity) -> (SocketAddr, CallerLog) {
     serve_within(identity, HandshakeLimits::default()).await
 }
@@ -104,13 +107,15 @@ async fn serve_within(identity: &Identity, bounds: HandshakeLimits) -> (SocketAd
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (address, callers) = (listener.local_addr().unwrap(), CallerLog::default());
     let served = tonic::transport::Server::builder().add_service(InstanceServer::new(callers.clone()));
-    tokio::spawn(served.serve_with_incoming(incoming_with_limits(listener, identity, bounds)));
+    let connections = ConnectionLimits { per_caller: CONNECTIONS_MAX, total: CONNECTIONS_MAX + 1 };
+    let incoming = incoming_with_limits(listener, identity, bounds, connections);
+    tokio::spawn(served.serve_with_incoming(incoming));
     (address, callers)
 }
 
 fn client(address: SocketAddr, identity: &Identity) -> InstanceClient<tonic::transport::Channel> {
     let endpoint = endpoint(&address.to_string()).unwrap().connect_timeout(Duration::from_secs(5));
-    InstanceClient::new(connect_lazily(&endpoint, identity))
+    InstanceClient::new(connect_lazily(&endpoint, identity, Role::Node(None)))
 }
 
 async fn asks(mut client: InstanceClient<tonic::transport::Channel>) -> Result<(), Status> {
@@ -141,7 +146,7 @@ async fn connects_by(
 async fn no_session_resumes_with_an_expired_certificate() {
     let world = ListenFixture::new();
     let (address, _) = serve(&world.member(12)).await;
-    let mut config = world.member(2).grpc_client();
+    let mut config = world.member(2).grpc_client(Role::Node(None));
     // A caller may enable resumption.
     config.resumption = rustls::client::Resumption::in_memory_sessions(8);
     let config = Arc::new(config);
@@ -158,7 +163,7 @@ async fn existing_servers_and_channels_present_a_renewed_certificate() {
     let world = ListenFixture::new();
     let (server, caller) = (world.member(2), world.member(2));
     let (address, callers) = serve(&server).await;
-    let raw = Arc::new(world.member(12).grpc_client());
+    let raw = Arc::new(world.member(12).grpc_client(Role::Node(None)));
     // Made now, and connected on first use.
     let [before, after, never] =
         [caller.clone(), caller.clone(), world.member(2)].map(|by| client(address, &by));
@@ -168,17 +173,26 @@ async fn existing_servers_and_channels_present_a_renewed_certificate() {
 
     world.renew(&server);
     world.renew(&caller);
-    world.clock.0.store(FEBRUARY, Ordering::Relaxed);
     assert_eq!(connects(address, &raw).await.unwrap().1, own_certificate(&server));
     asks(after).await.unwrap();
-    asks(before).await.unwrap();
+    asks(before.clone()).await.unwrap();
     assert_eq!(
         callers.0.lock().unwrap()[1..],
-        [own_certificate(&caller), old],
+        [own_certificate(&caller), old.clone()],
         "an existing connection keeps its certificate"
     );
+
+    world.clock.0.store(FEBRUARY, Ordering::Relaxed);
     asks(never).await.unwrap_err();
-    assert_eq!(callers.0.lock().unwrap().len(), 3);
+    let presented = || callers.0.lock().unwrap().last().unwrap().clone();
+    // The old connection ends within a second of the old certificate's end.
+    let ended = async {
+        while asks(before.clone()).await.is_err() || presented() == old {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(SOON, ended).await.expect("a connection outlives its certificate");
+    assert_eq!(presented(), own_certificate(&caller));
 }
 
 /// Far above the duration of any step here, and below a test's limit.
@@ -257,7 +271,8 @@ async fn handshakes_with_data_are_protected_from_newer_ones() {
         // The header of a record that never arrives.
         caller.write_all(&[22, 3, 1, 2, 0]).await.unwrap();
     }
-    let (raw, late) = (Arc::new(identity.grpc_client()), TcpStream::connect(address).await.unwrap());
+    let (raw, late) =
+        (Arc::new(identity.grpc_client(Role::Node(None))), TcpStream::connect(address).await.unwrap());
     let calling = tokio::spawn(async move { connects_by(late, &raw).await });
     // Whatever the server does with the last connection has happened once the previous one is seen
     // to be kept.
@@ -308,7 +323,7 @@ async fn process_with_few_descriptors() {
         ..HandshakeLimits::default()
     };
     let (address, _) = serve_within(&identity, bounds).await;
-    let raw = Arc::new(identity.grpc_client());
+    let raw = Arc::new(identity.grpc_client(Role::Node(None)));
     // The caller opens its descriptor before the limit is lowered.
     let caller = tokio::net::TcpSocket::new_v4().unwrap();
     let limit = rustix::process::Rlimit { current: Some(64), maximum: Some(64) };
@@ -352,12 +367,37 @@ async fn silent_connections_leave_descriptors_for_callers() {
 }
 
 #[tokio::test]
+async fn a_caller_with_too_many_connections_gets_no_more() {
+    let world = ListenFixture::new();
+    let identity = world.member(12);
+    let (address, callers) = serve(&identity).await;
+    let mut open = Vec::new();
+    for _ in 0..CONNECTIONS_MAX {
+        open.push(client(address, &identity));
+        asks(open.last().unwrap().clone()).await.unwrap();
+    }
+    asks(client(address, &identity)).await.unwrap_err();
+    for connection in &open {
+        asks(connection.clone()).await.unwrap();
+    }
+    assert_eq!(callers.0.lock().unwrap().len(), 2 * CONNECTIONS_MAX);
+    // The place of a closed connection is free.
+    drop(open.pop());
+    let again = async {
+        while asks(client(address, &identity)).await.is_err() {
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    timeout(SOON, again).await.expect("a closed connection keeps its place");
+}
+
+#[tokio::test]
 async fn a_server_of_another_role_gets_no_call() {
     let world = ListenFixture::new();
     let identity = world.member(12);
     let (address, callers) = serve(&identity).await;
     let endpoint = endpoint(&address.to_string()).unwrap().connect_timeout(Duration::from_secs(5));
-    let to = |server| InstanceClient::new(connect_lazily_to(&endpoint, &identity, server));
+    let to = |server| InstanceClient::new(connect_lazily(&endpoint, &identity, server));
     asks(to(Role::Node(Some(NodeId(1))))).await.unwrap();
     asks(to(Role::Node(None))).await.unwrap();
     for wrong in [Role::Node(Some(NodeId(2))), Role::Router(None)] {

@@ -11,6 +11,7 @@ use std::str::FromStr;
 use kv_core::id::{InstanceId, NodeId, RouterId, TenantId};
 
 use super::SERVER_NAME;
+use super::der::{OBJECT_IDENTIFIER, OCTETS, SEQUENCE, element, elements, only_element};
 
 /// Prefix of tenant names.
 const PREFIX: &str = "tenant-";
@@ -296,9 +297,6 @@ fn shown(name: &str) -> String {
     name.chars().take(SHOWN_CHARS_MAX).collect()
 }
 
-const SEQUENCE: u8 = 0x30;
-const OBJECT_IDENTIFIER: u8 = 0x06;
-const OCTETS: u8 = 0x04;
 /// The part of a certificate that holds its extensions.
 const EXTENSIONS: u8 = 0xA3;
 /// A name of DNS among alternative names.
@@ -344,49 +342,6 @@ fn alternatives(extension: &[u8]) -> Option<Option<&[u8]>> {
         return None;
     }
     only_element(value, SEQUENCE).map(Some)
-}
-
-/// Content of the single element that makes up `bytes`.
-fn only_element(bytes: &[u8], tag: u8) -> Option<&[u8]> {
-    let (found, value, rest) = element(bytes)?;
-    (found == tag && rest.is_empty()).then_some(value)
-}
-
-/// All elements of `bytes`. A malformed element yields `None` and ends the iteration.
-fn elements(bytes: &[u8]) -> impl Iterator<Item = Option<(u8, &[u8])>> {
-    let mut rest = bytes;
-    std::iter::from_fn(move || {
-        if rest.is_empty() {
-            return None;
-        }
-        let Some((tag, value, behind)) = element(rest) else {
-            rest = &[];
-            return Some(None);
-        };
-        rest = behind;
-        Some(Some((tag, value)))
-    })
-}
-
-/// The first element: its tag, its content, and the bytes after it.
-fn element(bytes: &[u8]) -> Option<(u8, &[u8], &[u8])> {
-    let (&[tag, short], rest) = bytes.split_first_chunk()?;
-    // X.509 uses no tags of more than one byte.
-    if tag & 0x1F == 0x1F {
-        return None;
-    }
-    let (len, rest) = if short < 0x80 {
-        (usize::from(short), rest)
-    } else {
-        let len_bytes = usize::from(short & 0x7F);
-        if !(1..=4).contains(&len_bytes) {
-            return None;
-        }
-        let (len, rest) = rest.split_at_checked(len_bytes)?;
-        (len.iter().fold(0, |len, byte| len << 8 | usize::from(*byte)), rest)
-    };
-    let (value, behind) = rest.split_at_checked(len)?;
-    Some((tag, value, behind))
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
-//! Renewal of a process's certificate and key while it runs.
+//! Renewal of a process's certificate and key, and of the list of revoked certificates, while it
+//! runs.
 //!
 //! Every handshake asks for the current certificate. New connections use the new one, and existing
-//! connections go on. An unusable certificate (truncated, mismatched, not accepted) changes no
+//! connections go on until the old one ends or is revoked. An unusable certificate (truncated, mismatched, not accepted) changes no
 //! state and is reported once. The authority is never renewed: another authority is another
 //! cluster. Not here: the interval of checks (`reload.rs`), and tonic's own TLS, which keeps its
 //! first certificate.
@@ -107,7 +108,8 @@ impl Identity {
 
     fn renew_from(&self, files: &TlsFiles, cert_pem: &[u8], key_pem: &[u8]) -> Result<bool, TlsError> {
         let builder = IdentityBuilder { files };
-        let (role, certified) = builder.certified_key(&self.roots, self.clock.as_ref(), cert_pem, key_pem)?;
+        let verifiers = self.authority.verifiers();
+        let (role, certified) = builder.certified_key(&verifiers, self.clock.as_ref(), cert_pem, key_pem)?;
         let before = self.certificate.pair();
         if *before.cert_pem == *cert_pem && *before.key_pem == *key_pem {
             return Ok(false);
@@ -121,6 +123,32 @@ impl Identity {
         }
         let pair = CertPair::new(cert_pem.to_vec(), key_pem.to_vec(), certified, role);
         *self.certificate.current.write().unwrap_or_else(PoisonError::into_inner) = pair;
+        Ok(true)
+    }
+
+    /// Refuses the certificates on this list (PEM) from now on, and ends open connections of theirs.
+    /// Returns whether the list differs from before.
+    ///
+    /// # Errors
+    /// If it is no list of this authority; the old list stays in use.
+    pub fn revoke(&self, list_pem: &[u8]) -> Result<bool, TlsError> {
+        self.revoke_from(&memory_files(), list_pem)
+    }
+
+    fn revoke_from(&self, files: &TlsFiles, list_pem: &[u8]) -> Result<bool, TlsError> {
+        let before = self.authority.verifiers();
+        if before.revoked_pem() == Some(list_pem) {
+            return Ok(false);
+        }
+        let builder = IdentityBuilder { files };
+        let verifiers = builder.verifiers(before.roots(), Some(list_pem.to_vec()))?;
+        // The signature of the list is verified together with a certificate. Whether ours is valid
+        // concerns its renewal.
+        let chain = &self.certificate.certified().cert;
+        match builder.check_accepted(&verifiers, self.clock.as_ref(), chain) {
+            Err(error @ TlsError::NoRevokedList { .. }) => return Err(error),
+            Ok(_) | Err(_) => self.authority.replace(verifiers),
+        }
         Ok(true)
     }
 }
@@ -140,11 +168,12 @@ impl std::fmt::Debug for Renewal {
     }
 }
 
-/// Content of the two files. Never printed: one is a secret.
+/// Content of the files. Never printed: one is a secret.
 #[derive(PartialEq, Eq)]
 struct CertFiles {
     cert: Vec<u8>,
     key: Vec<u8>,
+    revoked: Option<Vec<u8>>,
 }
 
 /// Result of a check of the files.
@@ -152,7 +181,7 @@ struct CertFiles {
 pub enum RenewalOutcome {
     /// No change.
     Unchanged,
-    /// A new certificate is presented from now on.
+    /// A new certificate is presented from now on, or a new list of revoked ones is in force.
     Renewed,
     /// The files cannot be used, and the old certificate stays. Reported once per reason; an
     /// expired certificate without a successor is a reason too.
@@ -171,7 +200,7 @@ impl Renewal {
     pub fn check(&mut self) -> RenewalOutcome {
         let files = self.read();
         let renewed = match &files {
-            Ok(CertFiles { cert, key }) => self.identity.renew_from(&self.files, cert, key),
+            Ok(files) => self.renew(files),
             Err(error) => Err(error.clone()),
         };
         let error = match renewed {
@@ -191,7 +220,17 @@ impl Renewal {
 
     fn read(&self) -> Result<CertFiles, TlsError> {
         let cert = read("certificate", &self.files.cert)?;
-        Ok(CertFiles { cert, key: read("private key", &self.files.key)? })
+        let key = read("private key", &self.files.key)?;
+        Ok(CertFiles { cert, key, revoked: self.files.read_revoked()? })
+    }
+
+    fn renew(&self, files: &CertFiles) -> Result<bool, TlsError> {
+        // A list that is gone stays in force: its certificates are still revoked.
+        let revoked = files.revoked.as_deref();
+        let has_list = revoked.map_or(Ok(false), |list| self.identity.revoke_from(&self.files, list));
+        // A list that cannot be used is no reason to keep an old certificate.
+        let has_certificate = self.identity.renew_from(&self.files, &files.cert, &files.key)?;
+        Ok(has_list? || has_certificate)
     }
 }
 

@@ -5,7 +5,7 @@
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
@@ -46,6 +46,7 @@ pub struct QuicServer {
 
 /// State shared by all streams of a server.
 struct QuicServerState {
+    identity: Identity,
     /// Decides on the service of each connection.
     service: Arc<dyn BlockService>,
     operations: Operations,
@@ -123,7 +124,7 @@ impl QuicServer {
         let local = endpoint.local_addr().map_err(failed)?;
         let operations = Operations::new(room, ServeLimits { stall_timeout: config.stall_timeout, times });
         let traffic = operations.traffic.clone();
-        let shared = Arc::new(QuicServerState { service, operations });
+        let shared = Arc::new(QuicServerState { identity: identity.clone(), service, operations });
         let accepting = tokio::spawn(accept(endpoint.clone(), shared));
         Ok(QuicServer { endpoint, local, traffic, accepting })
     }
@@ -173,13 +174,24 @@ async fn accept(endpoint: Endpoint, shared: Arc<QuicServerState>) {
 }
 
 async fn serve_connection(connection: Connection, shared: Arc<QuicServerState>) {
-    let Some(AdmittedCaller { service, .. }) = admit(leaf(&connection), &shared.service) else {
+    let chain = peer_chain(&connection);
+    let leaf = chain.first().map(|leaf| leaf.as_ref().into());
+    let Some(AdmittedCaller { service, .. }) = admit(leaf, &shared.service) else {
         // The service logs the refusal itself, not for each connection.
         tracing::debug!(peer = %connection.remote_address(), "a caller was refused because of its certificate");
         return connection.close(CODE_REFUSED, b"this caller is not served");
     };
     let (mut streams, mates) = (JoinSet::new(), StreamPriorities::new(&connection));
-    while let Ok((send, recv)) = connection.accept_bi().await {
+    let mut end = pin!(shared.identity.clone().client_end(chain));
+    loop {
+        let accepted = tokio::select! {
+            accepted = connection.accept_bi() => accepted,
+            error = &mut end => {
+                tracing::debug!(%error, "a connection ends with the certificate of its caller");
+                break;
+            }
+        };
+        let Ok((send, recv)) = accepted else { return };
         while streams.try_join_next().is_some() {}
         let (shared, service, mates) = (Arc::clone(&shared), Arc::clone(&service), mates.clone());
         let mut operation = Box::pin(async move {
@@ -198,6 +210,21 @@ async fn serve_connection(connection: Connection, shared: Arc<QuicServerState>) 
             streams.spawn(operation);
         }
     }
+    end_connection(&connection, streams, &mates).await;
+}
+
+/// Refuses new operations until the running ones have ended, then closes the connection.
+async fn end_connection(connection: &Connection, mut running: JoinSet<()>, mates: &StreamPriorities) {
+    loop {
+        tokio::select! {
+            ended = running.join_next() => if ended.is_none() { break },
+            accepted = connection.accept_bi() => match accepted {
+                Ok((send, recv)) => QuicStream::accepted(send, recv, mates).refuse(),
+                Err(_) => return,
+            }
+        }
+    }
+    connection.close(CODE_REFUSED, b"the certificate of this caller is no longer valid");
 }
 
 /// Polls `work` once. As in a separate task, a panic ends only this operation.
@@ -209,10 +236,10 @@ async fn poll_once(mut work: Pin<&mut (impl Future<Output = ()> + Send)>) -> Pol
     .await
 }
 
-/// The certificate that the peer proved to own.
-fn leaf(connection: &Connection) -> Option<Arc<[u8]>> {
-    let chain = connection.peer_identity()?.downcast::<Vec<CertificateDer<'static>>>().ok()?;
-    Some(chain.first()?.as_ref().into())
+/// The chain of the certificate that the peer proved to own, leaf first. Empty without one.
+pub(super) fn peer_chain(connection: &Connection) -> Vec<CertificateDer<'static>> {
+    let chain = connection.peer_identity().and_then(|identity| identity.downcast().ok());
+    chain.map(|chain| *chain).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ impl TestAuthority {
     pub(crate) fn member(&self) -> Identity {
         let key = KeyPair::generate().unwrap();
         // Both ends use it.
-        let params = CertificateParams::new(Role::Instance(None).dns_names()).unwrap();
+        let params = CertificateParams::new(Role::Node(None).dns_names()).unwrap();
         let cert = params.signed_by(&key, &self.0).unwrap();
         Identity::from_pem(self.0.pem().as_bytes(), cert.pem().as_bytes(), key.serialize_pem().as_bytes())
             .unwrap()

@@ -33,7 +33,7 @@ pub(super) async fn connect_raw(
     let ends =
         StreamShared { buffers: Arc::default(), received: Arc::default(), min_size: BufferSize::Large };
     let socket = TcpStream::connect(address).await.unwrap();
-    handshake::connect(socket, &Arc::new(tls), ends).await
+    handshake::connect(socket, &Arc::new(tls), ends).await.map(|(stream, _)| stream)
 }
 
 #[derive(Debug)]
