@@ -13,6 +13,7 @@ use kvfleet_proto::pb;
 use kvfleet_proto::pb::router_client::RouterClient;
 use kvfleet_router::{RouterConfig, VoterConfig};
 use kvfleet_testkit::certificates::{Certificates, RoleChannel};
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use tempfile::TempDir;
 
 use kvfleet_testkit::ports::unused_address;
@@ -254,10 +255,21 @@ impl Cluster {
         let units = file_bytes / UNIT_BYTES;
         let mut command = Command::new("sh");
         command
-            .args(["-c", &format!("trap '' XFSZ; ulimit -f {units}; exec \"$0\" \"$1\"")])
+            .args(["-c", &format!("trap '' XFSZ; ulimit -S -f {units}; exec \"$0\" \"$1\"")])
             .arg(&self.program)
             .arg(config_path(self.folder.path(), position));
         self.run(position, command)
+    }
+
+    /// Gives a router that was started on a full disk unlimited room.
+    ///
+    /// # Errors
+    /// If it does not run.
+    pub fn make_room(&self, position: usize) -> Result<(), SuiteError> {
+        let process = self.processes[position].as_ref().ok_or("the router does not run")?;
+        let unlimited = Rlimit { current: None, maximum: None };
+        prlimit(Pid::from_raw(process.id().cast_signed()), Resource::Fsize, unlimited)?;
+        Ok(())
     }
 
     fn run(&mut self, position: usize, mut command: Command) -> Result<(), SuiteError> {

@@ -1,5 +1,5 @@
-//! A voter with a full disk steps down and stops voting, the cluster continues, and the voter
-//! recovers when it has space.
+//! Routers with full disks: the cluster goes on if a majority has room, and waits if none has. Each
+//! continues by itself when there is room.
 #![allow(clippy::unwrap_used)]
 
 use std::path::Path;
@@ -10,6 +10,7 @@ use kv_core::id::HASH_BYTES;
 use kvfleet_client::MembershipClient;
 use kvfleet_net::tls::Role;
 use kvfleet_proto::pb;
+use tonic::Code;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_chaos-router");
 
@@ -48,10 +49,15 @@ async fn write(contacts: &RouterClients, number: u64) {
     .await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn voter_with_a_full_disk_steps_down_and_recovers() {
+/// A cluster whose logs are not shortened by snapshots.
+fn cluster() -> Cluster {
     let keep_all = |config: &mut kvfleet_router::RouterConfig| config.snapshot_every_entries = 1_000_000;
-    let mut cluster = Cluster::start_with(Path::new(PROGRAM), keep_all).unwrap();
+    Cluster::start_with(Path::new(PROGRAM), keep_all).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn voter_with_a_full_disk_catches_up_by_itself() {
+    let mut cluster = cluster();
     let contacts = cluster.router_clients();
     cluster.kill(0).unwrap();
     cluster.start_router_on_a_full_disk(0, FILE_BYTES).unwrap();
@@ -61,13 +67,45 @@ async fn voter_with_a_full_disk_steps_down_and_recovers() {
     for number in 1..=12 {
         write(&contacts, number).await;
     }
-    until("another leader of every group", || async {
-        let groups = contacts.status(1).await?.groups;
-        groups.iter().all(|group| group.leader > 1).then_some(())
+    // With space, it catches up with the others.
+    cluster.make_room(0).unwrap();
+    until_equal(&contacts, &[0, 1, 2]).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn routers_with_full_disks_wait_and_recover_by_themselves() {
+    let mut cluster = cluster();
+    let contacts = cluster.router_clients();
+    for position in 0..ROUTERS_COUNT {
+        cluster.kill(position).unwrap();
+    }
+    for position in 0..ROUTERS_COUNT {
+        cluster.start_router_on_a_full_disk(position, FILE_BYTES).unwrap();
+    }
+    // No log has room for an entry of this size, and writes end with the reason.
+    let refusal = until("a write that is refused for want of room", || async {
+        for position in 0..ROUTERS_COUNT {
+            let pin = pb::PinRequest {
+                pin: 2,
+                owner: "test".into(),
+                blocks: vec![7; HASH_BYTES * PIN_BLOCKS],
+                ..pb::PinRequest::default()
+            };
+            let refused = contacts.client(position).pin(pin).await.err();
+            if let Some(refused) = refused.filter(|refused| refused.code() == Code::ResourceExhausted) {
+                return Some(refused.message().to_owned());
+            }
+        }
+        None
     })
     .await;
-    // With space, it catches up with the others.
-    cluster.kill(0).unwrap();
-    cluster.start_router(0).unwrap();
+    assert!(refusal.contains("the disk of this router is full"), "{refusal}");
+    for position in 0..ROUTERS_COUNT {
+        assert!(cluster.is_running(position), "router {position} ended");
+    }
+    for position in 0..ROUTERS_COUNT {
+        cluster.make_room(position).unwrap();
+    }
+    write(&contacts, 1).await;
     until_equal(&contacts, &[0, 1, 2]).await;
 }

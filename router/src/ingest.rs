@@ -256,7 +256,7 @@ fn result_without_outcome(answer: Result<Applied, ProposeError>) -> AnnounceResu
         Err(ProposeError::NotLeader(leader) | ProposeError::Unknown(leader)) => {
             AnnounceResult::NotLeader(leader)
         }
-        Err(ProposeError::Stopped(why) | ProposeError::Members(why)) => {
+        Err(ProposeError::Stopped(why) | ProposeError::Members(why) | ProposeError::NoRoom(why)) => {
             tracing::error!(why, "announcements cannot be proposed");
             AnnounceResult::NotLeader(None)
         }

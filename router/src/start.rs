@@ -12,7 +12,7 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use kv_core::id::RouterId;
 use kvfleet_net::tls::access::AccessService;
-use kvfleet_net::tls::listen::incoming;
+use kvfleet_net::tls::listen::{CONNECTION_AGE_GRACE, CONNECTION_AGE_MAX, incoming};
 use kvfleet_net::tls::{Identity, RENEW_INTERVAL, Renewal, Role, TlsFiles, keep_renewed};
 use kvfleet_proto::pb::raft_server::RaftServer;
 use parking_lot::{Mutex, RwLock};
@@ -44,6 +44,7 @@ use crate::manifests::Manifests;
 use crate::metrics::Metrics;
 use crate::pin_expiry;
 use crate::raft::boot::{self, BootedConsensus};
+use crate::raft::disk_room::DiskRoom;
 use crate::raft::log_store::LogGuard;
 use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
@@ -86,6 +87,7 @@ pub struct Router {
     stop: CancellationToken,
     serving: JoinHandle<()>,
     guard: LogGuard,
+    room: Arc<DiskRoom>,
 }
 
 impl Router {
@@ -128,6 +130,7 @@ impl Router {
             repairs,
             withheld,
             guard,
+            room,
             joins_running_cluster: comes_late,
         } = booted;
         let raft_service = RaftService::new(
@@ -161,7 +164,7 @@ impl Router {
             let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_INTERVAL)).await; // cancelled by shutdown
         });
         groups.all().iter().for_each(|group| group.consensus.raft().run());
-        let router = Router { local_addr, groups, handle, stop, serving, guard };
+        let router = Router { local_addr, groups, handle, stop, serving, guard, room };
         if let Err(error) = boot::initialize(&router.groups, &withheld, &config).await {
             router.halt().await;
             return Err(error);
@@ -224,6 +227,8 @@ impl Router {
 
     async fn halt_inner(self) {
         self.stop.cancel();
+        // Consensus may wait for a vote on a full disk.
+        self.room.stop();
         for group in self.groups.all() {
             if let Err(error) = group.consensus.raft().shutdown().await {
                 tracing::error!(group = group.number(), %error, "consensus ended badly");
@@ -453,6 +458,8 @@ fn serve(
     let server = Server::builder()
         .http2_keepalive_interval(Some(KEEPALIVE))
         .http2_keepalive_timeout(Some(KEEPALIVE))
+        .max_connection_age(CONNECTION_AGE_MAX)
+        .max_connection_age_grace(CONNECTION_AGE_GRACE)
         .initial_stream_window_size(STREAM_WINDOW_BYTES)
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .add_service(router.into_service())

@@ -11,6 +11,7 @@ use openraft::errors::{InitializeError, RaftError};
 use openraft::impls::BasicNode;
 use openraft::{Config, SnapshotPolicy};
 
+use super::disk_room::DiskRoom;
 use super::handle::Consensus;
 use super::intake::Intake;
 use super::log::{LogError, LogOwner};
@@ -48,6 +49,7 @@ pub(crate) struct BootedConsensus {
     /// Groups without a vote of this router.
     pub(crate) withheld: Arc<WithheldVotes>,
     pub(crate) guard: LogGuard,
+    pub(crate) room: Arc<DiskRoom>,
     /// Whether a cluster exists that this router returns to, or is to be added to.
     pub(crate) joins_running_cluster: bool,
 }
@@ -55,7 +57,8 @@ pub(crate) struct BootedConsensus {
 /// Opens the data directory and builds the Raft of every group.
 pub(crate) async fn boot(config: &RouterConfig, identity: Identity) -> Result<BootedConsensus, StartError> {
     let cluster = Arc::new(ClusterIdentity { name: config.cluster.clone(), shards: config.shards });
-    let OpenedStores { stores, guard, withheld } = open(config, &cluster)?;
+    let room = Arc::new(DiskRoom::new(&config.data_dir));
+    let OpenedStores { stores, guard, withheld } = open(config, &cluster, &room)?;
     let joins_running_cluster = config.join || stores.iter().any(|(log, _)| log.has_vote());
     let peers = Peers::new(identity);
     let mut repairs = Vec::with_capacity(stores.len());
@@ -69,7 +72,7 @@ pub(crate) async fn boot(config: &RouterConfig, identity: Identity) -> Result<Bo
         let settings = Arc::new(settings(config, !withheld.is_withheld(group))?);
         let raft = Raft::build(config.id, settings, network, log, machine).await;
         let raft = raft.map_err(|error| StartError::Consensus(error.to_string()))?;
-        let consensus = Consensus::new(group, raft, config.timings.leader_lease());
+        let consensus = Consensus::new(group, raft, config.timings.leader_lease(), Arc::clone(&room));
         tokio::spawn(withheld_votes::watch(Arc::clone(&withheld), consensus.clone()));
         groups.push(Arc::new(Group::new(consensus, published, log_bytes)));
     }
@@ -80,16 +83,21 @@ pub(crate) async fn boot(config: &RouterConfig, identity: Identity) -> Result<Bo
         repairs,
         withheld,
         guard,
+        room,
         joins_running_cluster,
     })
 }
 
-fn open(config: &RouterConfig, cluster: &ClusterIdentity) -> Result<OpenedStores, StartError> {
+fn open(
+    config: &RouterConfig,
+    cluster: &ClusterIdentity,
+    room: &Arc<DiskRoom>,
+) -> Result<OpenedStores, StartError> {
     let owner = LogOwner { router: config.id, cluster: cluster.clone() };
     let intake = |group| Intake::new(&config.data_dir, group, limits(config, group));
     let intakes: Vec<_> = (0..cluster.groups()).map(intake).collect();
     let is_alone = !config.join && config.voters.len() < 2;
-    let opened = recover::open(&config.data_dir, &owner, &intakes, is_alone);
+    let opened = recover::open(&config.data_dir, &owner, &intakes, is_alone, room);
     let (opened, losses) = opened.map_err(|error| remedy(error, config, is_alone))?;
     losses.iter().for_each(|loss| tracing::error!("{loss}"));
     Ok(opened)

@@ -3,8 +3,9 @@
 //!
 //! Group commit: while one frame is synced, appends queue up, and the next frame takes them all, so
 //! a thousand appends cost one sync. Queue order is disk order, for votes, appends, truncations and
-//! purges alike. After a failed commit the thread answers every later request with the same error:
-//! a log that lost one write must not take the next one. Not here: reads from memory
+//! purges alike. On a full disk the thread repeats a batch until there is room (`disk_room.rs`). After
+//! any other failure it answers every later request with the same error: a log that lost one write
+//! must not take the next one. Not here: reads from memory
 //! (`log_store.rs`) and the format of frames (`log/`).
 
 use std::collections::BTreeMap;
@@ -16,6 +17,7 @@ use openraft::storage::IOFlushed;
 use parking_lot::Mutex;
 use tokio::sync::{mpsc, oneshot};
 
+use super::disk_room::DiskRoom;
 use super::log::{Change, DiskLog};
 use super::{LogId, TypeConfig};
 
@@ -68,13 +70,17 @@ pub(crate) struct DiskQueue {
 impl DiskQueue {
     /// Starts the thread for this number of groups; returns one queue per group. Join the handle
     /// after dropping every queue, so that the file is closed.
-    pub(crate) fn start(disk: DiskLog, groups: u16) -> io::Result<(Vec<DiskQueue>, thread::JoinHandle<()>)> {
+    pub(crate) fn start(
+        disk: DiskLog,
+        groups: u16,
+        room: Arc<DiskRoom>,
+    ) -> io::Result<(Vec<DiskQueue>, thread::JoinHandle<()>)> {
         let (sender, receiver) = mpsc::channel(QUEUE_REQUESTS_MAX);
         let committed = Arc::<Mutex<CommittedPointers>>::default();
         let pending_pointers = Arc::clone(&committed);
         let thread = thread::Builder::new()
             .name("raft-log".into())
-            .spawn(move || run(disk, receiver, &pending_pointers))?;
+            .spawn(move || run(disk, receiver, &pending_pointers, &room))?;
         let queue = |group| DiskQueue { group, sender: sender.clone(), committed: Arc::clone(&committed) };
         Ok(((0..groups).map(queue).collect(), thread))
     }
@@ -109,6 +115,7 @@ fn run(
     mut disk: DiskLog,
     mut requests: mpsc::Receiver<DiskRequest>,
     pending_pointers: &Mutex<CommittedPointers>,
+    room: &DiskRoom,
 ) {
     let mut failed: Option<(io::ErrorKind, String)> = None;
     while let Some(first) = requests.blocking_recv() {
@@ -117,10 +124,10 @@ fn run(
         let batch = gather(first, &mut requests);
         let result = match &failed {
             Some((kind, text)) => Err(io::Error::new(*kind, text.clone())),
-            None => write(&mut disk, &batch, committed),
+            None => room.write(|| write(&mut disk, &batch, &committed)),
         };
         if let (Err(error), None) = (&result, &failed) {
-            tracing::error!(%error, "the raft log cannot be written, this router stops voting: make room, \
+            tracing::error!(%error, "the raft log cannot be written, this router stops voting: check the disk, \
                 then restart it");
             failed = Some((error.kind(), error.to_string()));
         }
@@ -134,7 +141,7 @@ fn run(
     let committed = std::mem::take(&mut *pending_pointers.lock());
     if !committed.is_empty()
         && failed.is_none()
-        && let Err(error) = write(&mut disk, &[], committed)
+        && let Err(error) = write(&mut disk, &[], &committed)
     {
         tracing::warn!(%error, "committed indexes were not saved; the next start learns them from the leaders");
     }
@@ -154,9 +161,8 @@ fn gather(first: DiskRequest, requests: &mut mpsc::Receiver<DiskRequest>) -> Vec
     batch
 }
 
-fn write(disk: &mut DiskLog, batch: &[DiskRequest], committed: CommittedPointers) -> io::Result<()> {
-    let pointers: Vec<_> =
-        committed.into_iter().map(|(group, last)| (group, Change::Committed(last))).collect();
+fn write(disk: &mut DiskLog, batch: &[DiskRequest], committed: &CommittedPointers) -> io::Result<()> {
+    let pointers: Vec<_> = committed.iter().map(|(group, last)| (*group, Change::Committed(*last))).collect();
     let changes = batch.iter().map(|request| (request.group, &request.change));
     disk.commit(changes.chain(pointers.iter().map(|(group, change)| (*group, change))))
 }

@@ -15,6 +15,7 @@ use openraft::impls::{BasicNode, ProgressResponder};
 use openraft::raft::ClientWriteResult;
 use openraft::{ChangeMembers, ReadPolicy};
 
+use super::disk_room::DiskRoom;
 use super::{LogId, Proposal, Raft, StoredMembership, TypeConfig, Vote};
 
 /// Longest retry of a proposal while a new leader is not confirmed by a quorum. openraft refuses
@@ -43,6 +44,12 @@ pub(crate) enum ProposeError {
     /// The members cannot be changed now.
     #[error("the members cannot be changed now: {0}; ask again")]
     Members(String),
+    /// This router has had no room on its disk for a while.
+    #[error(
+        "the disk of this router is full, and too few others have made the command durable so far: make room in {0}; \
+         then check the state before a retry"
+    )]
+    NoRoom(String),
     /// This router's consensus has stopped.
     #[error("consensus has stopped on this router: {0}")]
     Stopped(String),
@@ -113,14 +120,15 @@ pub(crate) struct Consensus {
     /// Time without contact to its quorum after which a leader must expect that another was
     /// elected.
     leader_lease: Duration,
+    room: Arc<DiskRoom>,
 }
 
 /// Receiver of a submitted proposal's result.
 pub(crate) type PendingProposal = tokio::sync::oneshot::Receiver<ClientWriteResult<TypeConfig>>;
 
 impl Consensus {
-    pub(crate) fn new(group: u16, raft: Raft, leader_lease: Duration) -> Consensus {
-        Consensus { group, raft, contact: Arc::new(LeaderContact::new()), leader_lease }
+    pub(crate) fn new(group: u16, raft: Raft, leader_lease: Duration, room: Arc<DiskRoom>) -> Consensus {
+        Consensus { group, raft, contact: Arc::new(LeaderContact::new()), leader_lease, room }
     }
 
     /// Number of the group.
@@ -322,7 +330,13 @@ impl Consensus {
         let proposal = Proposal::encode(command);
         let deadline = Instant::now() + LEASE_WAIT_MAX;
         loop {
-            let error = match self.raft.client_write(proposal.clone()).await {
+            let written = tokio::select! {
+                written = self.raft.client_write(proposal.clone()) => written,
+                () = self.room.missing_for_a_proposal() => {
+                    return Err(ProposeError::NoRoom(self.room.directory().display().to_string()));
+                }
+            };
+            let error = match written {
                 Ok(response) => {
                     let index = response.log_id.index();
                     return response.data.0.map(|applied| (index, applied)).ok_or_else(no_answer);

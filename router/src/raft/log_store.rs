@@ -17,6 +17,7 @@ use openraft::storage::{IOFlushed, LogState, RaftLogReader, RaftLogStorage};
 use parking_lot::{Mutex, RwLock};
 
 use super::bounded::take_bytes;
+use super::disk_room::DiskRoom;
 use super::disk_thread::{DiskQueue, DurableCallback};
 use super::log::{Change, DiskLog, RecoveredLog};
 use super::{Entry, LogId, Payload, TypeConfig, Vote};
@@ -125,9 +126,13 @@ impl LogGuard {
 
 impl LogStore {
     /// Logs by group on an open file with the `recovered` contents.
-    pub(crate) fn open(disk: DiskLog, recovered: Vec<RecoveredLog>) -> io::Result<(Vec<LogStore>, LogGuard)> {
+    pub(crate) fn open(
+        disk: DiskLog,
+        recovered: Vec<RecoveredLog>,
+        room: Arc<DiskRoom>,
+    ) -> io::Result<(Vec<LogStore>, LogGuard)> {
         let groups = u16::try_from(recovered.len()).map_err(io::Error::other)?;
-        let (queues, thread) = DiskQueue::start(disk, groups)?;
+        let (queues, thread) = DiskQueue::start(disk, groups, room)?;
         let store = |(disk, recovered)| LogStore {
             memory: Arc::new(RwLock::new(MemoryLog::from_recovered(recovered))),
             disk,

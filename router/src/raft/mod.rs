@@ -11,6 +11,7 @@ pub(crate) mod append;
 pub(crate) mod append_stream;
 pub(crate) mod boot;
 pub(crate) mod bounded;
+pub(crate) mod disk_room;
 pub(crate) mod disk_thread;
 pub(crate) mod handle;
 pub(crate) mod intake;

@@ -11,6 +11,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::LogId;
+use super::disk_room::DiskRoom;
 use super::intake::Intake;
 use super::log::{Change, DiskLog, LOG_FOLDER, LogError, LogOwner, RecoveredLog};
 use super::log_store::{LogGuard, LogStore};
@@ -68,6 +69,7 @@ pub(crate) fn open(
     owner: &LogOwner,
     intakes: &[Intake],
     is_alone: bool,
+    room: &Arc<DiskRoom>,
 ) -> Result<(OpenedStores, Vec<DataLoss>), StartError> {
     let failed = |source| StartError::from(SnapshotFileError::Io { path: directory.to_owned(), source });
     snapshot_file::remove_temporaries(directory).map_err(failed)?;
@@ -81,7 +83,7 @@ pub(crate) fn open(
     let machines = machines.collect::<Result<Vec<_>, StartError>>()?;
     let RecoveryContext { withheld, losses, .. } = recovery;
     let log = |source| LogError::Io { path: directory.to_owned(), source };
-    let (logs, guard) = LogStore::open(disk, recovered).map_err(log)?;
+    let (logs, guard) = LogStore::open(disk, recovered, Arc::clone(room)).map_err(log)?;
     let stores = logs.into_iter().zip(machines).collect();
     Ok((OpenedStores { stores, guard, withheld: Arc::new(withheld) }, losses))
 }

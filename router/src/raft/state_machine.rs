@@ -9,6 +9,7 @@
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use futures_util::{Stream, StreamExt};
 use kv_core::index::Index;
@@ -17,6 +18,7 @@ use openraft::OptionalSend;
 use openraft::storage::{ApplyResponder, EntryResponder, RaftSnapshotBuilder, RaftStateMachine};
 use parking_lot::{Mutex, MutexGuard};
 
+use super::disk_room::is_full;
 use super::intake::{Intake, ReceivedSnapshot};
 use super::repair::HeldEntries;
 use super::snapshot_build::SnapshotBuild;
@@ -38,6 +40,9 @@ const SLICE_BLOCKS_MAX: usize = 2_048;
 
 /// Entries that a repair applies while no others are applied.
 const CAUGHT_UP_ENTRIES: u64 = 16;
+
+/// Pause before a snapshot that found the disk full is built again.
+const SNAPSHOT_PAUSE: Duration = Duration::from_secs(5);
 
 /// A snapshot as openraft passes it around.
 #[derive(Debug)]
@@ -474,7 +479,16 @@ impl RaftSnapshotBuilder<TypeConfig> for StateMachine {
     type SnapshotData = SnapshotData;
 
     async fn build_snapshot(&mut self) -> Result<Snapshot, io::Error> {
-        let machine = self.clone();
-        blocking(move || machine.build()).await
+        loop {
+            let machine = self.clone();
+            match blocking(move || machine.build()).await {
+                // openraft ends after a failed snapshot. It can wait: the log has all entries.
+                Err(error) if is_full(&error) => {
+                    tracing::warn!(%error, "a snapshot waits for room on the disk");
+                    tokio::time::sleep(SNAPSHOT_PAUSE).await;
+                }
+                built => return built,
+            }
+        }
     }
 }

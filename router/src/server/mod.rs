@@ -137,6 +137,7 @@ fn not_leader(leader: Option<LeaderAddress>) -> Status {
 fn not_proposed(error: ProposeError) -> Status {
     match error {
         ProposeError::NotLeader(leader) => not_leader(leader),
+        full @ ProposeError::NoRoom(_) => Status::resource_exhausted(full.to_string()),
         unknown @ (ProposeError::Unknown(_) | ProposeError::Members(_)) => {
             Status::aborted(unknown.to_string())
         }

@@ -44,8 +44,9 @@ const FREE_PREFIX: &str = "free-";
 pub(super) struct LogFolder {
     path: PathBuf,
     free: Vec<PathBuf>,
+    /// Writes until the disk is full; `usize::MAX` for never.
     #[cfg(test)]
-    pub(super) is_full: std::sync::Arc<std::sync::atomic::AtomicBool>,
+    pub(super) writes_left: std::sync::Arc<std::sync::atomic::AtomicUsize>,
 }
 
 impl LogFolder {
@@ -55,7 +56,7 @@ impl LogFolder {
             path,
             free: Vec::new(),
             #[cfg(test)]
-            is_full: std::sync::Arc::default(),
+            writes_left: std::sync::Arc::new(usize::MAX.into()),
         }
     }
 
@@ -103,7 +104,7 @@ impl LogFolder {
         head.file_bytes = old_bytes.max(STEP_BYTES);
         file.write(0, &[&head.encode()?])?;
         file.write_zeros(old_bytes.max(FRAMES_START), head.file_bytes)?;
-        file.sync_all()?;
+        file.sync_all().map_err(|error| sync_failed(&error))?;
         fs::rename(&new, self.path_of(head.file))?;
         self.sync()?;
         let bytes = head.file_bytes;
@@ -140,8 +141,10 @@ impl LogFolder {
 
     #[cfg(test)]
     pub(super) fn refuse_when_full(&self) -> io::Result<()> {
-        let is_full = self.is_full.load(std::sync::atomic::Ordering::SeqCst);
-        if is_full { Err(io::ErrorKind::StorageFull.into()) } else { Ok(()) }
+        use std::sync::atomic::Ordering::SeqCst;
+        let next = |left: usize| if left == usize::MAX { Some(left) } else { left.checked_sub(1) };
+        let left = self.writes_left.fetch_update(SeqCst, SeqCst, next);
+        left.map(drop).map_err(|_| io::ErrorKind::StorageFull.into())
     }
 
     #[cfg(not(test))]
@@ -153,12 +156,6 @@ impl LogFolder {
 
 pub(super) fn sync_folder(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all().map_err(|error| sync_failed(&error))
-}
-
-/// Whether the disk is only full: no unknown data was written.
-pub(super) fn is_full(error: &io::Error) -> bool {
-    use io::ErrorKind::{FileTooLarge, QuotaExceeded, StorageFull};
-    matches!(error.kind(), StorageFull | QuotaExceeded | FileTooLarge)
 }
 
 /// A failed sync is worse than a full disk: the data may be lost, and yet the next sync succeeds.
@@ -225,13 +222,13 @@ impl LogFile {
     /// Writes commands one after the other and syncs them.
     pub(super) fn write_out_of_line(&mut self, at: u64, commands: &[Bytes]) -> io::Result<()> {
         self.file.write(at, commands)?;
-        self.file.sync_data()
+        self.file.sync_data().map_err(|error| sync_failed(&error))
     }
 
     /// Writes the copies of a frame and syncs them. The next frame goes to `next`.
     pub(super) fn write_copies(&mut self, copies: &[u8], next: u64) -> io::Result<()> {
         self.file.write(self.end, &[copies])?;
-        self.file.sync_data()?;
+        self.file.sync_data().map_err(|error| sync_failed(&error))?;
         self.end = next;
         self.recorded_bytes = self.bytes;
         self.preallocated_end = self.preallocated_end.max(next);

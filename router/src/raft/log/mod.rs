@@ -22,9 +22,10 @@ use std::path::Path;
 pub use error::LogError;
 pub(crate) use state::Change;
 
+use super::disk_room::is_full;
 use super::{ClusterIdentity, Entry, LogId, Vote};
 use error::corrupt;
-use files::{EMPTY_FRAME_BYTES, FILE_BYTES, LogFile, LogFolder, is_full, sync_folder};
+use files::{EMPTY_FRAME_BYTES, FILE_BYTES, LogFile, LogFolder, sync_folder};
 use frame::{FileHead, FrameHead, PAGE, copies_bytes, encode};
 use recovery::{ReplayedLog, replay};
 use state::{GroupState, LogState, Record, Records};
@@ -82,8 +83,8 @@ pub(crate) struct DiskLog {
     /// Numbers of all files, ascending; the last is the one being written.
     files: VecDeque<u64>,
     current: LogFile,
-    /// Offset after its first frame.
-    first_frame_end: u64,
+    /// Offset after its first frame; `None` until that is written. A full disk may come between.
+    first_frame_end: Option<u64>,
     state: LogState,
     next_frame: u64,
     /// Whether the last frame had no out-of-line commands.
@@ -126,10 +127,10 @@ impl DiskLog {
         DiskLog::begin(folder, replayed, lock).map(|disk| (disk, recovered)).map_err(failed)
     }
 
-    /// Switch that makes the disk full, for tests.
+    /// Writes until the disk is full, for tests; `usize::MAX` for never.
     #[cfg(test)]
-    pub(crate) fn is_full(&self) -> std::sync::Arc<std::sync::atomic::AtomicBool> {
-        std::sync::Arc::clone(&self.folder.is_full)
+    pub(crate) fn writes_left(&self) -> std::sync::Arc<std::sync::atomic::AtomicUsize> {
+        std::sync::Arc::clone(&self.folder.writes_left)
     }
 
     /// Runs [`DiskLog::prepare`] on another file, for tests of disk failures.
@@ -148,7 +149,7 @@ impl DiskLog {
             folder,
             files,
             current: tail,
-            first_frame_end: begun,
+            first_frame_end: Some(begun),
             state,
             next_frame,
             was_small: true,
@@ -172,7 +173,8 @@ impl DiskLog {
     /// Makes all changes of all groups durable, in order.
     ///
     /// # Errors
-    /// The file system's error. The batch then does not count, and later commits are refused.
+    /// The file system's error. The batch then does not count. If the disk was only full, the same
+    /// batch may be committed again; after any other error, no batch may.
     pub(crate) fn commit<'a>(&mut self, changes: impl Iterator<Item = (u16, &'a Change)>) -> io::Result<()> {
         if let Some(error) = &self.failed {
             return Err(io::Error::new(error.kind(), error.to_string()));
@@ -181,10 +183,11 @@ impl DiskLog {
         let mut records = Records::default();
         push_all(&mut records, &changes)?;
         let bytes = frame_bytes(&records);
-        if self.current.end + bytes + EMPTY_FRAME_BYTES > FILE_BYTES
-            && self.current.end > self.first_frame_end
-        {
+        let has_batches = self.first_frame_end.is_some_and(|end| self.current.end > end);
+        if self.current.end + bytes + EMPTY_FRAME_BYTES > FILE_BYTES && has_batches {
             self.next_file()?;
+        }
+        if self.first_frame_end.is_none() {
             self.begin_file()?;
         }
         self.write(&records)?;
@@ -247,8 +250,9 @@ impl DiskLog {
         let file = self.current.number() + 1;
         let head = FileHead { file, first_frame: self.next_frame + 1, ..self.current.head.clone() };
         let next = self.folder.create(head)?;
+        self.close_for(next)?;
         self.files.push_back(file);
-        self.close_for(next)
+        Ok(())
     }
 
     fn close_for(&mut self, next: LogFile) -> io::Result<()> {
@@ -256,6 +260,7 @@ impl DiskLog {
         closed.push(&Record::Closed)?;
         self.write_frame(&closed)?;
         self.current = next;
+        self.first_frame_end = None;
         Ok(())
     }
 
@@ -271,7 +276,7 @@ impl DiskLog {
         self.state.marks().iter().try_for_each(|record| records.push(record))?;
         push_all(&mut records, &changes)?;
         self.write(&records)?;
-        self.first_frame_end = self.current.end;
+        self.first_frame_end = Some(self.current.end);
         for (group, change) in changes {
             self.state.apply(group, change, self.current.number())?;
         }

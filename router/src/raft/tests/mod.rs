@@ -13,6 +13,7 @@ mod snapshots;
 mod suite;
 
 use std::path::Path;
+use std::sync::Arc;
 
 use kv_core::id::TenantId;
 use kv_core::index::IndexLimits;
@@ -21,6 +22,7 @@ use openraft::entry::RaftEntry;
 use openraft::vote::RaftLeaderIdExt;
 use tempfile::TempDir;
 
+use super::disk_room::DiskRoom;
 use super::intake::Intake;
 use super::log::{DiskLog, LogError, LogOwner, RecoveredLog};
 use super::log_store::{LogGuard, LogStore};
@@ -48,7 +50,7 @@ fn try_open(directory: &Path, router: u64) -> Result<(LogStore, LogGuard), LogEr
 /// The logs of all groups.
 fn open_all(directory: &Path, owner: &LogOwner) -> Result<(Vec<LogStore>, LogGuard), LogError> {
     let (disk, recovered) = DiskLog::open(directory, owner)?;
-    Ok(LogStore::open(disk, recovered).unwrap())
+    Ok(LogStore::open(disk, recovered, Arc::new(DiskRoom::new(directory))).unwrap())
 }
 
 fn owner(router: u64, cluster: &str, shards: u16) -> LogOwner {

@@ -3,12 +3,14 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use kvfleet_errors_doc::says;
 use openraft::storage::{RaftLogReader, RaftLogStorage, RaftLogStorageExt};
 use tempfile::TempDir;
 
 use super::super::Vote;
+use super::super::disk_room::DiskRoom;
 use super::super::log::LOG_FOLDER;
 use super::super::recover::{self, DataLoss, OpenedStores};
 use super::super::snapshot_file;
@@ -24,7 +26,8 @@ const LAST: u64 = 30;
 
 fn open_as(directory: &Path, is_alone: bool) -> Result<(OpenedStores, Vec<DataLoss>), StartError> {
     let intakes: Vec<_> = (0..2).map(|group| intake(directory, group)).collect();
-    recover::open(directory, &owner(ROUTER, "test", 1), &intakes, is_alone)
+    let room = Arc::new(DiskRoom::new(directory));
+    recover::open(directory, &owner(ROUTER, "test", 1), &intakes, is_alone, &room)
 }
 
 fn open(directory: &Path) -> (OpenedStores, Vec<DataLoss>) {
