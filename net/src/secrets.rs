@@ -1,7 +1,8 @@
-//! Secrets in files: one line, readable by their owner only, made at the first start.
+//! Secrets in files: readable by their owner only, mostly one line, made at the first start.
 //!
 //! Not here: their use (hash keys: `kvfleet_router::Tenants`; the admin API:
-//! `kvfleet_gateway::AdminConfig`), and the keys of certificates (`certificates.rs`).
+//! `kvfleet_gateway::AdminConfig`; API keys: `gateway/src/keys/`), and the keys of certificates
+//! (`certificates.rs`).
 
 use std::fmt::Write as _;
 use std::io::{ErrorKind, Read as _};
@@ -45,6 +46,14 @@ pub enum SecretError {
         /// Its permission bits.
         mode: u32,
     },
+    /// It is longer than a file of its kind.
+    #[error("{} has more than {bytes_max} bytes, the limit of such a file; name the right file", path.display())]
+    TooLong {
+        /// The file.
+        path: PathBuf,
+        /// Limit in bytes.
+        bytes_max: u64,
+    },
     /// No random bytes.
     #[error("the operating system gives no random bytes: {0}")]
     Random(rand::rand_core::OsError),
@@ -53,8 +62,16 @@ pub enum SecretError {
 /// Reads the line of a secret.
 ///
 /// # Errors
-/// [`SecretError`]: an unreadable file, or one that all local users can read.
+/// [`SecretError`]: an unreadable or too long file, or one that all local users can read.
 pub fn load(path: &Path) -> Result<String, SecretError> {
+    Ok(load_text(path, FILE_BYTES_MAX)?.trim().to_owned())
+}
+
+/// Reads a private file of at most `bytes_max` bytes.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_text(path: &Path, bytes_max: u64) -> Result<String, SecretError> {
     let file_error = |cause| SecretError::File { path: path.to_owned(), cause };
     let file = std::fs::File::open(path).map_err(file_error)?;
     let mode = file.metadata().map_err(file_error)?.mode() & 0o7777;
@@ -62,8 +79,39 @@ pub fn load(path: &Path) -> Result<String, SecretError> {
         return Err(SecretError::Open { path: path.to_owned(), mode });
     }
     let mut text = String::new();
-    file.take(FILE_BYTES_MAX).read_to_string(&mut text).map_err(file_error)?;
-    Ok(text.trim().to_owned())
+    let read = file.take(bytes_max + 1).read_to_string(&mut text).map_err(file_error)?;
+    if read as u64 > bytes_max {
+        return Err(SecretError::TooLong { path: path.to_owned(), bytes_max });
+    }
+    Ok(text)
+}
+
+/// A new secret: 64 random hexadecimal digits.
+///
+/// # Errors
+/// [`SecretError::Random`].
+pub fn random_hex() -> Result<String, SecretError> {
+    let mut bytes = [0; SECRET_BYTES];
+    OsRng.try_fill_bytes(&mut bytes).map_err(SecretError::Random)?;
+    Ok(hex(&bytes))
+}
+
+/// The bytes in hexadecimal digits.
+#[must_use]
+pub fn hex(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(2 * bytes.len());
+    for byte in bytes {
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
+}
+
+/// SHA-256 of a secret, from the cryptography provider of TLS.
+#[must_use]
+pub fn sha256(secret: &[u8]) -> [u8; 32] {
+    let suite = rustls::crypto::ring::cipher_suite::TLS13_AES_128_GCM_SHA256;
+    let suite = suite.tls13().expect("a suite of TLS 1.3");
+    suite.common.hash_provider.hash(secret).as_ref().try_into().expect("SHA-256 has 32 bytes")
 }
 
 /// Reads the line of a secret; without a file, makes one with 64 random hexadecimal digits and mode
@@ -77,14 +125,8 @@ pub fn load_or_create(path: &Path) -> Result<String, SecretError> {
         Err(SecretError::File { cause, .. }) if cause.kind() == ErrorKind::NotFound => {}
         loaded => return loaded,
     }
-    let mut bytes = [0; SECRET_BYTES];
-    OsRng.try_fill_bytes(&mut bytes).map_err(SecretError::Random)?;
     let number = OsRng.try_next_u64().map_err(SecretError::Random)?;
-    let mut text = String::with_capacity(2 * SECRET_BYTES + 1);
-    for byte in bytes {
-        let _ = write!(text, "{byte:02x}");
-    }
-    text.push('\n');
+    let text = random_hex()? + "\n";
     // Under another name first: a process that starts at the same time never reads half a secret.
     let own = path.with_extension(format!("{number:016x}.new"));
     let written = || {
@@ -145,7 +187,22 @@ mod tests {
             set(mode);
             assert_eq!(load(&path).unwrap(), "a secret");
         }
+        set(0o600);
+        let most = FILE_BYTES_MAX as usize;
+        std::fs::write(&path, "x".repeat(most)).unwrap();
+        assert_eq!(load(&path).unwrap().len(), most);
+        std::fs::write(&path, "x".repeat(most + 1)).unwrap();
+        says("a secret that is too long", &load(&path).unwrap_err(), &[&shown]);
         let nowhere = directory.path().join("none/token");
         says("a secret that cannot be made", &load_or_create(&nowhere).unwrap_err(), &[&shown]);
+    }
+
+    #[test]
+    fn hashes_are_those_of_sha256() {
+        // FIPS 180-2, appendix B.1.
+        let expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
+        assert_eq!(hex(&sha256(b"abc")), expected);
+        assert_ne!(random_hex().unwrap(), random_hex().unwrap());
+        assert_eq!(random_hex().unwrap().len(), 2 * SECRET_BYTES);
     }
 }
