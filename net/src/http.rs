@@ -1,5 +1,5 @@
-//! HTTP/1 server for every HTTP port: bounds the number of connections, shuts them down gracefully,
-//! and closes those that stall.
+//! HTTP/1 server for every HTTP port, plain or with TLS: bounds the number of connections, shuts them
+//! down gracefully, and closes those that stall.
 //!
 //! Not here: the answers (`gateway/src/openai/routes.rs`, `cli/src/process/metrics.rs`), and the
 //! limits of gRPC and of the block path (`accept_limits.rs`).
@@ -12,6 +12,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
+use futures_util::{Stream, StreamExt};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -21,6 +22,9 @@ use tokio::sync::Semaphore;
 use tokio::time::{Instant, Sleep};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+
+use crate::tls::ServerCertificate;
+use crate::tls::listen::{CallerStream, incoming_from_strangers};
 
 /// Connections to a port with small answers: far more than monitoring needs, far fewer than a process
 /// has descriptors.
@@ -79,8 +83,61 @@ pub struct ServerControl {
     pub tasks: TaskTracker,
 }
 
+/// A source of connections that are ready for HTTP.
+trait ConnectionSource: Send {
+    type Connection: AsyncRead + AsyncWrite + Unpin + Send + 'static;
+
+    /// The next connection. Dropping the future loses none.
+    fn next(&mut self) -> impl Future<Output = io::Result<Self::Connection>> + Send;
+}
+
+impl ConnectionSource for TcpListener {
+    type Connection = TcpStream;
+
+    async fn next(&mut self) -> io::Result<TcpStream> {
+        let (stream, _) = self.accept().await?;
+        // Chunks of an answer are sent one by one, without Nagle's delay.
+        let _ = stream.set_nodelay(true);
+        Ok(stream)
+    }
+}
+
+/// Connections after their TLS handshake.
+struct TlsConnections<S>(S);
+
+impl<S: Stream<Item = io::Result<CallerStream>> + Send + Unpin> ConnectionSource for TlsConnections<S> {
+    type Connection = CallerStream;
+
+    async fn next(&mut self) -> io::Result<CallerStream> {
+        let next = self.0.next().await;
+        next.unwrap_or_else(|| Err(io::ErrorKind::NotConnected.into()))
+    }
+}
+
 /// Accepts connections until `close` is signalled. Errors of single connections are logged.
 pub async fn serve(listener: TcpListener, router: Router, limits: ConnectionLimits, orders: ServerControl) {
+    serve_from(listener, router, limits, orders).await;
+}
+
+/// Like [`serve`], with TLS. Handshakes have limits of their own (`tls/listen/`), and count as
+/// connections when they have ended.
+pub async fn serve_tls(
+    listener: TcpListener,
+    certificate: &ServerCertificate,
+    router: Router,
+    limits: ConnectionLimits,
+    orders: ServerControl,
+) {
+    let incoming = TlsConnections(incoming_from_strangers(listener, certificate));
+    serve_from(incoming, router, limits, orders).await;
+}
+
+async fn serve_from(
+    mut source: impl ConnectionSource,
+    router: Router,
+    limits: ConnectionLimits,
+    orders: ServerControl,
+) {
     let permits = Arc::new(Semaphore::new(limits.connections.clamp(1, Semaphore::MAX_PERMITS)));
     let mut open = OpenConnections::default();
     loop {
@@ -92,7 +149,7 @@ pub async fn serve(listener: TcpListener, router: Router, limits: ConnectionLimi
             },
         };
         let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+            accepted = source.next() => accepted,
             () = orders.close.cancelled() => return,
         };
         let permit = match waited {
@@ -105,7 +162,7 @@ pub async fn serve(listener: TcpListener, router: Router, limits: ConnectionLimi
             }
         };
         match accepted {
-            Ok((stream, _)) => {
+            Ok(stream) => {
                 let (router, task_control) = (router.clone(), orders.clone());
                 let replaced = match limits.when_full {
                     WhenFull::Wait => CancellationToken::new(),
@@ -154,13 +211,11 @@ impl OpenConnections {
 }
 
 async fn serve_connection(
-    stream: TcpStream,
+    stream: impl AsyncRead + AsyncWrite + Unpin,
     router: Router,
     limits: ConnectionLimits,
     close: &CancellationToken,
 ) {
-    // Chunks of an answer are sent one by one, without Nagle's delay.
-    let _ = stream.set_nodelay(true);
     let mut builder = http1::Builder::new();
     builder.timer(TokioTimer::new()).header_read_timeout(limits.head_timeout);
     let serving = builder.serve_connection(
@@ -183,15 +238,15 @@ async fn serve_connection(
 /// A connection that fails its writes if the client stops reading for too long. Without this limit,
 /// a client that never reads would keep an engine busy forever.
 #[derive(Debug)]
-struct StallGuardedStream {
-    stream: TcpStream,
+struct StallGuardedStream<S> {
+    stream: S,
     limit: Duration,
     /// Set while a write is blocked.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
-impl StallGuardedStream {
-    fn new(stream: TcpStream, limit: Duration) -> StallGuardedStream {
+impl<S> StallGuardedStream<S> {
+    fn new(stream: S, limit: Duration) -> StallGuardedStream<S> {
         StallGuardedStream { stream, limit, timer: None }
     }
 
@@ -219,7 +274,7 @@ impl StallGuardedStream {
     }
 }
 
-impl AsyncRead for StallGuardedStream {
+impl<S: AsyncRead + Unpin> AsyncRead for StallGuardedStream<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -229,7 +284,7 @@ impl AsyncRead for StallGuardedStream {
     }
 }
 
-impl AsyncWrite for StallGuardedStream {
+impl<S: AsyncWrite + Unpin> AsyncWrite for StallGuardedStream<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,

@@ -27,10 +27,12 @@ pub mod listen;
 mod names;
 mod reload;
 mod renew;
+mod server;
 
 pub use names::{NamesError, Role, RoleKind, role_of, tenant_name};
 pub use reload::{RENEW_INTERVAL, keep_renewed};
 pub use renew::{Renewal, RenewalOutcome};
+pub use server::ServerCertificate;
 
 use authority::{PeerVerifier, TrustedAuthority, Verifiers, revoked_file};
 pub use ending_stream::EndingStream;
@@ -47,6 +49,9 @@ pub const ALPN: &[u8] = b"kvfleet/1";
 
 /// ALPN protocol of the block path over TCP, where operations follow one another on a connection.
 pub const ALPN_TCP: &[u8] = b"kvfleet-tcp/1";
+
+/// ALPN protocol of HTTPS ports for clients outside the cluster.
+pub const ALPN_HTTP: &[u8] = b"http/1.1";
 
 /// ALPN protocol of control calls: HTTP/2, as gRPC needs.
 pub const ALPN_GRPC: &[u8] = b"h2";
@@ -247,14 +252,9 @@ impl IdentityBuilder<'_> {
     ) -> Result<(Role, CertifiedKey), TlsError> {
         let remedy = "give the certificate file of this process";
         let chain = certificates("certificate", &self.files.cert, cert_pem, remedy)?;
-        let key = PrivateKeyDer::from_pem_slice(key_pem).map_err(|error| TlsError::NotPem {
-            what: "private key",
-            path: self.files.key.clone(),
-            cause: error.to_string(),
-            remedy: "give the key file that was made with the certificate",
-        })?;
+        let key = private_key(&self.files.key, key_pem)?;
         let role = self.check_accepted(verifiers, clock, &chain)?;
-        Ok((role, self.pair(chain, key)?))
+        Ok((role, certified_key(&self.files.cert, &self.files.key, chain, key)?))
     }
 
     fn roots(&self, ca_pem: &[u8]) -> Result<RootCertStore, TlsError> {
@@ -269,18 +269,6 @@ impl IdentityBuilder<'_> {
             })?;
         }
         Ok(roots)
-    }
-
-    fn pair(
-        &self,
-        chain: Vec<CertificateDer<'static>>,
-        key: PrivateKeyDer<'static>,
-    ) -> Result<CertifiedKey, TlsError> {
-        CertifiedKey::from_der(chain, key, &provider()).map_err(|error| TlsError::KeyMismatch {
-            cert: self.files.cert.clone(),
-            key: self.files.key.clone(),
-            cause: error.to_string(),
-        })
     }
 
     fn refused_error(&self, error: &dyn std::fmt::Display, remedy: &'static str) -> TlsError {
@@ -357,6 +345,30 @@ fn certificates(
         .collect::<Result<Vec<_>, _>>()
         .map_err(|error| not_pem(error.to_string()))?;
     if found.is_empty() { Err(not_pem("no certificate section found".to_owned())) } else { Ok(found) }
+}
+
+/// The private key in the PEM text of this file.
+fn private_key(path: &Path, pem: &[u8]) -> Result<PrivateKeyDer<'static>, TlsError> {
+    PrivateKeyDer::from_pem_slice(pem).map_err(|error| TlsError::NotPem {
+        what: "private key",
+        path: path.to_owned(),
+        cause: error.to_string(),
+        remedy: "give the key file that was made with the certificate",
+    })
+}
+
+/// A certificate with its key; the paths are those of their files.
+fn certified_key(
+    cert: &Path,
+    key: &Path,
+    chain: Vec<CertificateDer<'static>>,
+    private_key: PrivateKeyDer<'static>,
+) -> Result<CertifiedKey, TlsError> {
+    CertifiedKey::from_der(chain, private_key, &provider()).map_err(|error| TlsError::KeyMismatch {
+        cert: cert.to_owned(),
+        key: key.to_owned(),
+        cause: error.to_string(),
+    })
 }
 
 /// Stand-ins for file names in errors about PEM text in memory.

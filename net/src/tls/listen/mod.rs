@@ -1,5 +1,5 @@
-//! Accepts connections of control calls: TLS with the current certificate, and with the caller's
-//! certificate known from the connection's own handshake.
+//! Accepts connections with TLS and the current certificate: of control calls, with the caller's
+//! certificate known from the connection's own handshake, and of strangers to an HTTPS port.
 //!
 //! tonic's own listener keeps its first certificate and resumes sessions, so a caller could keep
 //! connecting after its certificate expired. Not here: authorisation of calls (`access/`).
@@ -20,7 +20,7 @@ use tokio_rustls::server::TlsStream;
 use tonic::codegen::tokio_stream::Stream;
 
 use self::connections::{ConnectionCounts, ConnectionLimits};
-use super::{EndingStream, Identity, role_of};
+use super::{EndingStream, Identity, ServerCertificate, role_of};
 use crate::accept_limits::{AcceptWarnings, connection_limit};
 
 mod connections;
@@ -68,7 +68,7 @@ pub const CONNECTION_AGE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 /// How long calls on an old connection may go on.
 pub const CONNECTION_AGE_GRACE: Duration = Duration::from_secs(60);
 
-/// A connection from a caller with a certificate of the cluster.
+/// A connection after its handshake. It ends with the certificate of its caller, if that has one.
 pub type CallerStream = EndingStream<TlsStream<TcpStream>>;
 
 /// Accepts connections on this listener until dropped, which also ends the handshakes. For
@@ -87,6 +87,14 @@ pub fn incoming_without_client_auth(
     identity: &Identity,
 ) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
     accept_stream(listener, identity.grpc_server_without_client_auth(), None, HandshakeLimits::default())
+}
+
+/// Like [`incoming`], for the HTTP/1 clients of a server with a certificate of its own.
+pub fn incoming_from_strangers(
+    listener: TcpListener,
+    certificate: &ServerCertificate,
+) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
+    accept_stream(listener, certificate.http_server(), None, HandshakeLimits::default())
 }
 
 fn incoming_with_limits(
@@ -186,7 +194,7 @@ impl CallerAcceptor {
     /// Handles a failed accept, mostly for want of descriptors.
     async fn accept_failed(&mut self, error: &io::Error) {
         if self.accept_warnings.should_warn() {
-            tracing::warn!(%error, "cannot accept connections for control calls; raise the limit of open \
+            tracing::warn!(%error, "cannot accept connections with TLS; raise the limit of open \
                 files if there are too many");
         }
         self.handshakes.evict_half();
@@ -255,7 +263,7 @@ impl Handshakes {
         let Some(number) = oldest(&silent).or_else(|| oldest(&yields)) else { return false };
         if let Some(ended) = self.by_age.remove(&number) {
             ended.task.abort();
-            tracing::debug!("a handshake for control calls was evicted for a newer one");
+            tracing::debug!("a TLS handshake was evicted for a newer one");
         }
         true
     }
@@ -295,11 +303,11 @@ async fn shake_hands(
     match timeout(longest, shaking).await {
         Ok(Ok(called)) => Some(called),
         Ok(Err(error)) => {
-            tracing::debug!(%error, "a handshake for control calls failed");
+            tracing::debug!(%error, "a TLS handshake failed");
             None
         }
         Err(_) => {
-            tracing::debug!("a handshake for control calls took too long");
+            tracing::debug!("a TLS handshake took too long");
             None
         }
     }

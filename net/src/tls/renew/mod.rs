@@ -15,7 +15,7 @@ use rustls::client::ResolvesClientCert;
 use rustls::server::{ClientHello, ResolvesServerCert};
 use rustls::sign::CertifiedKey;
 
-use super::{Identity, IdentityBuilder, Role, TlsError, TlsFiles, memory_files, read};
+use super::{Identity, IdentityBuilder, Role, ServerCertificate, TlsError, TlsFiles, memory_files, read};
 
 /// The certificate and key of a process, exchangeable at run time.
 pub(super) struct CertResolver {
@@ -153,18 +153,46 @@ impl Identity {
     }
 }
 
-/// Renews an identity from its files.
+/// Renews an identity, or the certificate of a server, from its files.
 pub struct Renewal {
-    identity: Identity,
-    files: TlsFiles,
+    target: RenewalTarget,
     /// Kind of the last rejection and the files, so that it is reported once: the error's text
     /// holds the time of the check.
     reported: Option<(Discriminant<TlsError>, Option<CertFiles>)>,
 }
 
+/// The subject of a renewal.
+#[derive(Debug)]
+enum RenewalTarget {
+    Identity { identity: Identity, files: TlsFiles },
+    Server(ServerCertificate),
+}
+
+impl RenewalTarget {
+    fn read(&self) -> Result<CertFiles, TlsError> {
+        let ((cert, key), revoked) = match self {
+            RenewalTarget::Identity { files, .. } => ((&files.cert, &files.key), files.read_revoked()?),
+            RenewalTarget::Server(certificate) => (certificate.paths(), None),
+        };
+        Ok(CertFiles { cert: read("certificate", cert)?, key: read("private key", key)?, revoked })
+    }
+
+    fn renew(&self, CertFiles { cert, key, revoked }: &CertFiles) -> Result<bool, TlsError> {
+        let (identity, files) = match self {
+            RenewalTarget::Identity { identity, files } => (identity, files),
+            RenewalTarget::Server(certificate) => return certificate.renew(cert, key),
+        };
+        // A list that is gone stays in force: its certificates are still revoked.
+        let has_list = revoked.as_deref().map_or(Ok(false), |list| identity.revoke_from(files, list));
+        // A list that cannot be used is no reason to keep an old certificate.
+        let has_certificate = identity.renew_from(files, cert, key)?;
+        Ok(has_list? || has_certificate)
+    }
+}
+
 impl std::fmt::Debug for Renewal {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Renewal").field("files", &self.files).finish_non_exhaustive()
+        f.debug_struct("Renewal").field("target", &self.target).finish_non_exhaustive()
     }
 }
 
@@ -192,15 +220,21 @@ impl Renewal {
     /// A renewal of an identity that was loaded from these files.
     #[must_use]
     pub fn new(identity: Identity, files: TlsFiles) -> Renewal {
-        Renewal { identity, files, reported: None }
+        Renewal { target: RenewalTarget::Identity { identity, files }, reported: None }
+    }
+
+    /// A renewal of a server's certificate.
+    #[must_use]
+    pub fn of_server(certificate: ServerCertificate) -> Renewal {
+        Renewal { target: RenewalTarget::Server(certificate), reported: None }
     }
 
     /// Reads the files and presents their certificate if it is new and usable. Blocks while it
     /// reads.
     pub fn check(&mut self) -> RenewalOutcome {
-        let files = self.read();
+        let files = self.target.read();
         let renewed = match &files {
-            Ok(files) => self.renew(files),
+            Ok(files) => self.target.renew(files),
             Err(error) => Err(error.clone()),
         };
         let error = match renewed {
@@ -216,21 +250,6 @@ impl Renewal {
         }
         self.reported = report;
         RenewalOutcome::Rejected(error)
-    }
-
-    fn read(&self) -> Result<CertFiles, TlsError> {
-        let cert = read("certificate", &self.files.cert)?;
-        let key = read("private key", &self.files.key)?;
-        Ok(CertFiles { cert, key, revoked: self.files.read_revoked()? })
-    }
-
-    fn renew(&self, files: &CertFiles) -> Result<bool, TlsError> {
-        // A list that is gone stays in force: its certificates are still revoked.
-        let revoked = files.revoked.as_deref();
-        let has_list = revoked.map_or(Ok(false), |list| self.identity.revoke_from(&self.files, list));
-        // A list that cannot be used is no reason to keep an old certificate.
-        let has_certificate = self.identity.renew_from(&self.files, &files.cert, &files.key)?;
-        Ok(has_list? || has_certificate)
     }
 }
 
