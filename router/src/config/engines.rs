@@ -47,6 +47,8 @@ pub struct EnginesConfig {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineTenantConfig {
+    /// Number of the tenant, by which API keys of the gateway name it; 0 if no key does.
+    pub tenant: u32,
     /// The `cache_salt` of its requests.
     pub salt: String,
     /// File with its secret, in 64 hexadecimal digits.

@@ -37,7 +37,12 @@ impl RankProbe {
         let residency = Arc::new(RwLock::new(Residency::new(RESIDENT_BLOCKS_MAX, clock.now())));
         let instance = InstanceId(1);
         let manifest = IdentityManifest { block_tokens, ..IdentityManifest::default() };
-        let tenants = Tenants { manifest, secrets_by_salt: [].into(), default_secret: [0; 32] };
+        let tenants = Tenants {
+            manifest,
+            secrets_by_salt: [].into(),
+            salts_by_tenant: [].into(),
+            default_secret: [0; 32],
+        };
         let metrics = EngineMetrics::register(&Registry::new())?.for_rank(instance);
         let reporter = ResidencyReporter::new(Arc::clone(&residency), instance, clock, UnixClock::start());
         let rank = RankState::new(Dialect::Vllm, 0, Aliases::new(Arc::new(tenants)), reporter, metrics);

@@ -7,6 +7,7 @@ use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
 
+use kv_core::id::TenantId;
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use kvfleet_net::secrets;
 
@@ -21,12 +22,17 @@ const ADAPTER_BYTES_MAX: usize = 256;
 /// Length of a tenant's secret in bytes.
 const SECRET_BYTES: usize = 32;
 
+/// Number of a tenant that no API key names, and of requests without a salt.
+const NO_NUMBER: TenantId = TenantId(0);
+
 /// Hash identities of prefixes, for engine events and for requests of the gateway.
 pub struct Tenants {
     /// Manifest of the engines' model, without an adapter.
     pub(crate) manifest: IdentityManifest,
     /// Tenant secrets by the `cache_salt` of requests.
     pub(crate) secrets_by_salt: HashMap<String, [u8; SECRET_BYTES]>,
+    /// Salts by the number of their tenant, for tenants with a number.
+    pub(crate) salts_by_tenant: HashMap<TenantId, String>,
     /// Secret of requests without a salt.
     pub(crate) default_secret: [u8; SECRET_BYTES],
 }
@@ -42,13 +48,14 @@ impl Tenants {
     /// Reads the secrets.
     ///
     /// # Errors
-    /// An unreadable file or invalid secret, or two tenants with one salt or secret.
+    /// An unreadable file or invalid secret, or two tenants with one salt, secret or number.
     pub fn load(config: &EnginesConfig) -> Result<Tenants, ConfigError> {
         let without_salt = match config.secret_file.as_os_str().is_empty() {
             true => [0; SECRET_BYTES],
             false => read_secret("engines.secret_file", &config.secret_file)?,
         };
         let mut by_salt = HashMap::new();
+        let mut salts = HashMap::new();
         for tenant in &config.tenants {
             let secret = read_secret("engines.tenants", &tenant.secret_file)?;
             if by_salt.contains_key(&tenant.salt) {
@@ -64,17 +71,41 @@ impl Tenants {
                 return Err(ConfigError { key: "engines.tenants", problem });
             }
             by_salt.insert(tenant.salt.clone(), secret);
+            let number = TenantId(tenant.tenant);
+            if number == NO_NUMBER {
+                continue;
+            }
+            // Engines refuse an empty salt, and without one the tenant would share their cache.
+            if tenant.salt.is_empty() {
+                let problem = format!("tenant {} has no salt; give it one of its own", number.0);
+                return Err(ConfigError { key: "engines.tenants", problem });
+            }
+            if salts.insert(number, tenant.salt.clone()).is_some() {
+                let problem = format!("tenant {} has two salts; give each tenant one", number.0);
+                return Err(ConfigError { key: "engines.tenants", problem });
+            }
         }
         let mut manifest = config.identity.manifest();
         // Splitting and hashing of blocks must use the same length.
         manifest.block_tokens = manifest.block_tokens.max(1);
-        Ok(Tenants { manifest, secrets_by_salt: by_salt, default_secret: without_salt })
+        Ok(Tenants {
+            manifest,
+            secrets_by_salt: by_salt,
+            salts_by_tenant: salts,
+            default_secret: without_salt,
+        })
     }
 
     /// Tokens per block.
     #[must_use]
     pub fn block_tokens(&self) -> u32 {
         self.manifest.block_tokens
+    }
+
+    /// The `cache_salt` of this tenant; `None` if no tenant with a salt has the number.
+    #[must_use]
+    pub fn salt(&self, tenant: TenantId) -> Option<&str> {
+        self.salts_by_tenant.get(&tenant).map(String::as_str)
     }
 
     /// Creates a hasher for this adapter and salt. `None` if no tenant has the salt or the adapter's

@@ -44,7 +44,11 @@ async fn cluster(events: &str, replay: &str) -> Cluster {
         config.engines = EnginesConfig {
             identity: IdentitySection::from(&manifest),
             public_hashes: true,
-            tenants: vec![EngineTenantConfig { salt: "tenant-a".into(), secret_file: secret_file.clone() }],
+            tenants: vec![EngineTenantConfig {
+                salt: "tenant-a".into(),
+                secret_file: secret_file.clone(),
+                tenant: 0,
+            }],
             list: vec![EngineConfig {
                 instance: 7,
                 events: format!("tcp://{events}"),

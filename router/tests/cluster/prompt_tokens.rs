@@ -31,7 +31,11 @@ async fn cluster() -> Cluster {
         config.engines = EnginesConfig {
             identity: IdentitySection::from(&manifest("")),
             secret_file: default.clone(),
-            tenants: vec![EngineTenantConfig { salt: "tenant-a".into(), secret_file: tenant.clone() }],
+            tenants: vec![EngineTenantConfig {
+                salt: "tenant-a".into(),
+                secret_file: tenant.clone(),
+                tenant: 0,
+            }],
             ..EnginesConfig::default()
         };
     })

@@ -21,6 +21,7 @@ fn aliases(block_tokens: u32) -> Aliases {
     Aliases::new(Arc::new(Tenants {
         manifest: manifest(block_tokens),
         secrets_by_salt: [("tenant-a".to_owned(), TENANT_A)].into(),
+        salts_by_tenant: [].into(),
         default_secret: [0; 32],
     }))
 }

@@ -52,7 +52,12 @@ impl FollowerBench {
     fn new(replay: Option<Endpoint>) -> FollowerBench {
         let (clock, registry) = (Clock::start(), Registry::new());
         let residency = Arc::new(RwLock::new(Residency::new(1_000, clock.now())));
-        let tenants = Tenants { manifest: manifest(), secrets_by_salt: [].into(), default_secret: [0; 32] };
+        let tenants = Tenants {
+            manifest: manifest(),
+            secrets_by_salt: [].into(),
+            salts_by_tenant: [].into(),
+            default_secret: [0; 32],
+        };
         let metrics = EngineMetrics::register(&registry).unwrap().for_rank(INSTANCE);
         let reporter = ResidencyReporter::new(Arc::clone(&residency), INSTANCE, clock, UnixClock::start());
         let aliases = Aliases::new(Arc::new(tenants));

@@ -29,7 +29,12 @@ impl RankBench {
         let (clock, registry) = (Clock::start(), Registry::new());
         let residency = Arc::new(RwLock::new(Residency::new(1_000, clock.now())));
         let manifest = IdentityManifest { block_tokens: 16, ..IdentityManifest::default() };
-        let tenants = Tenants { manifest, secrets_by_salt: [].into(), default_secret: [0; 32] };
+        let tenants = Tenants {
+            manifest,
+            secrets_by_salt: [].into(),
+            salts_by_tenant: [].into(),
+            default_secret: [0; 32],
+        };
         let metrics = EngineMetrics::register(&registry).unwrap().for_rank(INSTANCE);
         let reporter = ResidencyReporter::new(Arc::clone(&residency), INSTANCE, clock, UnixClock::start());
         let rank = RankState::new(Dialect::Vllm, 0, Aliases::new(Arc::new(tenants)), reporter, metrics);

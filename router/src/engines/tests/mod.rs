@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use bytes::Bytes;
-use kv_core::id::InstanceId;
+use kv_core::id::{InstanceId, TenantId};
 use kv_core::prefix::{IdentityManifest, PrefixHasher};
 use kvfleet_proto::identity::IdentitySection;
 use prometheus::Registry;
@@ -501,7 +501,7 @@ async fn secrets_are_read_and_errors_name_the_salt() {
         secret_file: secret_file.to_path_buf(),
         tenants: salts
             .iter()
-            .map(|salt| EngineTenantConfig { salt: (*salt).into(), secret_file: path.clone() })
+            .map(|salt| EngineTenantConfig { salt: (*salt).into(), secret_file: path.clone(), tenant: 0 })
             .collect(),
         ..config(vec![])
     };
@@ -518,4 +518,20 @@ async fn secrets_are_read_and_errors_name_the_salt() {
     write_secret(&other, &"0b".repeat(32));
     let tenants = Tenants::load(&with(&other, &["a"])).unwrap();
     assert_eq!((tenants.default_secret, tenants.secrets_by_salt["a"]), ([11; 32], [10; 32]));
+    let numbered = |salts: &[(&str, u32, &std::path::Path)]| EnginesConfig {
+        tenants: salts
+            .iter()
+            .map(|&(salt, tenant, file)| EngineTenantConfig {
+                salt: salt.into(),
+                tenant,
+                secret_file: file.into(),
+            })
+            .collect(),
+        ..config(vec![])
+    };
+    let tenants = Tenants::load(&numbered(&[("a", 3, &path), ("b", 0, &other)])).unwrap();
+    assert_eq!([0, 3, 4].map(|tenant| tenants.salt(TenantId(tenant))), [None, Some("a"), None]);
+    let twice = numbered(&[("a", 3, &path), ("b", 3, &other)]);
+    says("two salts of one tenant", &refused(&twice), &[]);
+    says("a tenant with a number and without a salt", &refused(&numbered(&[("", 3, &path)])), &[]);
 }

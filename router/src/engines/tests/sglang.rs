@@ -127,7 +127,8 @@ async fn sglang_is_followed_from_a_replay_without_topics() {
         for block in 0..2 {
             engine.say(&store(block, salted, Some(SALT)), true).await;
         }
-        let tenants = vec![EngineTenantConfig { salt: SALT.into(), secret_file: secret_file.clone() }];
+        let tenants =
+            vec![EngineTenantConfig { salt: SALT.into(), secret_file: secret_file.clone(), tenant: 0 }];
         let list = vec![EngineConfig { dialect: DialectConfig::Sglang, ..dialed(7, events, Some(replay)) }];
         let following = FollowingRouter::new(EnginesConfig { tenants, ..config(list) }).await;
         following.until(7, 3).await;
