@@ -13,6 +13,7 @@ pub mod config;
 pub mod connect;
 pub mod demo;
 pub mod inspect;
+pub mod keys;
 pub mod members;
 pub mod probe;
 pub mod process;

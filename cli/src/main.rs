@@ -7,7 +7,8 @@ use clap::Parser;
 use kvfleet::args::{Args, Command, NodeArgs, NodeCommand};
 use kvfleet::process::{Role, Stop, run as run_process};
 use kvfleet::{
-    access, admin, certs, demo, inspect, members, probe, replay, report, status, trace, up, weights, why,
+    access, admin, certs, demo, inspect, keys, members, probe, replay, report, status, trace, up, weights,
+    why,
 };
 
 /// mimalloc, because a gateway request makes many small allocations, for which the allocator of
@@ -57,6 +58,7 @@ async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Command::Certs(command) => certs::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Keys(command) => keys::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Why(args) => why::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Status(args) => status::run(&args).await.map(|()| ExitCode::SUCCESS),
         Command::Trace(command) => trace::run(&command).map(|()| ExitCode::SUCCESS),

@@ -85,14 +85,14 @@ fn shape(args: &UpArgs) -> anyhow::Result<ClusterShape> {
 
 fn openai(args: &UpArgs, port: u16) -> anyhow::Result<OpenAiShape> {
     let (Some(tokenizer), Some(name)) = (&args.tokenizer, &args.model) else {
-        return Ok(OpenAiShape { port, models: Vec::new() });
+        return Ok(OpenAiShape { port, open: args.open, models: Vec::new() });
     };
     // The processes run in other working directories.
     let tokenizer = tokenizer.canonicalize().map_err(|cause| {
         anyhow::anyhow!("cannot read {}: {cause}; give the tokenizer.json of a model", tokenizer.display())
     })?;
     let model = ModelConfig { name: name.clone(), tokenizer, ..ModelConfig::default() };
-    Ok(OpenAiShape { port, models: vec![model] })
+    Ok(OpenAiShape { port, open: args.open, models: vec![model] })
 }
 
 async fn first_crash(cluster: &mut LocalCluster) -> String {
@@ -186,11 +186,15 @@ mod tests {
         };
         let (without, with) = (up(&[]).unwrap(), up(&["--openai", "8000"]).unwrap());
         assert_eq!((without.block_tokens, without.openai), (512, None));
-        assert_eq!((with.block_tokens, with.openai.unwrap().port), (16, 8000));
+        assert_eq!(with.block_tokens, 16);
+        assert_eq!(with.openai, Some(OpenAiShape { port: 8000, open: false, models: vec![] }));
+        let open = up(&["--openai", "8000", "--open"]).unwrap().openai;
+        assert!(open.is_some_and(|openai| openai.open));
         let missing = up(&["--openai", "8000", "--model", "m", "--tokenizer", "nowhere.json"]).unwrap_err();
         says("a tokenizer of `up` that is not there", &missing, &[]);
         for half in [
             &["--model", "m"][..],
+            &["--open"],
             &["--openai", "1", "--tokenizer", "t"],
             &["--openai", "1", "--model", "m"],
         ] {

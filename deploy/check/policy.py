@@ -400,10 +400,15 @@ def files_lie_in_volumes(objects):
         for key, path in config.get("tls", {}).items():
             if not any(path.startswith(mount["mountPath"] + "/") for mount in mounts):
                 yield f"{name(one)}: tls.{key} is in no volume"
+        secret = {volume["name"] for volume in spec.get("volumes", []) if "secret" in volume}
+        folders = [mount["mountPath"] for mount in mounts if mount["name"] in secret]
+        for variable in spec["containers"][0].get("env", []):
+            if variable["name"].endswith("_FILE") and not any(variable["value"].startswith(folder + "/") for folder in folders):
+                yield f"{name(one)}: the file of {variable['name']} is in no Secret"
 
 
 # Secrets that users make before they apply the manifests (docs/guide/install.md).
-MADE_BY_USERS = {"kvfleet-hash-key"}
+MADE_BY_USERS = {"kvfleet-hash-key", "kvfleet-api-keys"}
 
 
 def certificates_name_their_holders(objects):

@@ -140,6 +140,8 @@ BROKEN = [
     ("files_lie_in_volumes", "no such volume", lambda all: template(node(all))["volumes"].pop()),
     ("files_lie_in_volumes", "data_dir", lambda all: config(all, "node", "/var/lib/kvfleet/node", "/var/lib/node")),
     ("files_lie_in_volumes", "tls.ca", lambda all: config(all, "router", "/etc/kvfleet/tls/ca.crt", "/etc/ca.crt")),
+    ("files_lie_in_volumes", "API_KEYS_FILE is in no Secret",
+     lambda all: next(one for one in container(router(all))["volumeMounts"] if one["name"] == "api-keys").update(mountPath="/keys")),
     ("certificates_name_their_holders", "['kvfleet', 'kvfleet-router']",
      lambda all: get(all, "Certificate", "kvfleet-router")["spec"].update(dnsNames=["kvfleet"])),
     ("certificates_name_their_holders", "['kvfleet', 'kvfleet-node']",
@@ -244,6 +246,13 @@ class Program(unittest.TestCase):
         self.assertIn("--fast", said)
         said = self.said(lambda all: container(node(all))["args"].append("--fast"))
         self.assertIn("--fast", said)
+
+    def test_a_gateway_without_keys_is_refused(self):
+        def without_keys(all):
+            env = container(router(all))["env"]
+            env.remove(next(one for one in env if "API_KEYS" in one["name"]))
+
+        self.assertIn("callers need no key", self.said(without_keys))
 
     def test_draining_for_everybody_is_refused(self):
         self.assertIn("drain_listen", self.said(lambda all: config(all, "node", "127.0.0.1:7419", "0.0.0.0:7419")))

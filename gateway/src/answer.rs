@@ -7,11 +7,12 @@
 use std::time::Duration;
 
 use axum::body::Body;
-use axum::http::header::{CONTENT_TYPE, RETRY_AFTER};
+use axum::http::header::{CONTENT_TYPE, RETRY_AFTER, WWW_AUTHENTICATE};
 use axum::http::{HeaderValue, Response, StatusCode};
 use serde::Serialize;
 
 use crate::decide::Refusal;
+use crate::keys::{AuthError, KeyBusy};
 use crate::prompt::PromptError;
 
 #[derive(Serialize)]
@@ -67,6 +68,19 @@ pub fn retry_later(status: StatusCode, message: &str, code: &'static str, after:
 /// once.
 pub(crate) fn retry_after_seconds(after: Duration) -> u64 {
     u64::try_from(after.as_millis().div_ceil(1_000)).unwrap_or(u64::MAX).max(1)
+}
+
+/// Response to a request without a valid API key.
+pub(crate) fn unauthenticated_response(error: AuthError) -> Response<Body> {
+    let mut response = error_response(StatusCode::UNAUTHORIZED, &error.to_string(), Some("invalid_api_key"));
+    response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    response
+}
+
+/// Response to a request beyond a limit of its API key.
+pub(crate) fn key_busy_response(busy: &KeyBusy) -> Response<Body> {
+    let (status, after) = (StatusCode::TOO_MANY_REQUESTS, Duration::from_secs(1));
+    retry_later(status, &busy.to_string(), "rate_limit_exceeded", after)
 }
 
 pub(crate) fn unreadable_response(error: &PromptError) -> Response<Body> {

@@ -123,14 +123,14 @@ impl GatewayConfig {
     /// needs their key.
     #[must_use]
     pub fn computes_hashes(&self) -> bool {
-        self.openai.is_open() || self.picker.is_open() || self.kubernetes.enabled
+        self.openai.is_enabled() || self.picker.is_open() || self.kubernetes.enabled
     }
 
     /// Longest time that requests in flight may take after the process is asked to stop.
     #[must_use]
     pub fn drain_timeout(&self) -> Duration {
         let openai = &self.openai;
-        let ms = if openai.is_open() { openai.drain_notice_ms.saturating_add(openai.drain_ms) } else { 0 };
+        let ms = if openai.is_enabled() { openai.drain_notice_ms.saturating_add(openai.drain_ms) } else { 0 };
         Duration::from_millis(ms)
     }
 

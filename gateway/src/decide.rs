@@ -172,6 +172,18 @@ pub(crate) enum Refusal {
     NoFit(#[from] NoFit),
 }
 
+impl Refusal {
+    /// The same refusal, without names of other models than that of the request.
+    pub(crate) fn without_other_models(self) -> Refusal {
+        match self {
+            Refusal::NoFit(NoFit::Model { model, .. }) => {
+                Refusal::NoFit(NoFit::Model { model, served: Vec::new() })
+            }
+            other => other,
+        }
+    }
+}
+
 /// Endpoints that may run a request, and instances that cannot.
 struct EligibleEndpoints {
     /// Endpoints that may be chosen.

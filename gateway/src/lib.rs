@@ -12,6 +12,7 @@ mod config;
 mod decide;
 mod endpoints;
 mod in_flight;
+mod keys;
 mod metrics;
 mod openai;
 mod picker;
@@ -28,6 +29,7 @@ pub use endpoints::admin::{AdminConfig, AdminError};
 pub use endpoints::config::{DiscoveredKind, KubernetesConfig, LoadConfig};
 #[cfg(feature = "kubernetes")]
 pub use endpoints::kubernetes::KubernetesError;
+pub use keys::{KeyEntry, KeyEntryError, KeyFileError, NewKey, NewKeyError};
 pub use openai::{BreakerConfig, OpenAiConfig, PriorityOrder, RetryConfig};
 pub use picker::{PickerConfig, PickerError};
 pub use prompt::public::{PromptReader, ReadPrompt, UnreadablePrompt};

@@ -48,9 +48,11 @@ impl PromptMetrics {
 pub(crate) enum RequestOutcome {
     /// The engine's answer was relayed to its end.
     Completed,
+    /// The request had no valid API key.
+    Unauthenticated,
     /// The request could not be read.
     Refused,
-    /// The router answered busy.
+    /// The router answered busy, or a limit of the API key is reached.
     Busy,
     /// No instance could take it, or too many requests are in flight.
     Unavailable,
@@ -66,6 +68,7 @@ impl RequestOutcome {
     fn name(self) -> &'static str {
         match self {
             RequestOutcome::Completed => "answered",
+            RequestOutcome::Unauthenticated => "unauthenticated",
             RequestOutcome::Refused => "refused",
             RequestOutcome::Busy => "busy",
             RequestOutcome::Unavailable => "nobody",
@@ -150,9 +153,9 @@ impl OpenAiMetrics {
         self.requests.with_label_values(&[outcome.name()]).inc();
     }
 
-    /// Counts a request that was refused because too many were in flight.
-    pub(crate) fn request_shed(&self) {
-        self.requests.with_label_values(&[RequestOutcome::Unavailable.name()]).inc();
+    /// Counts a request that was refused before it counted as running.
+    pub(crate) fn request_rejected(&self, outcome: RequestOutcome) {
+        self.requests.with_label_values(&[outcome.name()]).inc();
     }
 
     pub(crate) fn request_retried(&self, cause: &'static str) {

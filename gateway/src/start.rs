@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use crate::config::{ConfigError, GatewayConfig};
 use crate::decide::Decider;
 use crate::endpoints::{self, StartedEndpoints};
+use crate::keys::KeyFileError;
 use crate::metrics::{OpenAiMetrics, PromptMetrics};
 use crate::openai::OpenAiServer;
 use crate::picker;
@@ -36,6 +37,9 @@ pub enum StartError {
     /// The endpoint picker cannot be opened.
     #[error(transparent)]
     Picker(#[from] picker::PickerError),
+    /// The file of API keys cannot be used.
+    #[error("gateway.openai.api_keys_file: {0}")]
+    Keys(#[from] KeyFileError),
     /// A listener cannot be opened.
     #[error(
         "gateway.{key}: cannot listen on {address}: {cause}; set another address, or stop the process that \
@@ -200,13 +204,13 @@ impl Listeners {
         if config.computes_hashes() {
             check_identity(config, engines)?;
         }
-        if config.openai.is_open() || config.picker.is_open() {
+        if config.openai.is_enabled() || config.picker.is_open() {
             let tenants = Arc::new(Tenants::load(engines)?);
             let block_tokens = tenants.block_tokens();
             let reader = RequestReader::load(config, tenants, PromptMetrics::register(registry)?)?;
             let reader = Arc::new(reader.with_endpoints(decider.endpoints()));
             picker = picker::serve(&config.picker, &decider, &reader, block_tokens, registry, &stop).await?;
-            if config.openai.is_open() {
+            if config.openai.is_enabled() {
                 let metrics = OpenAiMetrics::register(registry)?;
                 openai = Some(OpenAiServer::open(config, decider, reader, metrics).await?);
             }

@@ -79,6 +79,9 @@ pub struct UpArgs {
     /// 0 for free ports. The mock instances generate no real answers.
     #[arg(long, value_name = "PORT")]
     pub openai: Option<u16>,
+    /// Serve these requests to other hosts too, and without keys: only in a network that you trust.
+    #[arg(long, requires = "openai")]
+    pub open: bool,
     /// A tokenizer.json to read prompts with, next to its chat template. Without it, text prompts
     /// are compared by their text.
     #[arg(long, value_name = "FILE", requires = "openai", requires = "model")]

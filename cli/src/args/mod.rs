@@ -8,6 +8,7 @@ mod cluster;
 mod crosscheck;
 mod durations;
 mod faults;
+mod keys;
 mod probe;
 mod process;
 mod process_numbers;
@@ -23,6 +24,7 @@ pub use certs::{CertsCommand, InitArgs, IssueArgs, ListArgs};
 pub use cluster::{ShapeArgs, UpArgs};
 pub use crosscheck::CrosscheckArgs;
 pub use faults::{FaultKind, FaultSpec, Target};
+pub use keys::{KeysCommand, NewKeyArgs};
 pub use probe::{DrainArgs, ProbeArgs, Question};
 pub use process::{InspectArgs, NodeArgs, NodeCommand, ProcessArgs, RouterArgs};
 pub use replay::{DemoArgs, ReplayArgs, Speed};
@@ -74,6 +76,9 @@ pub enum Command {
     /// Make and list the certificates of a fleet.
     #[command(subcommand)]
     Certs(CertsCommand),
+    /// Make API keys for callers of the gateway.
+    #[command(subcommand)]
+    Keys(KeysCommand),
     /// Analyse or generate request traces.
     #[command(subcommand)]
     Trace(TraceCommand),

@@ -132,7 +132,8 @@ fn gateway(cluster: &LocalCluster, number: u64, token_file: PathBuf) -> anyhow::
     };
     // Used to wait until the gateway sends requests to all engines.
     let admin = AdminConfig { listen: "127.0.0.1:0".to_owned(), token_file };
-    let openai = OpenAiConfig { listen: format!("127.0.0.1:{port}"), ..OpenAiConfig::default() };
+    let ip = if shape.open { "0.0.0.0" } else { "127.0.0.1" };
+    let openai = OpenAiConfig { listen: format!("{ip}:{port}"), open: shape.open, ..OpenAiConfig::default() };
     let endpoints = (1..).zip(&cluster.engine_ports).map(endpoint).collect();
     Ok(GatewayConfig { openai, admin, endpoints, models: shape.models.clone(), ..GatewayConfig::default() })
 }

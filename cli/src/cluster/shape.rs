@@ -72,6 +72,8 @@ pub struct ClusterShape {
 pub struct OpenAiShape {
     /// Port of router 1; router N uses the port N - 1 higher. 0 for free ports.
     pub port: u16,
+    /// Whether other hosts can reach it, without a key.
+    pub open: bool,
     /// Models with their tokenizers; if empty, every model name is accepted.
     pub models: Vec<ModelConfig>,
 }

@@ -85,7 +85,7 @@ fn openai_address(cluster: &LocalCluster, router: u64) -> SocketAddr {
 
 async fn start_cluster(place: &Workspace, change: impl FnOnce(&mut ClusterShape)) -> LocalCluster {
     let capacity = NodeCapacity { dram_blocks: 10_000, ssd_blocks: 0 };
-    let openai = Some(OpenAiShape { port: 0, models: vec![] });
+    let openai = Some(OpenAiShape { port: 0, open: false, models: vec![] });
     let mut shape = ClusterShape { block_tokens: 16, openai, ..shape(place, capacity) };
     change(&mut shape);
     LocalCluster::start(shape).await.unwrap()
@@ -149,7 +149,7 @@ async fn explains_in_which_field_identities_differ() {
     let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR")).join("../gateway/testdata/tokenizer.json");
     let cluster = start_cluster(&place, |shape| {
         let models = vec![ModelConfig { name: "m".to_owned(), tokenizer, ..ModelConfig::default() }];
-        (shape.routers, shape.openai) = (1, Some(OpenAiShape { port: 0, models }));
+        (shape.routers, shape.openai) = (1, Some(OpenAiShape { port: 0, open: false, models }));
         shape.overrides = vec!["router.engines.identity.dtype=fp8".to_owned()];
     })
     .await;

@@ -138,11 +138,11 @@ impl EngineRequirements {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum NoFit {
     /// No engine serves its model.
-    #[error("The model `{model}` does not exist; there {}.", name_list(served))]
+    #[error("The model `{model}` does not exist{}.", name_list(served))]
     Model {
         /// Model of the request.
         model: String,
-        /// Models that engines serve.
+        /// Models that engines serve; empty if the caller may not know them.
         served: Vec<String>,
     },
     /// The prompt is too long for every engine with its model.
@@ -178,11 +178,14 @@ impl NoFit {
 
 /// Names as the end of a sentence.
 fn name_list(names: &[String]) -> String {
+    if names.is_empty() {
+        return String::new();
+    }
     let shown: Vec<_> = names.iter().take(LISTED_NAMES_MAX).map(|name| format!("`{name}`")).collect();
     let verb = if names.len() == 1 { "is" } else { "are" };
     match names.len().saturating_sub(LISTED_NAMES_MAX) {
-        0 => format!("{verb} {}", shown.join(", ")),
-        more => format!("{verb} {} and {more} more", shown.join(", ")),
+        0 => format!("; there {verb} {}", shown.join(", ")),
+        more => format!("; there {verb} {} and {more} more", shown.join(", ")),
     }
 }
 

@@ -3,6 +3,7 @@
 //! Not here: models and engines, which all listeners share (`crate::config`).
 
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -24,6 +25,14 @@ const ATTEMPTS_MAX: u32 = 32;
 pub struct OpenAiConfig {
     /// Listening address, `ip:port`; empty disables the API.
     pub listen: String,
+    /// File with the API keys of callers, as `kvfleet keys new` prints them. If set, each request
+    /// needs one, and the key decides its tenant, models and limits.
+    pub api_keys_file: PathBuf,
+    /// Whether callers of other hosts need no key. Without it, a listener without `api_keys_file`
+    /// has a loopback address. Enable it only if a proxy in front authenticates callers.
+    pub open: bool,
+    /// Interval of checks whether the file of API keys changed, in milliseconds.
+    pub reload_ms: u64,
     /// Longest body of a request, in bytes.
     pub body_bytes_max: usize,
     /// Most bytes of the bodies of all requests in flight.
@@ -59,6 +68,9 @@ impl Default for OpenAiConfig {
     fn default() -> Self {
         OpenAiConfig {
             listen: String::new(),
+            api_keys_file: PathBuf::new(),
+            open: false,
+            reload_ms: 10_000,
             body_bytes_max: 32 << 20,
             bodies_bytes_max: 1 << 30,
             requests_max: 4_096,
@@ -116,20 +128,40 @@ impl Default for BreakerConfig {
 
 impl OpenAiConfig {
     /// Whether the API is enabled.
-    pub(crate) fn is_open(&self) -> bool {
+    pub(crate) fn is_enabled(&self) -> bool {
         !self.listen.is_empty()
     }
 
-    pub(crate) fn check(&self) -> Result<(), ConfigError> {
-        if self.is_open() && self.listen.parse::<SocketAddr>().is_err() {
-            return refuse(
-                "openai.listen",
-                format!(
-                    "{:?} is not ip:port; write for example \"0.0.0.0:8000\", or \"\" to disable the API",
-                    self.listen
-                ),
-            );
+    /// Checks the address, and that strangers need a key.
+    fn check_listen(&self) -> Result<(), ConfigError> {
+        if !self.is_enabled() {
+            return Ok(());
         }
+        let Ok(address) = self.listen.parse::<SocketAddr>() else {
+            let text = format!(
+                "{:?} is not ip:port; write for example \"0.0.0.0:8000\", or \"\" to disable the API",
+                self.listen
+            );
+            return refuse("openai.listen", text);
+        };
+        let has_keys = !self.api_keys_file.as_os_str().is_empty();
+        if has_keys && self.open {
+            let text = "and api_keys_file are both set; remove open, since callers need a key";
+            return refuse("openai.open", text);
+        }
+        if !has_keys && !self.open && !address.ip().to_canonical().is_loopback() {
+            let text = format!(
+                "{address} can be reached from other hosts, and callers need no key; listen on 127.0.0.1, set \
+                 gateway.openai.api_keys_file (`kvfleet keys new` makes keys), or set gateway.openai.open = true if a \
+                 proxy in front authenticates callers"
+            );
+            return refuse("openai.listen", text);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn check(&self) -> Result<(), ConfigError> {
+        self.check_listen()?;
         if !(1..=BODY_BYTES_MAX).contains(&self.body_bytes_max) {
             return refuse(
                 "openai.body_bytes_max",
@@ -150,6 +182,7 @@ impl OpenAiConfig {
             );
         }
         let times = [
+            ("openai.reload_ms", self.reload_ms, 1),
             ("openai.connect_ms", self.connect_ms, 1),
             ("openai.first_byte_ms", self.first_byte_ms, 1),
             ("openai.body_ms", self.body_ms, 1),
@@ -188,6 +221,11 @@ impl OpenAiConfig {
         Duration::from_millis(self.connect_ms)
     }
 
+    /// Interval of checks of files.
+    pub(super) fn reload_interval(&self) -> Duration {
+        Duration::from_millis(self.reload_ms)
+    }
+
     pub(super) fn first_byte_timeout(&self) -> Duration {
         Duration::from_millis(self.first_byte_ms)
     }
@@ -213,6 +251,15 @@ mod tests {
     #[test]
     fn refuses_invalid_values_with_their_key() {
         says("an OpenAI-compatible API at no address", &refused(|config| config.listen = "8000".into()), &[]);
+        let address = |listen: &'static str| move |config: &mut OpenAiConfig| config.listen = listen.into();
+        says("an OpenAI-compatible API without keys for all hosts", &refused(address("0.0.0.0:8000")), &[]);
+        for reachable in ["192.0.2.1:8000", "[::]:8000", "[::ffff:192.0.2.1]:8000"] {
+            assert!(refused(address(reachable)).contains("can be reached"), "{reachable}");
+        }
+        let both = |config: &mut OpenAiConfig| {
+            (config.open, config.api_keys_file) = (true, "keys.toml".into());
+        };
+        says("an OpenAI-compatible API that is open and has keys", &refused(both), &[]);
         says("bodies of no length", &refused(|config| config.body_bytes_max = 0), &[]);
         says("less room for bodies than one has", &refused(|config| config.bodies_bytes_max = 1), &[]);
         says("an OpenAI-compatible API for no request", &refused(|config| config.requests_max = 0), &[]);
@@ -220,5 +267,18 @@ mod tests {
         says("no attempt", &refused(|config| config.retry.attempts = 0), &[]);
         says("waits that get shorter", &refused(|config| config.retry.factor = f64::NAN), &[]);
         says("a breaker that is always open", &refused(|config| config.breaker.failures = 0), &[]);
+    }
+
+    #[test]
+    fn listens_on_all_addresses_with_keys_or_when_open() {
+        let with = |listen: &str, open, keys: &str| {
+            let (listen, api_keys_file) = (listen.to_owned(), keys.into());
+            OpenAiConfig { listen, open, api_keys_file, ..OpenAiConfig::default() }.check()
+        };
+        assert_eq!(with("0.0.0.0:8000", true, ""), Ok(()));
+        assert_eq!(with("0.0.0.0:8000", false, "keys.toml"), Ok(()));
+        for local in ["127.0.0.1:8000", "127.8.0.1:8000", "[::1]:8000", "[::ffff:127.0.0.1]:8000"] {
+            assert_eq!(with(local, false, ""), Ok(()), "{local}");
+        }
     }
 }

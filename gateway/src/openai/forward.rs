@@ -66,6 +66,8 @@ pub(super) struct ForwardRequest {
     pub(super) headers: HeaderMap,
     pub(super) body: Bytes,
     pub(super) prompt: Prompt,
+    /// Whether the caller may know the models of other callers.
+    pub(super) knows_models: bool,
     /// Whether the answer is streamed. Otherwise its first byte arrives only when it is complete.
     pub(super) stream: bool,
     /// Whether the caller set a priority, which is then kept.
@@ -182,6 +184,7 @@ impl Forwarder {
                     Refusal::Unavailable { .. } => RequestOutcome::Unavailable,
                     Refusal::Invalid(_) | Refusal::NoFit(_) => RequestOutcome::Refused,
                 });
+                let refusal = if request.knows_models { refusal } else { refusal.without_other_models() };
                 return answer::refusal_response(&refusal);
             }
         };

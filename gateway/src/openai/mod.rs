@@ -1,13 +1,15 @@
 //! OpenAI-compatible API: forwards requests to the engine that the router chooses, and relays
 //! answers unchanged.
 //!
-//! - `routes.rs`: paths and admission.
+//! - `routes.rs`: paths and admission; `body.rs`: receiving bodies.
 //! - `forward.rs`: sending a request, with retries; `breaker.rs` and `backoff.rs` support it.
 //! - `relay.rs`: relaying an answer.
 //!
-//! Not here: reading prompts (`crate::prompt`), and the choice (`crate::decide`).
+//! Not here: keys of callers (`crate::keys`), reading prompts (`crate::prompt`), and the choice
+//! (`crate::decide`).
 
 mod backoff;
+mod body;
 mod breaker;
 mod config;
 mod forward;
@@ -31,11 +33,13 @@ pub use priority::PriorityOrder;
 
 use crate::config::GatewayConfig;
 use crate::decide::Decider;
+use crate::keys::{KeyReload, KeyRing, KeySource, keep_reloaded};
 use crate::metrics::OpenAiMetrics;
 use crate::prompt::RequestReader;
 use crate::start::StartError;
 use forward::Forwarder;
 use kvfleet_net::http::{self, ConnectionLimits, ServerControl, WhenFull};
+use kvfleet_router::Tenants;
 use routes::ApiState;
 
 /// Bits of the random first request number. It differs after a restart, and numbers stay exact in
@@ -55,6 +59,22 @@ pub(crate) struct OpenAiServer {
     drain_timeout: Duration,
 }
 
+/// Loads the keys of callers; `None` if no keys are needed.
+fn load_keys(
+    config: &OpenAiConfig,
+    tenants: &Arc<Tenants>,
+) -> Result<Option<(Arc<KeyRing>, KeyReload)>, StartError> {
+    if config.api_keys_file.as_os_str().is_empty() {
+        return Ok(None);
+    }
+    let source = KeySource {
+        path: config.api_keys_file.clone(),
+        tenants: Arc::clone(tenants),
+        body_bytes_max: config.body_bytes_max,
+    };
+    Ok(Some(KeyRing::load(source)?))
+}
+
 impl OpenAiServer {
     /// Starts the server.
     pub(crate) async fn open(
@@ -64,6 +84,7 @@ impl OpenAiServer {
         metrics: OpenAiMetrics,
     ) -> Result<OpenAiServer, StartError> {
         let openai = &config.openai;
+        let (keys, reload) = load_keys(openai, reader.tenants())?.unzip();
         let listen =
             |cause| StartError::Listen { key: "openai.listen", address: openai.listen.clone(), cause };
         let listener = TcpListener::bind(&openai.listen).await.map_err(listen)?;
@@ -72,8 +93,12 @@ impl OpenAiServer {
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let first_number = seed() >> (u64::BITS - FIRST_NUMBER_BITS);
         let forward = Forwarder::new(decider, openai.clone(), config.priorities, metrics.clone(), seed());
-        let state = Arc::new(ApiState::new(config, forward, reader, metrics, first_number, created));
+        let state = Arc::new(ApiState::new(config, forward, reader, metrics, keys, first_number, created));
         let orders = ServerControl::default();
+        if let Some(reload) = reload {
+            let (closed, every) = (orders.close.clone(), openai.reload_interval());
+            tokio::spawn(async move { closed.run_until_cancelled(keep_reloaded(reload, every)).await });
+        }
         let limits = ConnectionLimits {
             connections: openai.connections_max,
             when_full: WhenFull::Wait,

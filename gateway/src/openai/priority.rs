@@ -3,8 +3,10 @@
 //!
 //! Pure. Not here: how the deadline is computed (`kv_core::schedule::priority_deadline`).
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use serde::{Deserialize, Serialize};
+
+use super::body::with_field;
 
 /// How engines order requests by their priority values.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -39,17 +41,9 @@ impl PriorityOrder {
 
     /// Adds the priority to a JSON object without one; returns any other body unchanged.
     pub(super) fn apply(self, body: &Bytes, deadline_ms: u64) -> Bytes {
-        let Some(priority) = self.value(deadline_ms) else { return body.clone() };
-        let begin = body.iter().position(|byte| !byte.is_ascii_whitespace());
-        let Some(begin) = begin.filter(|begin| body[*begin] == b'{') else { return body.clone() };
-        let rest = body.slice(begin + 1..);
-        // An empty object takes no comma after the new field.
-        let is_empty = rest.iter().find(|byte| !byte.is_ascii_whitespace()).is_none_or(|byte| *byte == b'}');
-        let field = format!("{{\"priority\":{priority}{}", if is_empty { "" } else { "," });
-        let mut whole = BytesMut::with_capacity(field.len() + rest.len());
-        whole.extend_from_slice(field.as_bytes());
-        whole.extend_from_slice(&rest);
-        whole.freeze()
+        let priority = self.value(deadline_ms);
+        let added = priority.and_then(|priority| with_field(body, "priority", &priority.to_string()));
+        added.unwrap_or_else(|| body.clone())
     }
 }
 

@@ -26,14 +26,20 @@ use crate::usage_scanner::{self, AnswerUsage, UsageScanner};
 pub(super) struct RequestGuard {
     metrics: OpenAiMetrics,
     outcome: RequestOutcome,
-    /// Permit of the limit on requests.
+    /// Permit of the limit on all requests.
     _permit: OwnedSemaphorePermit,
+    /// Permit of the limit of the caller's key.
+    _key_permit: Option<OwnedSemaphorePermit>,
 }
 
 impl RequestGuard {
-    pub(super) fn new(metrics: OpenAiMetrics, place: OwnedSemaphorePermit) -> RequestGuard {
+    pub(super) fn new(
+        metrics: OpenAiMetrics,
+        place: OwnedSemaphorePermit,
+        of_key: Option<OwnedSemaphorePermit>,
+    ) -> RequestGuard {
         metrics.request_started();
-        RequestGuard { metrics, outcome: RequestOutcome::ClientClosed, _permit: place }
+        RequestGuard { metrics, outcome: RequestOutcome::ClientClosed, _permit: place, _key_permit: of_key }
     }
 
     /// Sets the outcome to count.

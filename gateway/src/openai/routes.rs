@@ -9,24 +9,25 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::body::Body;
 use axum::extract::State;
-use axum::http::header::CONTENT_LENGTH;
-use axum::http::{HeaderValue, Request, Response, StatusCode};
+use axum::http::header::{AUTHORIZATION, CONTENT_LENGTH};
+use axum::http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use axum::routing::{get, post};
-use bytes::{Bytes, BytesMut};
-use http_body_util::BodyExt;
+use bytes::Bytes;
 use kvfleet_net::trace_context;
 use serde::Serialize;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::Semaphore;
 use tracing::Instrument;
 
+use super::body::{BodyLimits, with_salt};
 use super::forward::{ForwardRequest, Forwarder};
 use super::relay::RequestGuard;
 use super::{headers, steering};
 use crate::answer;
 use crate::config::GatewayConfig;
 use crate::decide::RequestContext;
+use crate::keys::{ApiKey, AuthError, Caller, KeyRing};
 use crate::metrics::{OpenAiMetrics, RequestOutcome};
-use crate::prompt::{PromptError, RequestReader};
+use crate::prompt::{ParsedRequest, PromptError, RequestReader};
 
 /// State that all connections share.
 #[derive(Debug)]
@@ -37,11 +38,10 @@ pub(super) struct ApiState {
     models: Vec<ModelCard>,
     /// Start time that models report, in Unix seconds.
     created: u64,
-    body_bytes_max: usize,
-    idle: Duration,
-    body_timeout: Duration,
+    /// Keys of callers; `None` if none are needed.
+    keys: Option<Arc<KeyRing>>,
+    bodies: BodyLimits,
     request_permits: Arc<Semaphore>,
-    body_permits: Arc<Semaphore>,
     next_number: AtomicU64,
     /// Whether callers may set objective and fairness id.
     trusts_callers: bool,
@@ -79,6 +79,7 @@ impl ApiState {
         forwarder: Forwarder,
         reader: Arc<RequestReader>,
         metrics: OpenAiMetrics,
+        keys: Option<Arc<KeyRing>>,
         first_number: u64,
         created: u64,
     ) -> ApiState {
@@ -92,21 +93,25 @@ impl ApiState {
             metrics,
             models: config.models.iter().map(card).collect(),
             created,
-            body_bytes_max: config.openai.body_bytes_max,
-            idle: config.openai.idle_timeout(),
-            body_timeout: Duration::from_millis(config.openai.body_ms),
+            keys,
+            bodies: BodyLimits::new(&config.openai),
             request_permits: Arc::new(Semaphore::new(config.openai.requests_max.min(Semaphore::MAX_PERMITS))),
-            body_permits: Arc::new(Semaphore::new(
-                config.openai.bodies_bytes_max.min(Semaphore::MAX_PERMITS),
-            )),
             next_number: AtomicU64::new(first_number),
             is_draining: AtomicBool::new(false),
             trusts_callers: config.openai.trusts_callers,
         }
     }
 
-    /// Configured models, followed by models that only engines list.
-    fn models(&self) -> Vec<ModelCard> {
+    /// The caller of a request with these headers.
+    fn caller(&self, headers: &HeaderMap) -> Result<Caller, AuthError> {
+        match &self.keys {
+            Some(keys) => keys.authenticate(headers).map(Caller::Key),
+            None => Ok(Caller::Anyone),
+        }
+    }
+
+    /// Models that a caller may use: configured ones, followed by those that only engines list.
+    fn models(&self, caller: &Caller) -> Vec<ModelCard> {
         let mut listed = self.forwarder.decider.endpoints().models();
         let mut all = self.models.clone();
         for card in &mut all {
@@ -115,6 +120,7 @@ impl ApiState {
         }
         let more = listed.into_iter().map(|(id, context)| ModelCard::new(id, self.created, context));
         all.extend(more);
+        all.retain(|card| caller.may_use(&card.id));
         all
     }
 
@@ -157,8 +163,13 @@ async fn readiness(State(state): State<Arc<ApiState>>) -> Response<Body> {
     response
 }
 
-async fn models(State(state): State<Arc<ApiState>>) -> Response<Body> {
-    answer::json(StatusCode::OK, &ModelList { object: "list", data: state.models() })
+async fn models(State(state): State<Arc<ApiState>>, headers: HeaderMap) -> Response<Body> {
+    match state.caller(&headers) {
+        Ok(caller) => {
+            answer::json(StatusCode::OK, &ModelList { object: "list", data: state.models(&caller) })
+        }
+        Err(error) => answer::unauthenticated_response(error),
+    }
 }
 
 async fn not_found(request: Request<Body>) -> Response<Body> {
@@ -189,6 +200,38 @@ async fn handle_inference(State(state): State<Arc<ApiState>>, request: Request<B
     response
 }
 
+/// Identifies the caller of a request, and admits it within the limits of its key and of the router.
+fn admit(state: &ApiState, headers: &HeaderMap) -> Result<(Caller, RequestGuard), Box<Response<Body>>> {
+    let rejected = |outcome, response| {
+        state.metrics.request_rejected(outcome);
+        Box::new(response)
+    };
+    let caller = state.caller(headers).map_err(|error| {
+        rejected(RequestOutcome::Unauthenticated, answer::unauthenticated_response(error))
+    })?;
+    let of_key = caller.key().map_or(Ok(None), ApiKey::admit);
+    let of_key = of_key.map_err(|busy| rejected(RequestOutcome::Busy, answer::key_busy_response(&busy)))?;
+    let place = state.request_permits.clone().try_acquire_owned().map_err(|_| {
+        let text = "too many requests in flight at this router (gateway.openai.requests_max)";
+        let (status, after) = (StatusCode::SERVICE_UNAVAILABLE, Duration::from_secs(1));
+        let response = answer::retry_later(status, text, "service_unavailable", after);
+        rejected(RequestOutcome::Unavailable, response)
+    })?;
+    Ok((caller, RequestGuard::new(state.metrics.clone(), place, of_key)))
+}
+
+/// Reads a request, and adds the salt of the caller's tenant to its body.
+async fn read(
+    state: &ApiState,
+    path: &str,
+    body: Bytes,
+    caller: &Caller,
+) -> Result<(ParsedRequest, Bytes), PromptError> {
+    let (path, whole, by) = (path.to_owned(), body.clone(), caller.clone());
+    let reading = state.reader.read_async(body.len(), move |reader| reader.read_of(&by, &path, &whole));
+    Ok((reading.await?, with_salt(body, caller)?))
+}
+
 async fn process(
     state: &Arc<ApiState>,
     request: Request<Body>,
@@ -196,36 +239,35 @@ async fn process(
     id: &HeaderValue,
     caller_trace: String,
 ) -> Response<Body> {
-    let Ok(place) = state.request_permits.clone().try_acquire_owned() else {
-        state.metrics.request_shed();
-        let text = "too many requests in flight at this router (gateway.openai.requests_max)";
-        return answer::retry_later(
-            StatusCode::SERVICE_UNAVAILABLE,
-            text,
-            "service_unavailable",
-            Duration::from_secs(1),
-        );
+    let (mut parts, body) = request.into_parts();
+    let (caller, mut running) = match admit(state, &parts.headers) {
+        Ok(admitted) => admitted,
+        Err(refusal) => return *refusal,
     };
-    let mut running = RequestGuard::new(state.metrics.clone(), place);
-    let (parts, body) = request.into_parts();
     let declared = parts.headers.get(CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse().ok());
-    let (body, room) = match state.read_body(body, declared).await {
-        Ok(collected) => collected,
+    let (body, room) = match state.bodies.receive(body, declared, &caller).await {
+        Ok(received) => received,
         Err(response) => {
-            let is_full = response.status() == StatusCode::SERVICE_UNAVAILABLE;
-            running.set_outcome(if is_full { RequestOutcome::Unavailable } else { RequestOutcome::Refused });
+            running.set_outcome(match response.status() {
+                StatusCode::SERVICE_UNAVAILABLE => RequestOutcome::Unavailable,
+                StatusCode::TOO_MANY_REQUESTS => RequestOutcome::Busy,
+                _ => RequestOutcome::Refused,
+            });
             return response;
         }
     };
     let started = Instant::now();
-    let (path, read) = (parts.uri.path().to_owned(), body.clone());
-    let asked = match state.reader.read_async(body.len(), move |reader| reader.read(&path, &read)).await {
-        Ok(asked) => asked,
+    let (asked, body) = match read(state, parts.uri.path(), body, &caller).await {
+        Ok(read) => read,
         Err(error) => {
             running.set_outcome(RequestOutcome::Refused);
             return answer::unreadable_response(&error);
         }
     };
+    // An engine gets no key of the gateway.
+    if caller.key().is_some() {
+        parts.headers.remove(AUTHORIZATION);
+    }
     let own = trace_context::current_traceparent();
     let traceparent = if own.is_empty() { caller_trace } else { own };
     let wishes = headers::request_slo(&parts.headers, state.trusts_callers);
@@ -236,11 +278,13 @@ async fn process(
         path_and_query: parts.uri.path_and_query().map_or("/", |path| path.as_str()).to_owned(),
         body,
         expected_prompt_tokens: asked.expected_prompt_tokens(),
+        knows_models: !caller.has_models(),
         stream: asked.stream,
         has_priority: asked.has_priority,
         prompt: asked.prompt,
         context: RequestContext {
             request: number,
+            tenant: caller.tenant().0,
             traceparent,
             slo: wishes,
             requirements: need,
@@ -255,71 +299,4 @@ async fn process(
     // The body is no longer needed after the answer began.
     drop(room);
     response
-}
-
-impl ApiState {
-    /// Reads the whole body, and the permits for its bytes.
-    async fn read_body(
-        &self,
-        mut body: Body,
-        declared: Option<usize>,
-    ) -> Result<(Bytes, Option<OwnedSemaphorePermit>), Response<Body>> {
-        let too_large = || answer::unreadable_response(&PromptError::TooLarge { limit: self.body_bytes_max });
-        if declared.is_some_and(|length| length > self.body_bytes_max) {
-            return Err(too_large());
-        }
-        let mut permits: Option<OwnedSemaphorePermit> = None;
-        let mut all = BytesMut::new();
-        let mut single = Bytes::new();
-        let deadline = tokio::time::Instant::now() + self.body_timeout;
-        loop {
-            let idle_deadline = tokio::time::Instant::now() + self.idle;
-            let next = tokio::time::timeout_at(deadline.min(idle_deadline), body.frame()).await;
-            let Ok(next) = next else {
-                let text = if deadline < idle_deadline {
-                    "the body took too long to arrive (gateway.openai.body_ms)"
-                } else {
-                    "the body stalled"
-                };
-                return Err(answer::error_response(StatusCode::REQUEST_TIMEOUT, text, None));
-            };
-            let Some(frame) = next else { break };
-            let Ok(frame) = frame else {
-                return Err(answer::error_response(StatusCode::BAD_REQUEST, "the body broke off", None));
-            };
-            let Ok(data) = frame.into_data() else { continue };
-            if all.len() + single.len() + data.len() > self.body_bytes_max {
-                return Err(too_large());
-            }
-            let more = u32::try_from(data.len())
-                .ok()
-                .and_then(|bytes| self.body_permits.clone().try_acquire_many_owned(bytes).ok());
-            let Some(more) = more else {
-                let text = "the requests in flight exhaust this router's memory for bodies \
-                    (gateway.openai.bodies_bytes_max)";
-                return Err(answer::retry_later(
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    text,
-                    "service_unavailable",
-                    Duration::from_secs(1),
-                ));
-            };
-            match &mut permits {
-                Some(room) => room.merge(more),
-                None => permits = Some(more),
-            }
-            // Most bodies arrive in one frame, which is not copied.
-            if single.is_empty() && all.is_empty() {
-                single = data;
-            } else {
-                if all.is_empty() {
-                    // Reserve for received bytes only, not for the declared length.
-                    all.reserve(single.len() + data.len());
-                    all.extend_from_slice(&std::mem::take(&mut single));
-                }
-                all.extend_from_slice(&data);
-            }
-        }
-        Ok((if all.is_empty() { single } else { all.freeze() }, permits))
-    }
 }

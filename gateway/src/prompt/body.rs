@@ -3,8 +3,8 @@
 //! The engine reads and validates all other fields. Not here: tokens and hashes (`reader.rs`).
 
 use minijinja::Value;
-use serde::Deserialize;
 use serde::de::IgnoredAny;
+use serde::{Deserialize, Deserializer};
 
 use super::PromptError;
 
@@ -22,7 +22,11 @@ pub(super) struct Body {
     pub(super) bootstrap_host: Option<IgnoredAny>,
     pub(super) bootstrap_port: Option<IgnoredAny>,
     pub(super) bootstrap_room: Option<IgnoredAny>,
-    pub(super) cache_salt: Option<String>,
+    /// The outer value is `None` if the body has no such field, the inner one if it is null.
+    #[serde(deserialize_with = "present")]
+    pub(super) cache_salt: Option<Option<String>>,
+    pub(super) extra_key: Option<IgnoredAny>,
+    pub(super) lora_path: Option<IgnoredAny>,
     pub(super) max_tokens: Option<u32>,
     pub(super) max_completion_tokens: Option<u32>,
     pub(super) prompt: Option<Input>,
@@ -38,6 +42,11 @@ pub(super) struct Body {
     pub(super) reasoning_effort: Option<Value>,
     pub(super) truncate_prompt_tokens: Option<i64>,
     pub(super) truncation_side: Option<String>,
+}
+
+/// Distinguishes a field that is null from none.
+fn present<'de, D: Deserializer<'de>>(field: D) -> Result<Option<Option<String>>, D::Error> {
+    Option::deserialize(field).map(Some)
 }
 
 /// Names of fields that steer the engine of a request: the transfer of its KV (vLLM, SGLang),
@@ -112,6 +121,17 @@ impl Body {
             &self.bootstrap_room,
         ];
         fields.into_iter().any(Option::is_some)
+    }
+
+    /// Name of a field that decides which prefix cache an engine uses, if there is one. A
+    /// `cache_salt` of null counts: engines would take it instead of a salt that the gateway adds.
+    /// SGLang joins `cache_salt` and `extra_key` to one text, which may equal another tenant's salt.
+    pub(super) fn salt_field(&self) -> Option<&'static str> {
+        match (&self.cache_salt, &self.extra_key) {
+            (Some(_), _) => Some("cache_salt"),
+            (None, Some(_)) => Some("extra_key"),
+            (None, None) => None,
+        }
     }
 
     /// Tokens that may be generated; 0 when unknown.

@@ -17,6 +17,11 @@ pub(crate) enum PromptError {
     /// Unknown model.
     #[error("The model `{0}` does not exist.")]
     UnknownModel(String),
+    /// A field that separates prefix caches, in the request of a key.
+    #[error(
+        "`{0}` is not for callers with an API key: the tenant of the key sets it; remove it from the request"
+    )]
+    OwnSalt(&'static str),
     /// Longer than the model's context.
     #[error(
         "the prompt has {tokens} tokens, but the context of this model has {context}; send a shorter one"
@@ -53,6 +58,7 @@ impl PromptError {
             PromptError::Json(_)
             | PromptError::Shape(_)
             | PromptError::Template(_)
+            | PromptError::OwnSalt(_)
             | PromptError::TooLong { .. }
             | PromptError::TooMuchText { .. } => 400,
         }

@@ -52,7 +52,7 @@ pub(crate) struct ParsedRequest {
     pub(crate) model: String,
     /// Its first prompt. A request with several prompts is placed by the first.
     pub(crate) prompt: Prompt,
-    /// Value of `cache_salt`.
+    /// The `cache_salt` of its hashes: that of the request, or of the tenant of its key.
     pub(crate) salt: Option<String>,
     /// Whether the answer is streamed.
     pub(crate) stream: bool,

@@ -22,6 +22,7 @@ use super::tokenizer::CachedTokenizer;
 use super::{ParsedRequest, Prompt, PromptError, PromptForm};
 use crate::config::{ConfigError, GatewayConfig, ModelConfig, refuse};
 use crate::endpoints::EndpointRegistry;
+use crate::keys::Caller;
 use crate::metrics::PromptMetrics;
 
 /// Most cached hashers: callers choose the salts.
@@ -118,6 +119,11 @@ impl RequestReader {
         RequestReader { endpoints: endpoints.clone(), ..self }
     }
 
+    /// Tenants of the hashes.
+    pub(crate) fn tenants(&self) -> &Arc<Tenants> {
+        &self.tenants
+    }
+
     /// Whether requests to `path` have a prompt.
     pub(crate) fn has_prompt(path: &str) -> bool {
         PATHS.contains(&path)
@@ -145,11 +151,36 @@ impl RequestReader {
         reading.await.unwrap_or_else(|_| Err(PromptError::Shape("the prompt cannot be read".into())))
     }
 
-    /// Reads a request to `/v1/chat/completions`, `/v1/completions` or `/v1/embeddings`.
+    /// Reads a request to `/v1/chat/completions`, `/v1/completions` or `/v1/embeddings` of a caller
+    /// without a key.
     pub(crate) fn read(&self, path: &str, body: &[u8]) -> Result<ParsedRequest, PromptError> {
+        self.read_of(&Caller::Anyone, path, body)
+    }
+
+    /// Reads a request of this caller.
+    pub(crate) fn read_of(
+        &self,
+        caller: &Caller,
+        path: &str,
+        body: &[u8],
+    ) -> Result<ParsedRequest, PromptError> {
         let body_bytes = body.len();
-        let body = Body::parse(body)?;
+        let mut body = Body::parse(body)?;
+        if caller.key().is_some() {
+            if let Some(field) = body.salt_field() {
+                return Err(PromptError::OwnSalt(field));
+            }
+            body.cache_salt = Some(caller.own_salt().map(str::to_owned));
+        }
         let name = body.model.clone().unwrap_or_default();
+        // The same answer as for a model that does not exist, which the caller cannot tell apart.
+        if !caller.may_use(&name) {
+            return Err(PromptError::UnknownModel(name));
+        }
+        if caller.has_models() && body.lora_path.is_some() {
+            let text = "`lora_path` names an adapter that the API key may not use; name one by `model`";
+            return Err(PromptError::Shape(text.into()));
+        }
         let no_files = ModelFiles::default();
         let model = match self.models.get(&name) {
             Some(model) => model,
@@ -188,7 +219,7 @@ impl RequestReader {
         if reading == PromptForm::Tokens && model.context_tokens > 0 && input_tokens > model.context_tokens {
             return Err(PromptError::TooLong { tokens: input_tokens, context: model.context_tokens });
         }
-        let salt = body.cache_salt.clone();
+        let salt = body.cache_salt.clone().flatten();
         let hashes = match self.hasher(adapter, salt.clone()) {
             Some(hasher) => {
                 let mut hashes = Vec::new();

@@ -2,7 +2,7 @@
 //!
 //! It speaks a subset of HTTP/1.1. Not here: a model.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -24,6 +24,9 @@ pub enum Step {
     Close,
     /// Waits until the client disconnects.
     Hang,
+    /// Answers with `cached_tokens` as an engine with a prefix cache: all tokens of the prompt if an
+    /// earlier request had the same messages and `cache_salt`, and else none.
+    AnswerCached,
 }
 
 /// A received request.
@@ -59,6 +62,8 @@ struct ScriptState {
     gate: Semaphore,
     /// Answer to model list requests; `None` answers 404.
     models: Mutex<Option<String>>,
+    /// Prompts that are cached, each with its salt.
+    cached: Mutex<BTreeSet<(String, String)>>,
 }
 
 impl ScriptedEngine {
@@ -74,6 +79,7 @@ impl ScriptedEngine {
             disconnects: AtomicUsize::new(0),
             gate: Semaphore::new(0),
             models: Mutex::default(),
+            cached: Mutex::default(),
         });
         let shared_state = shared.clone();
         let listening = tokio::spawn(async move {
@@ -148,12 +154,13 @@ impl ScriptState {
                 }
                 continue;
             }
-            self.received.lock().push(request);
+            self.received.lock().push(request.clone());
             let script =
                 self.scripts.lock().pop_front().unwrap_or_else(|| self.default_script.lock().clone());
             for step in script {
                 let is_there = match step {
                     Step::Write(bytes) => stream.write_all(&bytes).await.is_ok(),
+                    Step::AnswerCached => stream.write_all(&self.answer_cached(&request)).await.is_ok(),
                     Step::Gate => {
                         let mut byte = [0];
                         tokio::select! {
@@ -174,6 +181,26 @@ impl ScriptState {
                 }
             }
         }
+    }
+}
+
+impl ScriptState {
+    fn answer_cached(&self, request: &ReceivedRequest) -> Vec<u8> {
+        const PROMPT_TOKENS: u32 = 64;
+        let body: serde_json::Value = serde_json::from_slice(&request.body).unwrap();
+        let prompt = (body["messages"].to_string(), body["cache_salt"].to_string());
+        let cached_tokens = if self.cached.lock().insert(prompt) { 0 } else { PROMPT_TOKENS };
+        let usage = serde_json::json!({
+            "prompt_tokens": PROMPT_TOKENS,
+            "completion_tokens": 1,
+            "prompt_tokens_details": { "cached_tokens": cached_tokens },
+        });
+        let text = serde_json::json!({ "choices": [], "usage": usage }).to_string();
+        format!(
+            "HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{text}",
+            text.len()
+        )
+        .into_bytes()
     }
 }
 

@@ -115,7 +115,12 @@ pub fn engines_config() -> EnginesConfig {
 
 /// Hashes of the full blocks of these tokens.
 pub fn hashes(tokens: &[u32]) -> Vec<BlockHash> {
-    let hasher = Tenants::load(&engines_config()).unwrap().hasher(None, None).unwrap();
+    hashes_of(&engines_config(), None, tokens)
+}
+
+/// Hashes of the full blocks of these tokens, in requests with this salt.
+pub fn hashes_of(identity: &EnginesConfig, salt: Option<&str>, tokens: &[u32]) -> Vec<BlockHash> {
+    let hasher = Tenants::load(identity).unwrap().hasher(None, salt).unwrap();
     let mut hashes = vec![];
     hasher.extend(&mut hasher.start(), tokens, &mut hashes);
     hashes
@@ -132,6 +137,15 @@ impl GatewayFixture {
     }
 
     pub async fn open_at(engines: &[SocketAddr], change: impl FnOnce(&mut GatewayConfig)) -> GatewayFixture {
+        GatewayFixture::open_with(engines, &engines_config(), change).await
+    }
+
+    /// As [`GatewayFixture::open_at`], with these tenants and secrets of hashes.
+    pub async fn open_with(
+        engines: &[SocketAddr],
+        identity: &EnginesConfig,
+        change: impl FnOnce(&mut GatewayConfig),
+    ) -> GatewayFixture {
         let cluster = Cluster::start(1, |_| {}).await;
         let desk = cluster.routers[0].as_ref().unwrap().handle();
         let mut config = GatewayConfig {
@@ -160,7 +174,7 @@ impl GatewayFixture {
         let roles: BTreeMap<_, _> =
             config.endpoints.iter().map(|endpoint| (endpoint.instance, role(endpoint))).collect();
         let registry = Registry::new();
-        let gateway = Gateway::open(&config, &engines_config(), desk.clone(), &registry).await.unwrap();
+        let gateway = Gateway::open(&config, identity, desk.clone(), &registry).await.unwrap();
         let [("openai", address)] = gateway.addresses()[..] else { panic!("expected one listener") };
         let loads: Vec<_> =
             (1..).zip(engines).map(|(number, _)| (number, 2_000 * u64::from(number))).collect();

@@ -6,6 +6,7 @@ mod ends;
 mod engine;
 mod failures;
 mod fixture;
+mod keys;
 mod limits;
 mod models;
 mod pairs;

@@ -15,7 +15,7 @@ fn good() -> Vec<Step> {
 }
 
 /// An engine that lists these models, each with base model and context length, as vLLM does.
-async fn serving_engine(models: &[(&str, Option<&str>, Option<u32>)]) -> ScriptedEngine {
+pub async fn serving_engine(models: &[(&str, Option<&str>, Option<u32>)]) -> ScriptedEngine {
     let engine = ScriptedEngine::start(good()).await;
     engine.set_models(Some(list(models)));
     engine
@@ -31,7 +31,7 @@ fn list(models: &[(&str, Option<&str>, Option<u32>)]) -> String {
 }
 
 /// Frequent model list requests, and no configured models.
-fn poll_often(config: &mut GatewayConfig) {
+pub fn poll_often(config: &mut GatewayConfig) {
     config.models.clear();
     config.load.models_every_ms = 20;
 }
