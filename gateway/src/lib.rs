@@ -30,7 +30,7 @@ pub use endpoints::config::{DiscoveredKind, KubernetesConfig, LoadConfig};
 #[cfg(feature = "kubernetes")]
 pub use endpoints::kubernetes::KubernetesError;
 pub use keys::{KeyEntry, KeyEntryError, KeyFileError, NewKey, NewKeyError};
-pub use openai::{BreakerConfig, OpenAiConfig, PriorityOrder, RetryConfig};
+pub use openai::{BreakerConfig, ListenerTlsConfig, OpenAiConfig, PriorityOrder, RetryConfig};
 pub use picker::{PickerConfig, PickerError};
 pub use prompt::public::{PromptReader, ReadPrompt, UnreadablePrompt};
 pub use start::{Gateway, StartError};

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
 use kv_core::prefix::IdentityManifest;
+use kvfleet_net::tls::TlsError;
 use kvfleet_router::{EnginesConfig, RouterHandle, Tenants};
 use prometheus::Registry;
 use tokio::runtime::{Builder, Runtime};
@@ -40,6 +41,9 @@ pub enum StartError {
     /// The file of API keys cannot be used.
     #[error("gateway.openai.api_keys_file: {0}")]
     Keys(#[from] KeyFileError),
+    /// The certificate of the OpenAI-compatible API cannot be used.
+    #[error("gateway.openai.tls: {0}")]
+    Tls(#[from] TlsError),
     /// A listener cannot be opened.
     #[error(
         "gateway.{key}: cannot listen on {address}: {cause}; set another address, or stop the process that \

@@ -31,7 +31,9 @@ pub struct OpenAiConfig {
     /// Whether callers of other hosts need no key. Without it, a listener without `api_keys_file`
     /// has a loopback address. Enable it only if a proxy in front authenticates callers.
     pub open: bool,
-    /// Interval of checks whether the file of API keys changed, in milliseconds.
+    /// TLS of the listener.
+    pub tls: ListenerTlsConfig,
+    /// Interval of checks whether the files of API keys and of `tls` changed, in milliseconds.
     pub reload_ms: u64,
     /// Longest body of a request, in bytes.
     pub body_bytes_max: usize,
@@ -70,6 +72,7 @@ impl Default for OpenAiConfig {
             listen: String::new(),
             api_keys_file: PathBuf::new(),
             open: false,
+            tls: ListenerTlsConfig::default(),
             reload_ms: 10_000,
             body_bytes_max: 32 << 20,
             bodies_bytes_max: 1 << 30,
@@ -85,6 +88,30 @@ impl Default for OpenAiConfig {
             retry: RetryConfig::default(),
             breaker: BreakerConfig::default(),
         }
+    }
+}
+
+/// TLS of a listener for callers outside the cluster.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ListenerTlsConfig {
+    /// PEM file of the certificate, followed by those of intermediate CAs; empty for plain HTTP.
+    pub cert: PathBuf,
+    /// PEM file of its private key.
+    pub key: PathBuf,
+}
+
+impl ListenerTlsConfig {
+    /// Whether the listener has TLS.
+    pub(super) fn is_enabled(&self) -> bool {
+        !self.cert.as_os_str().is_empty()
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        if self.is_enabled() == self.key.as_os_str().is_empty() {
+            return refuse("openai.tls", "has one of cert and key; set both for TLS, or none for plain HTTP");
+        }
+        Ok(())
     }
 }
 
@@ -162,6 +189,7 @@ impl OpenAiConfig {
 
     pub(crate) fn check(&self) -> Result<(), ConfigError> {
         self.check_listen()?;
+        self.tls.check()?;
         if !(1..=BODY_BYTES_MAX).contains(&self.body_bytes_max) {
             return refuse(
                 "openai.body_bytes_max",
@@ -260,6 +288,8 @@ mod tests {
             (config.open, config.api_keys_file) = (true, "keys.toml".into());
         };
         says("an OpenAI-compatible API that is open and has keys", &refused(both), &[]);
+        let half = |config: &mut OpenAiConfig| config.tls.cert = "tls.crt".into();
+        says("a certificate of the OpenAI-compatible API without its key", &refused(half), &[]);
         says("bodies of no length", &refused(|config| config.body_bytes_max = 0), &[]);
         says("less room for bodies than one has", &refused(|config| config.bodies_bytes_max = 1), &[]);
         says("an OpenAI-compatible API for no request", &refused(|config| config.requests_max = 0), &[]);

@@ -28,7 +28,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use tokio::net::TcpListener;
 
-pub use config::{BreakerConfig, OpenAiConfig, RetryConfig};
+pub use config::{BreakerConfig, ListenerTlsConfig, OpenAiConfig, RetryConfig};
 pub use priority::PriorityOrder;
 
 use crate::config::GatewayConfig;
@@ -39,6 +39,7 @@ use crate::prompt::RequestReader;
 use crate::start::StartError;
 use forward::Forwarder;
 use kvfleet_net::http::{self, ConnectionLimits, ServerControl, WhenFull};
+use kvfleet_net::tls::{Renewal, ServerCertificate, keep_renewed};
 use kvfleet_router::Tenants;
 use routes::ApiState;
 
@@ -85,6 +86,9 @@ impl OpenAiServer {
     ) -> Result<OpenAiServer, StartError> {
         let openai = &config.openai;
         let (keys, reload) = load_keys(openai, reader.tenants())?.unzip();
+        let has_tls = openai.tls.is_enabled();
+        let certificate =
+            has_tls.then(|| ServerCertificate::load(&openai.tls.cert, &openai.tls.key)).transpose()?;
         let listen =
             |cause| StartError::Listen { key: "openai.listen", address: openai.listen.clone(), cause };
         let listener = TcpListener::bind(&openai.listen).await.map_err(listen)?;
@@ -105,8 +109,19 @@ impl OpenAiServer {
             head_timeout: HEAD_TIMEOUT,
             write_stall_timeout: openai.idle_timeout(),
         };
-        let serving = http::serve(listener, routes::router(state.clone()), limits, orders.clone());
-        tokio::spawn(serving);
+        let app = routes::router(state.clone());
+        let control = orders.clone();
+        match certificate {
+            None => drop(tokio::spawn(http::serve(listener, app, limits, control))),
+            Some(certificate) => {
+                let (closed, every) = (orders.close.clone(), openai.reload_interval());
+                let renewing = keep_renewed(Renewal::of_server(certificate.clone()), every);
+                tokio::spawn(async move { closed.run_until_cancelled(renewing).await });
+                let serving =
+                    async move { http::serve_tls(listener, &certificate, app, limits, control).await };
+                tokio::spawn(serving);
+            }
+        }
         let (notice, drain) =
             (Duration::from_millis(openai.drain_notice_ms), Duration::from_millis(openai.drain_ms));
         Ok(OpenAiServer { address, api: state, control: orders, drain_notice: notice, drain_timeout: drain })

@@ -11,3 +11,4 @@ mod limits;
 mod models;
 mod pairs;
 mod prompts;
+mod tls;
