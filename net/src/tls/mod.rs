@@ -21,6 +21,7 @@ use tonic::transport::{Certificate, ClientTlsConfig};
 pub mod access;
 mod authority;
 pub mod callers;
+mod client;
 mod der;
 mod ending_stream;
 pub mod listen;
@@ -29,6 +30,7 @@ mod reload;
 mod renew;
 mod server;
 
+pub use client::{file_roots, https_client};
 pub use names::{NamesError, Role, RoleKind, role_of, tenant_name};
 pub use reload::{RENEW_INTERVAL, keep_renewed};
 pub use renew::{Renewal, RenewalOutcome};
