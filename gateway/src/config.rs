@@ -10,11 +10,12 @@ use serde::{Deserialize, Serialize};
 
 use kv_core::schedule::{Domain, InstanceRole};
 
-use crate::endpoints::address::authority;
+use crate::endpoints::address::EngineUrl;
 use crate::endpoints::admin::AdminConfig;
 use crate::endpoints::config::{KubernetesConfig, LoadConfig};
 use crate::openai::{OpenAiConfig, PriorityOrder};
 use crate::picker::PickerConfig;
+use crate::upstream::UpstreamConfig;
 
 /// Most endpoints in a configuration file. Discovery may find as many as the router knows
 /// instances.
@@ -33,6 +34,8 @@ pub struct GatewayConfig {
     /// How engines order requests by `priority`: `none` for first come, first served, `lower-first`
     /// or `higher-first`.
     pub priorities: PriorityOrder,
+    /// How engines are called.
+    pub upstream: UpstreamConfig,
     /// How engines are probed for their load.
     pub load: LoadConfig,
     /// Admin API that adds and removes endpoints.
@@ -80,7 +83,7 @@ pub struct ObjectiveConfig {
 pub struct EndpointConfig {
     /// Number of its instance; the same as in `engines.list`, and on every router.
     pub instance: u32,
-    /// Base URL for requests, `http://host:port`.
+    /// Base URL for requests, `http://host:port` or `https://host:port`.
     pub url: String,
     /// Whether its engine links the kvfleet client, so that it can fetch from nodes.
     pub fetches: bool,
@@ -159,7 +162,7 @@ impl GatewayConfig {
             if !instances.insert(endpoint.instance) {
                 return refuse("endpoints", format!("instance {} is listed twice", endpoint.instance));
             }
-            if let Err(error) = authority(&endpoint.url) {
+            if let Err(error) = EngineUrl::parse(&endpoint.url) {
                 return refuse("endpoints", format!("instance {}: {error}", endpoint.instance));
             }
             if endpoint.role().is_none() {

@@ -18,6 +18,7 @@ mod openai;
 mod picker;
 mod prompt;
 mod start;
+mod upstream;
 mod usage_scanner;
 
 /// Header that carries the request's number at the router, to engines and back to callers.
@@ -34,3 +35,4 @@ pub use openai::{BreakerConfig, ListenerTlsConfig, OpenAiConfig, PriorityOrder, 
 pub use picker::{PickerConfig, PickerError};
 pub use prompt::public::{PromptReader, ReadPrompt, UnreadablePrompt};
 pub use start::{Gateway, StartError};
+pub use upstream::{UpstreamConfig, UpstreamConfigError};

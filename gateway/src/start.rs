@@ -22,6 +22,7 @@ use crate::metrics::{OpenAiMetrics, PromptMetrics};
 use crate::openai::OpenAiServer;
 use crate::picker;
 use crate::prompt::RequestReader;
+use crate::upstream::{EngineAccess, UpstreamConfigError};
 
 /// Why the gateway did not start.
 #[derive(Debug, thiserror::Error)]
@@ -41,6 +42,9 @@ pub enum StartError {
     /// The file of API keys cannot be used.
     #[error("gateway.openai.api_keys_file: {0}")]
     Keys(#[from] KeyFileError),
+    /// Files for calls to engines cannot be used.
+    #[error(transparent)]
+    Upstream(#[from] UpstreamConfigError),
     /// The certificate of the OpenAI-compatible API cannot be used.
     #[error("gateway.openai.tls: {0}")]
     Tls(#[from] TlsError),
@@ -199,8 +203,9 @@ impl Listeners {
         let stop = CancellationToken::new();
         // On any error below, the guard stops the tasks that already run.
         let guard = stop.clone().drop_guard();
+        let access = EngineAccess::load(&config.upstream)?;
         let StartedEndpoints { endpoints, admin } =
-            endpoints::start(config, &router, registry, &stop).await?;
+            endpoints::start(config, &router, access.clone(), registry, &stop).await?;
         let objectives = config.objectives.iter().map(|of| (of.name.clone(), of.priority));
         let decider = Decider::new(router, endpoints).with_objectives(objectives).with_models(&config.models);
         let decider = decider.with_identity(&engines.identity.manifest(), &config.models);
@@ -216,7 +221,7 @@ impl Listeners {
             picker = picker::serve(&config.picker, &decider, &reader, block_tokens, registry, &stop).await?;
             if config.openai.is_enabled() {
                 let metrics = OpenAiMetrics::register(registry)?;
-                openai = Some(OpenAiServer::open(config, decider, reader, metrics).await?);
+                openai = Some(OpenAiServer::open(config, decider, access, reader, metrics).await?);
             }
         }
         guard.disarm();

@@ -15,29 +15,57 @@ const SHOWN_MAX: usize = 80;
 
 /// An invalid endpoint URL.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{url:?} {problem}; write http://host:port")]
+#[error("{url:?} {problem}; write {form}")]
 pub struct UrlError {
     url: String,
     problem: &'static str,
+    form: &'static str,
 }
 
-/// `host:port` of `http://host:port`.
+/// URL of an engine.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct EngineUrl {
+    /// `host:port`.
+    pub(crate) authority: String,
+    /// Whether it begins with `https`.
+    pub(crate) is_tls: bool,
+}
+
+impl EngineUrl {
+    /// Parses `http://host:port` or `https://host:port`.
+    ///
+    /// # Errors
+    /// As [`authority`].
+    pub(crate) fn parse(url: &str) -> Result<EngineUrl, UrlError> {
+        parse(url).map_err(|problem| error(url, problem, "http://host:port or https://host:port"))
+    }
+}
+
+fn error(url: &str, problem: &'static str, form: &'static str) -> UrlError {
+    UrlError { url: url.chars().take(SHOWN_MAX).collect(), problem, form }
+}
+
+/// `host:port` of `http://host:port`, for addresses that are called without TLS.
 ///
 /// # Errors
 /// [`UrlError`] for anything else: another scheme, a path, an invalid host, a missing port.
 pub(crate) fn authority(url: &str) -> Result<String, UrlError> {
-    parse(url).map_err(|problem| UrlError { url: url.chars().take(SHOWN_MAX).collect(), problem })
+    let plain = match parse(url) {
+        Ok(EngineUrl { authority, is_tls: false }) => Ok(authority),
+        Ok(_) => Err("asks for TLS, but only http is supported"),
+        Err(problem) => Err(problem),
+    };
+    plain.map_err(|problem| error(url, problem, "http://host:port"))
 }
 
-fn parse(url: &str) -> Result<String, &'static str> {
+fn parse(url: &str) -> Result<EngineUrl, &'static str> {
     if url.len() > BYTES_MAX {
         return Err("is longer than any host name");
     }
-    let Some(rest) = url.strip_prefix("http://") else {
-        return Err(match url.starts_with("https://") {
-            true => "asks for TLS, but only http is supported",
-            false => "does not begin with http://",
-        });
+    let (rest, is_tls) = match (url.strip_prefix("http://"), url.strip_prefix("https://")) {
+        (Some(rest), _) => (rest, false),
+        (None, Some(rest)) => (rest, true),
+        (None, None) => return Err("does not begin with http:// or https://"),
     };
     let rest = rest.strip_suffix('/').unwrap_or(rest);
     if rest.contains(['/', '?', '#']) {
@@ -51,7 +79,11 @@ fn parse(url: &str) -> Result<String, &'static str> {
         Ok(1..) if port.bytes().all(|digit| digit.is_ascii_digit()) => {}
         _ => return Err("has no port from 1 to 65535"),
     }
-    if is_host(host) { Ok(rest.to_owned()) } else { Err("has no valid host") }
+    if is_host(host) {
+        Ok(EngineUrl { authority: rest.to_owned(), is_tls })
+    } else {
+        Err("has no valid host")
+    }
 }
 
 fn is_host(host: &str) -> bool {
@@ -82,6 +114,7 @@ pub(crate) async fn resolve(authority: &str) -> Result<Vec<SocketAddr>, String> 
 
 #[cfg(test)]
 mod tests {
+    #![allow(clippy::unwrap_used)]
     use kvfleet_errors_doc::says;
 
     use super::*;
@@ -95,6 +128,10 @@ mod tests {
             ("http://a_b.:65535", "a_b.:65535"),
         ] {
             assert_eq!(authority(url).as_deref(), Ok(expected), "{url}");
+            let parsed = EngineUrl::parse(url).unwrap();
+            assert_eq!((parsed.authority.as_str(), parsed.is_tls), (expected, false), "{url}");
+            let parsed = EngineUrl::parse(&url.replace("http:", "https:")).unwrap();
+            assert_eq!((parsed.authority.as_str(), parsed.is_tls), (expected, true), "{url}");
         }
         for url in [
             "",
@@ -118,15 +155,17 @@ mod tests {
             "http://a\n:80",
             "http://-\0:80",
         ] {
-            assert!(authority(url).is_err(), "{url}");
+            assert!(authority(url).is_err() && EngineUrl::parse(url).is_err(), "{url}");
         }
         assert!(authority(&format!("http://{}:80", "a.".repeat(1_000_000))).is_err());
     }
 
     #[test]
     fn explains_invalid_urls() {
-        let said = |url: &str| authority(url).expect_err("must be refused").to_string();
-        says("an engine's URL with TLS", &said("https://engine-0:8000"), &[]);
+        let plain = authority("https://engine-0:8000").expect_err("must be refused");
+        says("a URL with TLS where only http is supported", &plain, &[]);
+        let said = |url: &str| EngineUrl::parse(url).expect_err("must be refused").to_string();
+        says("an engine's URL with another scheme", &said("ftp://engine-0:8000"), &[]);
         says("an engine's URL without a port", &said("http://engine-0"), &[]);
         says("an engine's URL with a path", &said("http://engine-0:8000/v1"), &[]);
     }

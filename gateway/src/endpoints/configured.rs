@@ -4,7 +4,7 @@
 
 use kv_core::id::InstanceId;
 
-use super::address::{UrlError, authority};
+use super::address::{EngineUrl, UrlError};
 use super::{Endpoint, EndpointRegistry, Origin};
 use crate::config::EndpointConfig;
 
@@ -17,9 +17,11 @@ pub(crate) fn add_configured(
     configured: &[EndpointConfig],
 ) -> Result<(), UrlError> {
     for one in configured {
+        let EngineUrl { authority, is_tls } = EngineUrl::parse(&one.url)?;
         let endpoint = Endpoint {
             instance: InstanceId(one.instance),
-            authority: authority(&one.url)?,
+            authority,
+            is_tls,
             fetches: one.fetches,
             role: one.role().unwrap_or_default(),
             place: one.place.clone(),

@@ -63,6 +63,8 @@ pub(crate) struct Endpoint {
     pub(crate) instance: InstanceId,
     /// `host:port`, without a scheme; sent to Envoy and dialed.
     pub(crate) authority: String,
+    /// Whether the gateway calls it with TLS.
+    pub(crate) is_tls: bool,
     /// Whether its engine links the kvfleet client, so that it can fetch from nodes.
     pub(crate) fetches: bool,
     /// Role of the engine: prefill, decode or both.
@@ -73,6 +75,13 @@ pub(crate) struct Endpoint {
     pub(crate) is_draining: bool,
     /// Source of the endpoint.
     pub(crate) origin: Origin,
+}
+
+impl Endpoint {
+    /// Base URL of its requests.
+    pub(crate) fn url(&self) -> String {
+        format!("{}://{}", if self.is_tls { "https" } else { "http" }, self.authority)
+    }
 }
 
 /// Latest probe results of an endpoint.
@@ -204,7 +213,7 @@ impl EndpointRegistry {
         let entry = all.get_mut(&instance)?;
         let mut endpoint = Endpoint::clone(&entry.endpoint);
         change(&mut endpoint);
-        if endpoint.authority != entry.endpoint.authority {
+        if endpoint.url() != entry.endpoint.url() {
             entry.status = EndpointStatus::default();
         }
         entry.endpoint = Arc::new(endpoint);
@@ -225,7 +234,7 @@ impl EndpointRegistry {
         let mut all = self.all.write();
         may(all.get(&endpoint.instance).map(|entry| &*entry.endpoint), all.len())?;
         let (standing, doubts) = match all.remove(&endpoint.instance) {
-            Some(entry) if entry.endpoint.authority == endpoint.authority => (entry.status, entry.probe_now),
+            Some(entry) if entry.endpoint.url() == endpoint.url() => (entry.status, entry.probe_now),
             _ => Default::default(),
         };
         let instance = endpoint.instance;

@@ -14,6 +14,7 @@ use super::load::ProberPool;
 use super::load::metrics::EndpointMetrics;
 use super::{EndpointRegistry, configured};
 use crate::config::GatewayConfig;
+use crate::upstream::EngineAccess;
 
 /// Why the endpoints did not start.
 #[derive(Debug, thiserror::Error)]
@@ -48,13 +49,14 @@ pub(crate) struct StartedEndpoints {
 pub(crate) async fn start(
     config: &GatewayConfig,
     router: &RouterHandle,
+    access: EngineAccess,
     registry: &Registry,
     stop: &CancellationToken,
 ) -> Result<StartedEndpoints, EndpointsError> {
     let endpoints = EndpointRegistry::default();
     configured::add_configured(&endpoints, &config.endpoints)?;
     let metrics = EndpointMetrics::register(registry)?;
-    let prober = ProberPool::new(&config.load, &endpoints, router.clone(), metrics);
+    let prober = ProberPool::new(&config.load, &endpoints, router.clone(), access, metrics);
     let keeper = prober.with_priority_order(config.priorities.is_ordered());
     #[cfg(feature = "kubernetes")]
     if config.kubernetes.enabled {

@@ -8,6 +8,7 @@ fn endpoint(instance: u32, authority: &str) -> Endpoint {
     Endpoint {
         instance,
         authority,
+        is_tls: false,
         fetches: false,
         role: InstanceRole::Both,
         place: String::new(),

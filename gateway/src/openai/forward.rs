@@ -147,6 +147,7 @@ impl StartedResponse {
 impl Forwarder {
     pub(super) fn new(
         decider: Decider,
+        upstream: EngineClient,
         config: OpenAiConfig,
         priorities: PriorityOrder,
         metrics: OpenAiMetrics,
@@ -155,7 +156,7 @@ impl Forwarder {
         let endpoints = decider.endpoints().clone();
         Forwarder {
             decider,
-            upstream: EngineClient::new(config.connect_timeout()),
+            upstream,
             breakers: Arc::new(CircuitBreakers::new(config.breaker.clone(), metrics.clone(), endpoints)),
             config,
             priorities,
@@ -468,9 +469,9 @@ impl Forwarder {
         if share.is_prefill {
             headers.remove(ACCEPT_ENCODING);
         }
-        let mut request = EngineClient::request(
+        let mut request = self.upstream.request(
             sending.method.clone(),
-            &endpoint.authority,
+            endpoint,
             &sending.path_and_query,
             headers,
             body,

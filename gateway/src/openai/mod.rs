@@ -37,11 +37,13 @@ use crate::keys::{KeyReload, KeyRing, KeySource, keep_reloaded};
 use crate::metrics::OpenAiMetrics;
 use crate::prompt::RequestReader;
 use crate::start::StartError;
+use crate::upstream::EngineAccess;
 use forward::Forwarder;
 use kvfleet_net::http::{self, ConnectionLimits, ServerControl, WhenFull};
 use kvfleet_net::tls::{Renewal, ServerCertificate, keep_renewed};
 use kvfleet_router::Tenants;
 use routes::ApiState;
+use upstream::EngineClient;
 
 /// Bits of the random first request number. It differs after a restart, and numbers stay exact in
 /// JSON.
@@ -81,6 +83,7 @@ impl OpenAiServer {
     pub(crate) async fn open(
         config: &GatewayConfig,
         decider: Decider,
+        access: EngineAccess,
         reader: Arc<RequestReader>,
         metrics: OpenAiMetrics,
     ) -> Result<OpenAiServer, StartError> {
@@ -96,7 +99,9 @@ impl OpenAiServer {
         let seed = || RandomState::new().hash_one(address);
         let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
         let first_number = seed() >> (u64::BITS - FIRST_NUMBER_BITS);
-        let forward = Forwarder::new(decider, openai.clone(), config.priorities, metrics.clone(), seed());
+        let client = EngineClient::new(access, openai.connect_timeout());
+        let forward =
+            Forwarder::new(decider, client, openai.clone(), config.priorities, metrics.clone(), seed());
         let state = Arc::new(ApiState::new(config, forward, reader, metrics, keys, first_number, created));
         let orders = ServerControl::default();
         if let Some(reload) = reload {

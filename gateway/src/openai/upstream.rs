@@ -8,9 +8,13 @@ use axum::http::{HeaderMap, Method, Request, Response, Uri, Version};
 use bytes::Bytes;
 use http_body_util::Full;
 use hyper::body::Incoming;
+use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+
+use crate::endpoints::Endpoint;
+use crate::upstream::EngineAccess;
 
 /// Idle connections are dropped after this time, because uvicorn closes its side after five seconds
 /// and a request would meet the close.
@@ -22,7 +26,8 @@ const IDLE_CONNECTIONS_MAX: usize = 512;
 /// HTTP client for engines.
 #[derive(Clone, Debug)]
 pub(super) struct EngineClient {
-    client: Client<HttpConnector, Full<Bytes>>,
+    client: Client<HttpsConnector<HttpConnector>, Full<Bytes>>,
+    access: EngineAccess,
 }
 
 /// Why there is no answer.
@@ -66,29 +71,30 @@ impl UpstreamError {
 }
 
 impl EngineClient {
-    pub(super) fn new(connect: Duration) -> EngineClient {
-        let mut connector = HttpConnector::new();
-        connector.set_nodelay(true);
-        connector.set_connect_timeout(Some(connect));
+    pub(super) fn new(access: EngineAccess, connect: Duration) -> EngineClient {
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .pool_max_idle_per_host(IDLE_CONNECTIONS_MAX)
-            .build(connector);
-        EngineClient { client }
+            .build(access.connector(connect));
+        EngineClient { client, access }
     }
 
-    /// Builds a request to an engine.
+    /// Builds a request to an engine, with the key that engines ask for.
     pub(super) fn request(
+        &self,
         method: Method,
-        authority: &str,
+        endpoint: &Endpoint,
         path_and_query: &str,
-        headers: HeaderMap,
+        mut headers: HeaderMap,
         body: Bytes,
     ) -> Result<Request<Full<Bytes>>, UpstreamError> {
-        let uri = Uri::builder().scheme("http").authority(authority).path_and_query(path_and_query).build();
+        let (scheme, authority) =
+            (if endpoint.is_tls { "https" } else { "http" }, endpoint.authority.as_str());
+        let uri = Uri::builder().scheme(scheme).authority(authority).path_and_query(path_and_query).build();
         let uri =
             uri.map_err(|error| UpstreamError::Connect(format!("{authority} is not an address: {error}")))?;
+        self.access.authorize(&mut headers);
         let mut request = Request::new(Full::new(body));
         *request.method_mut() = method;
         *request.uri_mut() = uri;

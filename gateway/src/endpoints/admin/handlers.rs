@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 
 use super::removals::PendingRemovals;
 use crate::config::{ENDPOINTS_MAX, role};
-use crate::endpoints::address::authority;
+use crate::endpoints::address::EngineUrl;
 use crate::endpoints::{Endpoint, EndpointRegistry, Origin};
 
 /// Longest body.
@@ -175,7 +175,7 @@ impl AdminState {
         });
         json!({
             "instance": endpoint.instance.0,
-            "url": format!("http://{}", endpoint.authority),
+            "url": endpoint.url(),
             "addresses": standing.addresses,
             "fetches": endpoint.fetches,
             "role": endpoint.role.name(),
@@ -254,9 +254,11 @@ pub(super) async fn add(State(state): SharedState, headers: HeaderMap, body: Bod
     let role = role(&named.role).ok_or_else(|| RequestError::InvalidRole(shown(&named.role)))?;
     Domain::parse(&named.place)
         .map_err(|error| RequestError::InvalidPlace { place: shown(&named.place), error })?;
+    let EngineUrl { authority, is_tls } = EngineUrl::parse(&named.url)?;
     let endpoint = Endpoint {
         instance,
-        authority: authority(&named.url)?,
+        authority,
+        is_tls,
         fetches: named.fetches,
         role,
         place: named.place,

@@ -88,6 +88,7 @@ mod tests {
             removals.endpoints.put(Endpoint {
                 instance,
                 authority,
+                is_tls: false,
                 fetches: false,
                 role: kv_core::schedule::InstanceRole::Both,
                 place: String::new(),

@@ -195,6 +195,7 @@ async fn explains_invalid_calls() {
         scene.endpoints.put(Endpoint {
             instance,
             authority,
+            is_tls: false,
             fetches: false,
             role: kv_core::schedule::InstanceRole::Both,
             place: String::new(),
@@ -262,6 +263,7 @@ async fn limits_the_number_of_engines() {
         scene.endpoints.put(Endpoint {
             instance,
             authority,
+            is_tls: false,
             fetches: false,
             role: kv_core::schedule::InstanceRole::Both,
             place: String::new(),

@@ -153,6 +153,7 @@ impl DiscoveredEndpoints {
                 let endpoint = Endpoint {
                     instance,
                     authority: engine.authority.clone(),
+                    is_tls: false,
                     fetches: engine.fetches,
                     role: engine.role,
                     place: engine.place.clone(),

@@ -401,6 +401,7 @@ async fn assigns_unique_instance_numbers() {
         endpoints.put(Endpoint {
             instance,
             authority,
+            is_tls: false,
             fetches: false,
             role: kv_core::schedule::InstanceRole::Both,
             place: String::new(),

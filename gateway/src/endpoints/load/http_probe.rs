@@ -7,9 +7,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Empty, Limited};
 use hyper::{Request, StatusCode};
+use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+
+use crate::endpoints::Endpoint;
+use crate::upstream::EngineAccess;
 
 /// Longest answer in bytes.
 pub(crate) const ANSWER_BYTES_MAX: usize = 8 << 20;
@@ -89,22 +93,23 @@ impl ProbeError {
 /// Client for one engine.
 #[derive(Clone, Debug)]
 pub(crate) struct ProbeClient {
-    client: Client<HttpConnector, Empty<Bytes>>,
+    client: Client<HttpsConnector<HttpConnector>, Empty<Bytes>>,
+    access: EngineAccess,
     authority: String,
+    /// Base URL of requests.
+    url: String,
     timeout: Duration,
 }
 
 impl ProbeClient {
-    pub(crate) fn new(authority: &str, timeout: Duration) -> ProbeClient {
-        let mut connector = HttpConnector::new();
-        connector.set_connect_timeout(Some(timeout));
-        connector.set_nodelay(true);
+    pub(crate) fn new(endpoint: &Endpoint, access: EngineAccess, timeout: Duration) -> ProbeClient {
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())
             .pool_idle_timeout(IDLE_TIMEOUT)
             .pool_max_idle_per_host(2)
-            .build(connector);
-        ProbeClient { client, authority: authority.to_owned(), timeout }
+            .build(access.connector(timeout));
+        let (authority, url) = (endpoint.authority.clone(), endpoint.url());
+        ProbeClient { client, access, authority, url, timeout }
     }
 
     /// Requests a path; the time limit covers the whole answer.
@@ -119,10 +124,11 @@ impl ProbeClient {
     async fn send(&self, path: &'static str) -> Result<Bytes, ProbeError> {
         let authority = || self.authority.clone();
         let failed = |problem: String| ProbeError::Failed { authority: authority(), path, problem };
-        let request = Request::get(format!("http://{}{path}", self.authority))
+        let mut request = Request::get(format!("{}{path}", self.url))
             .header("user-agent", "kvfleet")
             .body(Empty::new())
             .map_err(|error| failed(error.to_string()))?;
+        self.access.authorize(request.headers_mut());
         let answer = self.client.request(request).await.map_err(|error| {
             if is_refused(&error) {
                 ProbeError::Refused { authority: authority() }

@@ -14,8 +14,9 @@ use kvfleet_router::RouterHandle;
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 
-use super::EndpointRegistry;
 use super::config::LoadConfig;
+use super::{Endpoint, EndpointRegistry};
+use crate::upstream::EngineAccess;
 use metrics::EndpointMetrics;
 use prober::{EndpointProber, ProbeContext};
 use sample::ProcessIdentity;
@@ -42,7 +43,7 @@ pub(crate) struct ProberPool {
 /// What a prober probes. A prober of an endpoint that differs in it is replaced.
 #[derive(PartialEq, Eq)]
 struct ProbeTarget {
-    authority: String,
+    url: String,
     /// Whether the engine reports its own load to the router.
     reports_itself: bool,
 }
@@ -59,11 +60,13 @@ impl ProberPool {
         config: &LoadConfig,
         endpoints: &EndpointRegistry,
         router: RouterHandle,
+        access: EngineAccess,
         metrics: EndpointMetrics,
     ) -> ProberPool {
         let (config, endpoints) = (config.clone(), endpoints.clone());
         let context = ProbeContext {
             config,
+            access,
             orders_by_priority: false,
             endpoints,
             router,
@@ -99,8 +102,8 @@ impl ProberPool {
     async fn reconcile(&mut self) {
         let endpoints = self.context.endpoints.clone();
         let target = |instance| {
-            let authority = endpoints.get(instance)?.authority.clone();
-            Some(ProbeTarget { authority, reports_itself: endpoints.reports_itself(instance) })
+            let url = endpoints.get(instance)?.url();
+            Some(ProbeTarget { url, reports_itself: endpoints.reports_itself(instance) })
         };
         let obsolete: Vec<_> = self
             .tasks
@@ -114,19 +117,19 @@ impl ProberPool {
         for endpoint in endpoints.list() {
             let instance = endpoint.instance;
             if let Some(target) = target(instance).filter(|_| !self.tasks.contains_key(&instance)) {
-                self.start(instance, target);
+                self.start(&endpoint, target);
             }
         }
         self.metrics.count_endpoints(&endpoints);
     }
 
-    fn start(&mut self, instance: InstanceId, target: ProbeTarget) {
+    fn start(&mut self, endpoint: &Endpoint, target: ProbeTarget) {
+        let instance = endpoint.instance;
         let process =
             self.previous.remove(&instance).map_or_else(ProcessIdentity::default, ProcessIdentity::successor);
         let prober = EndpointProber::new(
             self.context.clone(),
-            instance,
-            target.authority.clone(),
+            endpoint,
             target.reports_itself,
             process,
             self.metrics.instance(instance),

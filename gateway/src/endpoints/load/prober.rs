@@ -22,6 +22,7 @@ use crate::endpoints::address::resolve;
 use crate::endpoints::config::LoadConfig;
 use crate::endpoints::models::ServedModels;
 use crate::endpoints::{Endpoint, EndpointRegistry};
+use crate::upstream::EngineAccess;
 
 /// Longest interval between probes of a failing engine.
 const RETRY_INTERVAL_MAX: Duration = Duration::from_secs(2);
@@ -34,6 +35,7 @@ const TRIGGERED_INTERVAL_MIN: Duration = Duration::from_millis(100);
 #[derive(Clone)]
 pub(super) struct ProbeContext {
     pub(super) config: LoadConfig,
+    pub(super) access: EngineAccess,
     /// Whether engines order waiting requests by priority.
     pub(super) orders_by_priority: bool,
     pub(super) endpoints: EndpointRegistry,
@@ -125,13 +127,13 @@ impl ModelsProbeError {
 impl EndpointProber {
     pub(super) fn new(
         context: ProbeContext,
-        instance: InstanceId,
-        authority: String,
+        endpoint: &Endpoint,
         reports_itself: bool,
         process: ProcessIdentity,
         metrics: InstanceMetrics,
     ) -> EndpointProber {
-        let client = ProbeClient::new(&authority, context.config.timeout());
+        let client = ProbeClient::new(endpoint, context.access.clone(), context.config.timeout());
+        let (instance, authority) = (endpoint.instance, endpoint.authority.clone());
         EndpointProber {
             context,
             instance,

@@ -16,6 +16,7 @@ use prometheus::Registry;
 
 use super::*;
 use crate::endpoints::{Endpoint, EndpointStatus, Origin};
+use crate::upstream::{EngineAccess, UpstreamConfig};
 use kvfleet_testkit::cluster::{Cluster, until};
 use kvfleet_testkit::ports::unused_address;
 
@@ -141,7 +142,9 @@ impl ProbeFixture {
         let (endpoints, registry, stop) =
             (EndpointRegistry::default(), Registry::new(), CancellationToken::new());
         let metrics = EndpointMetrics::register(&registry).expect("a new registry");
-        tokio::spawn(ProberPool::new(config, &endpoints, desk.clone(), metrics).run(stop.clone()));
+        let access = EngineAccess::load(&UpstreamConfig::default()).expect("no file is named");
+        let pool = ProberPool::new(config, &endpoints, desk.clone(), access, metrics);
+        tokio::spawn(pool.run(stop.clone()));
         ProbeFixture { cluster, router: desk, endpoints, registry, stop }
     }
 
@@ -149,6 +152,7 @@ impl ProbeFixture {
         self.endpoints.put(Endpoint {
             instance: INSTANCE,
             authority: authority.to_owned(),
+            is_tls: false,
             fetches: false,
             role: kv_core::schedule::InstanceRole::Both,
             place: String::new(),
