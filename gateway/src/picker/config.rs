@@ -2,6 +2,8 @@
 //!
 //! Not here: the endpoints (`gateway.endpoints`).
 
+use std::path::PathBuf;
+
 use serde::{Deserialize, Serialize};
 
 use crate::config::{ConfigError, refuse};
@@ -12,9 +14,10 @@ use crate::config::{ConfigError, refuse};
 pub struct PickerConfig {
     /// Listening address, `ip:port`; empty disables the picker.
     pub listen: String,
-    /// Whether clients must use TLS. The picker presents the router's certificate and requests
-    /// none.
+    /// Whether clients must use TLS. The picker presents the router's certificate.
     pub tls: bool,
+    /// PEM file with the CAs of clients, which then need a certificate; empty if they need none.
+    pub client_ca: PathBuf,
     /// Most endpoints in an answer: the best one and alternatives for Envoy's retries. Use 1 for a
     /// cluster of type `ORIGINAL_DST`, which reads no list.
     pub endpoints_max: usize,
@@ -36,6 +39,7 @@ impl Default for PickerConfig {
         PickerConfig {
             listen: String::new(),
             tls: false,
+            client_ca: PathBuf::new(),
             endpoints_max: 4,
             body_bytes_max: 16 << 20,
             held_bytes_max: 1 << 30,
@@ -63,6 +67,12 @@ impl PickerConfig {
             return refuse(
                 "picker.listen",
                 format!("{:?} is not an address; write ip:port, or \"\" to disable the picker", self.listen),
+            );
+        }
+        if !self.tls && !self.client_ca.as_os_str().is_empty() {
+            return refuse(
+                "picker.client_ca",
+                "is set, but certificates need TLS; set picker.tls = true too",
             );
         }
         if !(1..=BODY_BYTES_LIMIT).contains(&self.body_bytes_max) {
@@ -108,6 +118,8 @@ mod tests {
     #[test]
     fn refuses_invalid_values_with_their_key() {
         says("a picker at a name", &refused(|config| config.listen = "envoy:9002".into()), &[]);
+        let plain = refused(|config| config.client_ca = "ca.pem".into());
+        says("a picker with certificates of clients and without TLS", &plain, &[]);
         says("a picker that takes no body", &refused(|config| config.body_bytes_max = 0), &[]);
         says(
             "a picker that holds less than one body",

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use kvfleet_net::tls::listen;
+use kvfleet_net::tls::{ClientVerifier, TlsError, listen};
 use kvfleet_proto::envoy::ext_proc::external_processor_server::ExternalProcessorServer;
 use kvfleet_proto::health::health_server::HealthServer;
 use prometheus::Registry;
@@ -54,6 +54,9 @@ pub enum PickerError {
         /// Error of the operating system.
         cause: String,
     },
+    /// The CAs of clients cannot be used.
+    #[error("gateway.picker.client_ca: {0}")]
+    ClientCa(#[from] TlsError),
     /// Metrics are already registered, for example by a second picker in the process.
     #[error("metrics of the endpoint picker cannot be registered: {0}")]
     Metrics(#[from] prometheus::Error),
@@ -101,6 +104,8 @@ pub(crate) async fn serve(
         listen: config.listen.clone(),
         cause: error.to_string(),
     };
+    let has_ca = !config.client_ca.as_os_str().is_empty();
+    let clients = has_ca.then(|| ClientVerifier::load(&config.client_ca)).transpose()?;
     let listener = TcpListener::bind(&config.listen).await.map_err(refused)?;
     let address = listener.local_addr().map_err(refused)?;
     let shared = PickerState {
@@ -124,7 +129,7 @@ pub(crate) async fn serve(
     let serving = tokio::spawn(async move {
         let served = match identity {
             Some(identity) => {
-                let incoming = listen::incoming_without_client_auth(listener, &identity);
+                let incoming = listen::incoming_from_outsiders(listener, &identity, clients);
                 router.serve_with_incoming_shutdown(incoming, ended).await
             }
             None => {

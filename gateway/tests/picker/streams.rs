@@ -13,8 +13,10 @@ use kvfleet_proto::envoy::well_known::{Struct, Value, value::Kind};
 use kvfleet_proto::health::HealthCheckRequest;
 use kvfleet_proto::health::health_check_response::ServingStatus;
 use kvfleet_proto::health::health_client::HealthClient;
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 use tonic::{Code, Status, Streaming};
 
 use super::fixture::{PickerFixture, RESIDENT_PROMPT, RunningPicker, completion, healthy_engine};
@@ -319,16 +321,48 @@ async fn tls_uses_the_router_certificate_without_client_certificates() {
     let gateway = start_fixture().await;
     let opened = gateway.open(|config| config.tls = true).await;
     let authority = std::fs::read(&gateway.cluster.configs[0].tls.ca).unwrap();
-    let tls = tonic::transport::ClientTlsConfig::new()
-        .domain_name("kvfleet")
-        .ca_certificate(tonic::transport::Certificate::from_pem(authority));
-    let endpoint = tonic::transport::Endpoint::from_shared(format!("https://{}", opened.address)).unwrap();
+    let tls = ClientTlsConfig::new().domain_name("kvfleet").ca_certificate(Certificate::from_pem(authority));
+    let endpoint = Endpoint::from_shared(format!("https://{}", opened.address)).unwrap();
     let mut client = HealthClient::new(endpoint.tls_config(tls).unwrap().connect_lazy());
     let checked = client.check(HealthCheckRequest::default()).await.unwrap().into_inner();
     assert_eq!(checked.status(), ServingStatus::Serving);
     // A client without TLS is refused.
     let mut plain = HealthClient::new(opened.channel());
     assert!(plain.check(HealthCheckRequest::default()).await.is_err());
+    opened.gateway.shutdown().await;
+    gateway.shutdown().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn clients_show_a_certificate_of_their_ca() {
+    let folder = tempfile::tempdir().unwrap();
+    let authority = || {
+        let mut params = CertificateParams::new(vec![]).unwrap();
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap()
+    };
+    let (of_clients, other) = (authority(), authority());
+    let ca = folder.path().join("ca.pem");
+    std::fs::write(&ca, of_clients.pem()).unwrap();
+    let gateway = start_fixture().await;
+    let opened = gateway.open(|config| (config.tls, config.client_ca) = (true, ca.clone())).await;
+    let cluster_ca = std::fs::read(&gateway.cluster.configs[0].tls.ca).unwrap();
+    let check = async |issuer: Option<&CertifiedIssuer<'static, KeyPair>>| {
+        let mut tls =
+            ClientTlsConfig::new().domain_name("kvfleet").ca_certificate(Certificate::from_pem(&cluster_ca));
+        if let Some(issuer) = issuer {
+            let key = KeyPair::generate().unwrap();
+            let params = CertificateParams::new(vec!["envoy.example.org".to_owned()]).unwrap();
+            let cert = params.signed_by(&key, issuer).unwrap();
+            tls = tls.identity(Identity::from_pem(cert.pem(), key.serialize_pem()));
+        }
+        let endpoint = Endpoint::from_shared(format!("https://{}", opened.address)).unwrap();
+        let mut client = HealthClient::new(endpoint.tls_config(tls).unwrap().connect_lazy());
+        client.check(HealthCheckRequest::default()).await.is_ok()
+    };
+    assert!(check(Some(&of_clients)).await);
+    assert!(!check(Some(&other)).await, "a certificate of another CA");
+    assert!(!check(None).await, "no certificate");
     opened.gateway.shutdown().await;
     gateway.shutdown().await;
 }

@@ -22,6 +22,7 @@ pub mod access;
 mod authority;
 pub mod callers;
 mod client;
+mod client_verifier;
 mod der;
 mod ending_stream;
 pub mod listen;
@@ -31,6 +32,7 @@ mod renew;
 mod server;
 
 pub use client::{file_roots, https_client};
+pub use client_verifier::ClientVerifier;
 pub use names::{NamesError, Role, RoleKind, role_of, tenant_name};
 pub use reload::{RENEW_INTERVAL, keep_renewed};
 pub use renew::{Renewal, RenewalOutcome};
@@ -418,13 +420,18 @@ impl Identity {
         self.server(provider(), ALPN_GRPC)
     }
 
-    /// Like [`Self::grpc_server`], for callers without a certificate, and with TLS 1.2 allowed.
+    /// Like [`Self::grpc_server`], for callers outside the cluster, and with TLS 1.2 allowed. With
+    /// `clients`, each needs a certificate that it accepts.
     #[must_use]
-    pub fn grpc_server_without_client_auth(&self) -> rustls::ServerConfig {
-        let mut config = rustls::ServerConfig::builder_with_details(provider(), Arc::clone(&self.clock))
+    pub fn grpc_server_for_outsiders(&self, clients: Option<ClientVerifier>) -> rustls::ServerConfig {
+        let config = rustls::ServerConfig::builder_with_details(provider(), Arc::clone(&self.clock))
             .with_safe_default_protocol_versions()
-            .expect("ring supports TLS 1.2 and 1.3")
-            .with_no_client_auth()
+            .expect("ring supports TLS 1.2 and 1.3");
+        let config = match clients {
+            Some(ClientVerifier(verifier)) => config.with_client_cert_verifier(verifier),
+            None => config.with_no_client_auth(),
+        };
+        let mut config = config
             .with_cert_resolver(Arc::clone(&self.certificate) as Arc<dyn rustls::server::ResolvesServerCert>);
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(rustls::server::NoServerSessionStorage {});

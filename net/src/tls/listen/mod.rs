@@ -20,7 +20,7 @@ use tokio_rustls::server::TlsStream;
 use tonic::codegen::tokio_stream::Stream;
 
 use self::connections::{ConnectionCounts, ConnectionLimits};
-use super::{EndingStream, Identity, ServerCertificate, role_of};
+use super::{ClientVerifier, EndingStream, Identity, ServerCertificate, role_of};
 use crate::accept_limits::{AcceptWarnings, connection_limit};
 
 mod connections;
@@ -81,12 +81,14 @@ pub fn incoming(
     incoming_with_limits(listener, identity, HandshakeLimits::default(), ConnectionLimits::default())
 }
 
-/// Like [`incoming`], for callers without a certificate: for calls open to strangers.
-pub fn incoming_without_client_auth(
+/// Like [`incoming`], for callers outside the cluster. With `clients`, each needs a certificate that
+/// it accepts; without, calls are open to strangers.
+pub fn incoming_from_outsiders(
     listener: TcpListener,
     identity: &Identity,
+    clients: Option<ClientVerifier>,
 ) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
-    accept_stream(listener, identity.grpc_server_without_client_auth(), None, HandshakeLimits::default())
+    accept_stream(listener, identity.grpc_server_for_outsiders(clients), None, HandshakeLimits::default())
 }
 
 /// Like [`incoming`], for the HTTP/1 clients of a server with a certificate of its own.
