@@ -44,7 +44,6 @@ use crate::manifests::Manifests;
 use crate::metrics::Metrics;
 use crate::pin_expiry;
 use crate::raft::boot::{self, BootedConsensus};
-use crate::raft::disk_room::DiskRoom;
 use crate::raft::log_store::LogGuard;
 use crate::raft::network::{Envelope, Peers, RAFT_MESSAGE_BYTES_MAX};
 use crate::raft::service::RaftService;
@@ -87,7 +86,6 @@ pub struct Router {
     stop: CancellationToken,
     serving: JoinHandle<()>,
     guard: LogGuard,
-    room: Arc<DiskRoom>,
 }
 
 impl Router {
@@ -130,7 +128,6 @@ impl Router {
             repairs,
             withheld,
             guard,
-            room,
             joins_running_cluster: comes_late,
         } = booted;
         let raft_service = RaftService::new(
@@ -164,7 +161,7 @@ impl Router {
             let _ = stopped.run_until_cancelled(keep_renewed(renewal, RENEW_INTERVAL)).await; // cancelled by shutdown
         });
         groups.all().iter().for_each(|group| group.consensus.raft().run());
-        let router = Router { local_addr, groups, handle, stop, serving, guard, room };
+        let router = Router { local_addr, groups, handle, stop, serving, guard };
         if let Err(error) = boot::initialize(&router.groups, &withheld, &config).await {
             router.halt().await;
             return Err(error);
@@ -227,8 +224,7 @@ impl Router {
 
     async fn halt_inner(self) {
         self.stop.cancel();
-        // Consensus may wait for a vote on a full disk.
-        self.room.stop();
+        self.guard.stop_waiting();
         for group in self.groups.all() {
             if let Err(error) = group.consensus.raft().shutdown().await {
                 tracing::error!(group = group.number(), %error, "consensus ended badly");

@@ -1,6 +1,7 @@
 //! Reloads a process's certificate files while it runs.
 //!
-//! Existing connections keep their certificate until it ends or is revoked. Not here: which certificates are accepted (`renew.rs`).
+//! Existing connections keep their certificate until it ends or is revoked. Not here: which
+//! certificates are accepted (`renew.rs`).
 
 use std::time::Duration;
 
@@ -36,7 +37,7 @@ fn log(look: RenewalOutcome) {
     match look {
         RenewalOutcome::Unchanged => {}
         RenewalOutcome::Renewed => {
-            tracing::info!("a new certificate, or a new list of revoked ones, is in force")
+            tracing::info!("a new certificate, or a new list of revoked ones, is in force");
         }
         RenewalOutcome::Rejected(error) => {
             tracing::warn!(%error, "certificate files cannot be used, the old one is kept");

@@ -49,7 +49,6 @@ pub(crate) struct BootedConsensus {
     /// Groups without a vote of this router.
     pub(crate) withheld: Arc<WithheldVotes>,
     pub(crate) guard: LogGuard,
-    pub(crate) room: Arc<DiskRoom>,
     /// Whether a cluster exists that this router returns to, or is to be added to.
     pub(crate) joins_running_cluster: bool,
 }
@@ -83,7 +82,6 @@ pub(crate) async fn boot(config: &RouterConfig, identity: Identity) -> Result<Bo
         repairs,
         withheld,
         guard,
-        room,
         joins_running_cluster,
     })
 }

@@ -111,9 +111,15 @@ pub(crate) struct LogStore {
 /// Joins the writer thread after every [`LogStore`] is gone, so that the file is closed.
 pub(crate) struct LogGuard {
     thread: Mutex<Option<thread::JoinHandle<()>>>,
+    room: Arc<DiskRoom>,
 }
 
 impl LogGuard {
+    /// From now on no write waits for room on a full disk: consensus could wait for it, and not end.
+    pub(crate) fn stop_waiting(&self) {
+        self.room.stop();
+    }
+
     /// Blocks until the thread has written everything and closed the file.
     pub(crate) fn join(&self) {
         if let Some(thread) = self.thread.lock().take()
@@ -132,13 +138,13 @@ impl LogStore {
         room: Arc<DiskRoom>,
     ) -> io::Result<(Vec<LogStore>, LogGuard)> {
         let groups = u16::try_from(recovered.len()).map_err(io::Error::other)?;
-        let (queues, thread) = DiskQueue::start(disk, groups, room)?;
+        let (queues, thread) = DiskQueue::start(disk, groups, Arc::clone(&room))?;
         let store = |(disk, recovered)| LogStore {
             memory: Arc::new(RwLock::new(MemoryLog::from_recovered(recovered))),
             disk,
         };
         let stores = queues.into_iter().zip(recovered).map(store).collect();
-        Ok((stores, LogGuard { thread: Mutex::new(Some(thread)) }))
+        Ok((stores, LogGuard { thread: Mutex::new(Some(thread)), room }))
     }
 
     /// Whether this router ever voted or followed: every log except a new one holds a vote.

@@ -190,9 +190,12 @@ async fn a_server_that_is_no_node_is_refused() {
     for is_quic in [true, false] {
         let instance = world.holder(&Role::Instance(None), 12);
         let ends = start_pair(is_quic, &instance, &world.member(12), Arc::new(MemoryService::default()));
-        let (refusal, title) = (ends.refusal().await, "a server that is no node");
-        let title = format!("{title}, over {}", if is_quic { "QUIC" } else { "TCP" });
-        says(&title, &refusal, &[&ends.address]);
+        let refusal = ends.refusal().await;
+        if is_quic {
+            says("a server that is no node, over QUIC", &refusal, &[&ends.address]);
+        } else {
+            says("a server that is no node, over TCP", &refusal, &[&ends.address]);
+        }
     }
 }
 

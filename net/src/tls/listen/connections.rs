@@ -13,7 +13,7 @@ use crate::tls::{Role, RoleKind};
 
 /// Limits on open connections.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct ConnectionLimits {
+pub(super) struct CallerLimits {
     /// Of one caller.
     pub(super) per_caller: usize,
     /// Of all callers.
@@ -27,9 +27,9 @@ const CALLER_FILES_SHARE: usize = 8;
 /// All callers get one of this many parts of the open-file limit.
 const TOTAL_FILES_SHARE: usize = 2;
 
-impl Default for ConnectionLimits {
+impl Default for CallerLimits {
     fn default() -> Self {
-        ConnectionLimits {
+        CallerLimits {
             per_caller: connection_limit(usize::MAX, CALLER_FILES_SHARE),
             total: connection_limit(usize::MAX, TOTAL_FILES_SHARE),
         }
@@ -39,13 +39,13 @@ impl Default for ConnectionLimits {
 /// Counts of open connections, by caller. Callers without any are absent.
 #[derive(Clone, Debug)]
 pub(super) struct ConnectionCounts {
-    limits: ConnectionLimits,
+    limits: CallerLimits,
     /// `None` counts certificates without a role.
     open: Arc<Mutex<HashMap<Option<CallerShare>, usize>>>,
 }
 
 impl ConnectionCounts {
-    pub(super) fn new(limits: ConnectionLimits) -> ConnectionCounts {
+    pub(super) fn new(limits: CallerLimits) -> ConnectionCounts {
         ConnectionCounts { limits, open: Arc::default() }
     }
 
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn one_caller_cannot_take_all_connections() {
-        let counts = ConnectionCounts::new(ConnectionLimits { per_caller: 2, total: 3 });
+        let counts = ConnectionCounts::new(CallerLimits { per_caller: 2, total: 3 });
         let [one, other, third] = [1, 2, 3].map(|tenant| Role::tenant(TenantId(tenant)));
         let both = [counts.open(Some(&one)), counts.open(Some(&one))];
         assert!(both.iter().all(Option::is_some) && counts.open(Some(&one)).is_none());

@@ -19,7 +19,7 @@ use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 use tonic::codegen::tokio_stream::Stream;
 
-use self::connections::{ConnectionCounts, ConnectionLimits};
+use self::connections::{CallerLimits, ConnectionCounts};
 use super::{ClientVerifier, EndingStream, Identity, ServerCertificate, role_of};
 use crate::accept_limits::{AcceptWarnings, connection_limit};
 
@@ -78,7 +78,7 @@ pub fn incoming(
     listener: TcpListener,
     identity: &Identity,
 ) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
-    incoming_with_limits(listener, identity, HandshakeLimits::default(), ConnectionLimits::default())
+    incoming_with_limits(listener, identity, HandshakeLimits::default(), CallerLimits::default())
 }
 
 /// Like [`incoming`], for callers outside the cluster. With `clients`, each needs a certificate that
@@ -103,7 +103,7 @@ fn incoming_with_limits(
     listener: TcpListener,
     identity: &Identity,
     bounds: HandshakeLimits,
-    connections: ConnectionLimits,
+    connections: CallerLimits,
 ) -> impl Stream<Item = io::Result<CallerStream>> + Send + Unpin + use<> {
     let counted = Some((identity.clone(), ConnectionCounts::new(connections)));
     accept_stream(listener, identity.grpc_server(), counted, bounds)

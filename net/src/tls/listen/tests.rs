@@ -107,7 +107,7 @@ async fn serve_within(identity: &Identity, bounds: HandshakeLimits) -> (SocketAd
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (address, callers) = (listener.local_addr().unwrap(), CallerLog::default());
     let served = tonic::transport::Server::builder().add_service(InstanceServer::new(callers.clone()));
-    let connections = ConnectionLimits { per_caller: CONNECTIONS_MAX, total: CONNECTIONS_MAX + 1 };
+    let connections = CallerLimits { per_caller: CONNECTIONS_MAX, total: CONNECTIONS_MAX + 1 };
     let incoming = incoming_with_limits(listener, identity, bounds, connections);
     tokio::spawn(served.serve_with_incoming(incoming));
     (address, callers)

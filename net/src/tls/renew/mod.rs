@@ -2,7 +2,8 @@
 //! runs.
 //!
 //! Every handshake asks for the current certificate. New connections use the new one, and existing
-//! connections go on until the old one ends or is revoked. An unusable certificate (truncated, mismatched, not accepted) changes no
+//! connections go on until the old one ends or is revoked. An unusable
+//! certificate (truncated, mismatched, not accepted) changes no
 //! state and is reported once. The authority is never renewed: another authority is another
 //! cluster. Not here: the interval of checks (`reload.rs`), and tonic's own TLS, which keeps its
 //! first certificate.
