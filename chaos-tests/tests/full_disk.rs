@@ -49,7 +49,7 @@ async fn write(contacts: &RouterClients, number: u64) {
     .await;
 }
 
-/// A cluster whose logs are not shortened by snapshots.
+/// A cluster without snapshots, so that its logs only grow.
 fn cluster() -> Cluster {
     let keep_all = |config: &mut kvfleet_router::RouterConfig| config.snapshot_every_entries = 1_000_000;
     Cluster::start_with(Path::new(PROGRAM), keep_all).unwrap()

@@ -1,7 +1,7 @@
 //! Open connections for control calls: how many one caller may have, and all together.
 //!
 //! Raft, the log and snapshots need descriptors of the same process, so callers may not take all of
-//! them. Routers are not counted. Not here: connections whose caller is not known yet
+//! them. Routers are not counted. Not here: connections before their handshake
 //! (`HandshakeLimits`).
 
 use std::collections::HashMap;
