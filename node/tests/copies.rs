@@ -91,7 +91,7 @@ fn source_of(world: &TestCluster, frames: Vec<Frame>) -> (QuicServer, MemoryServ
     service.set_epoch(Epoch(1));
     frames.into_iter().for_each(|frame| service.hold(frame));
     let any = "127.0.0.1:0".parse().unwrap();
-    (QuicServer::bind(any, &world.identity, Arc::new(RekeyedService(service.clone()))).unwrap(), service)
+    (QuicServer::bind(any, &world.node, Arc::new(RekeyedService(service.clone()))).unwrap(), service)
 }
 
 #[tokio::test]

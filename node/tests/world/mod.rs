@@ -44,6 +44,8 @@ pub struct TestCluster {
     pub dir: tempfile::TempDir,
     /// Of an instance, which fetches and saves.
     pub identity: Identity,
+    /// Of another node.
+    pub node: Identity,
     pub router: Identity,
     pub admin: Identity,
     /// Only for tenant 3.
@@ -54,9 +56,10 @@ impl TestCluster {
     pub fn new() -> TestCluster {
         let dir = tempfile::tempdir().unwrap();
         let issue = |role: Role| files(dir.path(), &role).load().unwrap();
-        let [identity, router, admin] = [Role::Instance(None), Role::Router(None), Role::Admin].map(issue);
+        let [identity, node, router, admin] =
+            [Role::Instance(None), Role::Node(None), Role::Router(None), Role::Admin].map(issue);
         let tenant = issue(Role::tenant(TenantId(3)));
-        TestCluster { dir, identity, router, admin, tenant }
+        TestCluster { dir, identity, node, router, admin, tenant }
     }
 
     pub fn config(&self, routers: &[String]) -> NodeConfig {
