@@ -1,4 +1,4 @@
-//! `kvfleet certs`: makes the certificates of a fleet.
+//! `kvfleet certs`: makes and revokes the certificates of a fleet.
 //!
 //! Not here: the authority (`kvfleet_net::fleet_certificates`), and certificates of a cluster on
 //! one machine, which `kvfleet up` makes.
@@ -40,7 +40,10 @@ pub fn run(command: &CertsCommand) -> anyhow::Result<()> {
             let authority = FleetAuthority::open(&args.dir)?;
             for which in &args.which {
                 let revoked = authority.revoke(which, SystemTime::now())?;
-                println!("{which}: revoked {} certificates", revoked.len());
+                revoked.iter().for_each(|one| println!("{}: revoked {}", one.holder, one.serial));
+                if revoked.is_empty() {
+                    println!("{which}: was revoked before");
+                }
             }
             println!("copy {}/ca.crl beside ca.crt of every process", args.dir.display());
         }

@@ -21,7 +21,7 @@ use rcgen::{
 use crate::certificates::{
     CertificateError, CertificateFiles, authority_params, file_stem, invalid, parse_key, replace, role_params,
 };
-use crate::secrets::SecretError;
+use crate::secrets::{SecretError, from_hex, hex};
 use crate::tls::{Role, TlsError, TlsFiles};
 
 /// Certificate of the authority.
@@ -259,7 +259,7 @@ impl FleetAuthority {
         // The next list has more entries, so their number grows with each.
         let number = SerialNumber::from(u64::try_from(revoked.len()).unwrap_or(u64::MAX));
         let revoked_certs = revoked.iter().map(|(serial, at_s)| RevokedCertParams {
-            serial_number: SerialNumber::from_slice(&bytes_of_hex(serial)),
+            serial_number: SerialNumber::from_slice(&from_hex(serial).unwrap_or_default()),
             revocation_time: epoch + Duration::from_secs(*at_s),
             reason_code: None,
             invalidity_date: None,
@@ -348,19 +348,9 @@ fn unix_s(time: SystemTime) -> u64 {
     since_1970(time).as_secs()
 }
 
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 /// Whether a text is a serial number as the registers have them.
 fn is_serial(text: &str) -> bool {
     text.len() == 2 * SERIAL_BYTES && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
-}
-
-/// The bytes of a serial number in hexadecimal digits.
-fn bytes_of_hex(serial: &str) -> Vec<u8> {
-    let byte = |at: usize| serial.get(at..at + 2).and_then(|digits| u8::from_str_radix(digits, 16).ok());
-    (0..serial.len()).step_by(2).filter_map(byte).collect()
 }
 
 fn parse_entry(line: &str) -> Option<IssuedCertificate> {

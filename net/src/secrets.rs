@@ -106,6 +106,14 @@ pub fn hex(bytes: &[u8]) -> String {
     text
 }
 
+/// The bytes that an even number of hexadecimal digits stand for; `None` for any other text.
+#[must_use]
+pub fn from_hex(digits: &str) -> Option<Vec<u8>> {
+    let is_hex = digits.len().is_multiple_of(2) && digits.bytes().all(|digit| digit.is_ascii_hexdigit());
+    let byte = |at: usize| u8::from_str_radix(&digits[at..at + 2], 16).ok();
+    if is_hex { (0..digits.len()).step_by(2).map(byte).collect() } else { None }
+}
+
 /// SHA-256 of a secret, from the cryptography provider of TLS.
 #[must_use]
 pub fn sha256(secret: &[u8]) -> [u8; 32] {
@@ -202,6 +210,10 @@ mod tests {
         // FIPS 180-2, appendix B.1.
         let expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(hex(&sha256(b"abc")), expected);
+        assert_eq!(from_hex(expected).unwrap(), sha256(b"abc"));
+        for none in ["0", "0g", "+1", "é"] {
+            assert_eq!(from_hex(none), None, "{none}");
+        }
         assert_ne!(random_hex().unwrap(), random_hex().unwrap());
         assert_eq!(random_hex().unwrap().len(), 2 * SECRET_BYTES);
     }

@@ -20,7 +20,7 @@ pub use admin::{
     AddMemberArgs, ConnectArgs, GroupChoice, MembersCommand, PinArgs, QuotaArgs, RemoveMemberArgs,
     StatusArgs, TargetArgs, TransferArgs, TtlArgs, UnpinArgs, WeightsArgs, WhyArgs,
 };
-pub use certs::{CertsCommand, InitArgs, IssueArgs, ListArgs};
+pub use certs::{CertsCommand, InitArgs, IssueArgs, ListArgs, RevokeArgs};
 pub use cluster::{ShapeArgs, UpArgs};
 pub use crosscheck::CrosscheckArgs;
 pub use faults::{FaultKind, FaultSpec, Target};
@@ -73,7 +73,7 @@ pub enum Command {
     Why(WhyArgs),
     /// Show which roles of certificates may make which call.
     Access,
-    /// Make and list the certificates of a fleet.
+    /// Make, revoke and list the certificates of a fleet.
     #[command(subcommand)]
     Certs(CertsCommand),
     /// Make API keys for callers of the gateway.

@@ -153,19 +153,7 @@ impl KeyEntry {
 }
 
 fn parse_hash(digits: &str) -> Option<[u8; 32]> {
-    if digits.len() != 64 || !digits.is_ascii() {
-        return None;
-    }
-    let mut hash = [0; 32];
-    for (at, byte) in hash.iter_mut().enumerate() {
-        let pair = &digits[2 * at..2 * at + 2];
-        // `from_str_radix` would accept a sign.
-        *byte = pair
-            .bytes()
-            .all(|digit| digit.is_ascii_hexdigit())
-            .then(|| u8::from_str_radix(pair, 16).ok())??;
-    }
-    Some(hash)
+    secrets::from_hex(digits)?.try_into().ok()
 }
 
 /// Reads the text of a file of keys.

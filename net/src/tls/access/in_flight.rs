@@ -45,9 +45,8 @@ impl BytesInFlight {
         };
         if is_refused {
             let text = format!(
-                "this caller has messages of {} bytes in flight, and may have {BYTES_IN_FLIGHT_MAX}: wait for answers \
-                 before sending more",
-                others
+                "this message has {after} bytes, and other messages in flight of this caller have {others}: together \
+                 they may have {BYTES_IN_FLIGHT_MAX}. Wait for answers, or send less at once"
             );
             return Err(Status::resource_exhausted(text));
         }

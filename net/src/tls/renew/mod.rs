@@ -128,14 +128,8 @@ impl Identity {
     }
 
     /// Refuses the certificates on this list (PEM) from now on, and ends open connections of theirs.
-    /// Returns whether the list differs from before.
-    ///
-    /// # Errors
-    /// If it is no list of this authority; the old list stays in use.
-    pub fn revoke(&self, list_pem: &[u8]) -> Result<bool, TlsError> {
-        self.revoke_from(&memory_files(), list_pem)
-    }
-
+    /// Returns whether the list differs from before. If it is no list of this authority, the old one
+    /// stays in use.
     fn revoke_from(&self, files: &TlsFiles, list_pem: &[u8]) -> Result<bool, TlsError> {
         let before = self.authority.verifiers();
         if before.revoked_pem() == Some(list_pem) {
